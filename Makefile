@@ -1,0 +1,93 @@
+# `make help` lists the targets. Two commands are enough to start: `make demo` and `make test`.
+
+VENV    ?= .venv
+ORACLE  ?= .oracle
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+ARGS    ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+# Absolute, so that programs which change directory still find their interpreter.
+BIN        := $(abspath $(VENV))/bin
+ORACLE_PY  := $(abspath $(ORACLE))/bin/python
+# One stamp per torch requirement: `make demo TORCH=torch` installs again, the same command twice does not.
+TORCH_KEY  := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+READY      := $(VENV)/.ready-$(TORCH_KEY)
+ORACLE_OK  := $(ORACLE)/.ready-$(TORCH_KEY)
+SOURCES    := $(wildcard hf_zero tests examples bench packaging)
+RUFF_CHECK := --line-length 120 --target-version py310 --select E,F,W,I,UP,B,C4 --ignore B905
+# Ranks of a test share the machine: more threads per rank only makes them wait for each other.
+TEST_ENV   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all oracle test-oracle bench check format wheel clean
+
+help: ## list the targets
+	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "On a GPU machine: make demo TORCH=torch (or any pip requirement, with its options)."
+
+venv: $(READY) ## set up .venv with torch, hf_zero (editable) and the tools; quick the second time
+	@:
+
+$(READY): setup.cfg pyproject.toml packaging/backend.py packaging/hf_zero.pth
+	@echo "Setting up $(VENV) with $(TORCH): two to five minutes the first time, by far the most for downloading torch."
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"hf_zero needs Python 3.10 or newer, {sys.executable} is {v}: make PYTHON=python3.11 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  1/2 torch"
+	@printf '%s\n' '$(TORCH)' | xargs $(BIN)/python -m pip install -qq
+	@echo "  2/2 hf_zero and what it needs"
+	@$(BIN)/python -m pip install -qq -e '.[examples,dev]'
+	@rm -f $(VENV)/.ready-* && touch $@
+	@echo "  $(VENV) is ready."
+
+demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let it write code (under 4 minutes on 2 cores)
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: venv ## set up and run the tests (a few minutes)
+	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
+	@$(PYTEST) -m "not slow and not oracle" $(ARGS)
+
+test-all: venv ## the tests, with the slow ones
+	@echo "Running all tests but the DeepSpeed comparisons on $(WORKERS) workers."
+	@$(PYTEST) -m "not oracle" $(ARGS)
+
+oracle: $(ORACLE_OK) ## set up .oracle: a real DeepSpeed, for comparison only
+
+$(ORACLE_OK): $(READY)
+	@echo "Setting up $(ORACLE) with DeepSpeed 0.19.8 (nothing compiled): two to five minutes."
+	@test -x $(ORACLE_PY) || $(PYTHON) -m venv $(ORACLE)
+	@echo "  1/2 torch, transformers, accelerate in the versions of $(VENV)"
+	@$(BIN)/python -m pip freeze | grep -iE '^(torch|transformers|accelerate|numpy|tokenizers|safetensors)==' > $(ORACLE)/constraints.txt
+	@printf '%s\n' '$(TORCH)' | xargs $(ORACLE_PY) -m pip install -qq -c $(ORACLE)/constraints.txt
+	@$(ORACLE_PY) -m pip install -qq -c $(ORACLE)/constraints.txt transformers accelerate psutil ninja setuptools wheel
+	@echo "  2/2 DeepSpeed"
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(ORACLE_PY) -m pip install -qq --no-build-isolation deepspeed==0.19.8
+	@rm -f $(ORACLE)/.ready-* && touch $@
+	@echo "  $(ORACLE) is ready."
+
+test-oracle: venv oracle ## compare with a real DeepSpeed (sets up .oracle first)
+	@echo "Comparing with DeepSpeed, one test after the other."
+	@HF_ZERO_ORACLE_PYTHON=$(ORACLE_PY) $(TEST_ENV) $(BIN)/python -m pytest -q -m oracle $(ARGS)
+
+bench: venv ## measure the engine against its peers; options through ARGS="--engine ..."
+	@$(BIN)/python bench/engine.py $(ARGS)
+
+check: venv ## lint (ruff) and type check (mypy)
+	@$(BIN)/python -m ruff check $(RUFF_CHECK) $(SOURCES)
+	@$(BIN)/python -m mypy
+
+format: venv ## sort imports, fix what can be fixed, lay the code out (ruff)
+	@$(BIN)/python -m ruff check -q --fix $(RUFF_CHECK) $(SOURCES) || true
+	@$(BIN)/python -m ruff format --line-length 120 $(SOURCES)
+
+wheel: venv ## build dist/hf_zero-*.whl
+	@$(BIN)/python -m build --wheel --outdir dist .
+
+clean: ## remove caches and built files (.venv and .oracle stay; delete them by hand)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

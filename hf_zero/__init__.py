@@ -1,0 +1,51 @@
+"""hf_zero: a pure-Python ZeRO engine for Hugging Face users; importing it makes `import deepspeed` find it."""
+
+from __future__ import annotations
+
+from hf_zero.integration.startup import install
+
+TYPE_CHECKING = False  # not typing's own: this file runs at every interpreter start, and typing costs milliseconds
+if TYPE_CHECKING:
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    from hf_zero.comm import init_distributed
+    from hf_zero.config import ConfigError
+    from hf_zero.engine import ZeroEngine
+    from hf_zero.entry import initialize
+    from hf_zero.zero.generation import gathered
+
+__version__ = "0.1.0"
+__all__ = [
+    "ConfigError",
+    "DummyOptim",
+    "DummyScheduler",
+    "ZeroEngine",
+    "__version__",
+    "gathered",
+    "init_distributed",
+    "initialize",
+    "install",
+]
+
+# Loaded when first asked for.
+_HOMES = {
+    "ConfigError": "hf_zero.config",
+    "DummyOptim": "accelerate.utils",
+    "DummyScheduler": "accelerate.utils",
+    "ZeroEngine": "hf_zero.engine",
+    "gathered": "hf_zero.zero.generation",
+    "init_distributed": "hf_zero.comm",
+    "initialize": "hf_zero.entry",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return globals().setdefault(name, getattr(import_module(_HOMES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
