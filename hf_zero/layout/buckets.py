@@ -1,0 +1,215 @@
+"""Lays parameters on flat buckets and cuts every bucket into one equal shard per rank.
+
+    parameters in registration order        a  b  c  d  e  f
+    walked backwards, as gradients arrive   |e f| |c d| |a b|      three buckets, launched left to right
+    one bucket, world of two                [e e e . f f f f f . . .]
+                                            [ shard 0  |  shard 1   ]     "." is padding, always zero
+
+Such a bucket holds parameters of one optimizer group and one dtype only, so a shard has one set of hyper-parameters and
+one element size. Inside a bucket every parameter starts at a multiple of `ALIGN_NUMEL` elements: 64 bytes for 16-bit
+types, which keeps matrix kernels on their aligned paths although the weights are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_zero.layout.intervals import Interval, round_up
+
+ALIGN_NUMEL = 32
+MAX_BUCKET_NUMEL = 1 << 25  # 64 MiB of 16-bit gradients: networks are at full speed long before this
+MIN_BUCKET_NUMEL = 1 << 20  # smaller collectives cost more in latency than they win in overlap
+BUCKETS_PER_MODEL = 8  # enough to overlap reduction with backward, and a pool of two is a quarter of the gradients
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One trainable parameter as the layout sees it: no tensor, only counts."""
+
+    name: str
+    numel: int
+    group: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies in its bucket, or in every row of it. `parameter` indexes the layout's specs."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.offset, self.offset + self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """From element `start` of a shard up to the next run's, everything belongs to optimizer group `group`."""
+
+    group: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that one rank owns: `numel` elements from `in_parameter`, lying at `in_shard`."""
+
+    parameter: int
+    in_shard: int
+    in_parameter: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A flat buffer of `numel` elements (padding included) that is reduced and gathered as one.
+
+    Its parameters lie one after the other (`by_rows` false), or, at stage 3, each of them is cut into `world` equal
+    chunks of which one lies in every row; a row is a rank's shard (see `hf_zero.layout.units`).
+    """
+
+    index: int
+    dtype: str
+    world: int
+    numel: int
+    slots: tuple[Slot, ...]
+    runs: tuple[Run, ...]
+    by_rows: bool = False
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world
+
+    def chunk(self, slot: Slot) -> int:
+        """Elements of the parameter that lie in one row, the last row's padding included."""
+        return chunk_numel(slot.numel, self.world if self.by_rows else 1)
+
+    @property
+    def used_numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    def shard(self, rank: int) -> Interval:
+        """The interval of the bucket that `rank` owns."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside a world of {self.world}")
+        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def pieces(self, owned: Interval) -> tuple[Piece, ...]:
+        """Which parts of which parameters lie in `owned`, in order. In a bucket of rows `owned` is one row."""
+        if self.by_rows:
+            return self._pieces_of_row(owned.start // self.shard_numel)
+        found = []
+        for slot in self.slots:
+            common = slot.interval.intersect(owned)
+            if common is not None:
+                found.append(
+                    Piece(slot.parameter, common.start - owned.start, common.start - slot.offset, common.numel)
+                )
+        return tuple(found)
+
+    def _pieces_of_row(self, row: int) -> tuple[Piece, ...]:
+        found = []
+        for slot in self.slots:
+            chunk = self.chunk(slot)
+            numel = min(chunk, slot.numel - row * chunk)
+            if numel > 0:
+                found.append(Piece(slot.parameter, slot.offset, row * chunk, numel))
+        return tuple(found)
+
+    def gaps(self) -> tuple[Interval, ...]:
+        """The padding between parameters: intervals of the buffer, or of every row, that belong to none."""
+        found, cursor = [], 0
+        for slot in self.slots:
+            if cursor < slot.offset:
+                found.append(Interval(cursor, slot.offset))
+            cursor = slot.offset + self.chunk(slot)
+        end = self.shard_numel if self.by_rows else self.numel
+        if cursor < end:
+            found.append(Interval(cursor, end))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Every trainable parameter in exactly one bucket; `buckets` stand in the order in which they are launched."""
+
+    specs: tuple[ParameterSpec, ...]
+    buckets: tuple[Bucket, ...]
+    world: int
+
+    def bucket_of(self) -> tuple[int, ...]:
+        """Bucket index of each parameter."""
+        owner = [-1] * len(self.specs)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                owner[slot.parameter] = bucket.index
+        return tuple(owner)
+
+
+def chunk_numel(numel: int, world: int) -> int:
+    """Elements of one rank's part of a parameter that is sharded alone; the last rank's may be partly padding."""
+    return -(-numel // world)
+
+
+def effective_bucket_numel(total_numel: int, limit: int) -> int:
+    """How many elements to put in one bucket when the configuration allows `limit` of `total_numel`.
+
+    The limit is a ceiling, not a wish: the DeepSpeed default of 5e8 would put most models into a single bucket, which
+    can only be reduced after backward has ended.
+    """
+    wanted = max(MIN_BUCKET_NUMEL, -(-total_numel // BUCKETS_PER_MODEL))
+    return max(1, min(limit, wanted, MAX_BUCKET_NUMEL))
+
+
+def plan_layout(specs: Sequence[ParameterSpec], *, world: int, bucket_numel: int) -> FlatLayout:
+    """Cut `specs` (registration order) into buckets of at most `bucket_numel` elements; a larger parameter goes alone.
+
+    Raises:
+        ValueError: for a world below one, a bucket size below one, or a parameter without elements.
+    """
+    if world < 1 or bucket_numel < 1:
+        raise ValueError(f"a layout needs world >= 1 and bucket_numel >= 1, got {world} and {bucket_numel}")
+    for spec in specs:
+        if spec.numel < 1:
+            raise ValueError(f"parameter {spec.name!r} has {spec.numel} elements; the layout takes only filled ones")
+    members = _group_backwards(specs, bucket_numel)
+    # A bucket is complete when its earliest parameter's gradient arrives: later registration means earlier arrival.
+    members.sort(key=min, reverse=True)
+    buckets = [_lay_out(index, sorted(chosen), specs, world) for index, chosen in enumerate(members)]
+    return FlatLayout(specs=tuple(specs), buckets=tuple(buckets), world=world)
+
+
+def _group_backwards(specs: Sequence[ParameterSpec], bucket_numel: int) -> list[list[int]]:
+    closed: list[list[int]] = []
+    open_buckets: dict[tuple[int, str], tuple[list[int], int]] = {}
+    for index in reversed(range(len(specs))):
+        spec = specs[index]
+        key = (spec.group, spec.dtype)
+        chosen, filled = open_buckets.get(key, ([], 0))
+        if chosen and filled + spec.numel > bucket_numel:
+            closed.append(chosen)
+            chosen, filled = [], 0
+        chosen.append(index)
+        open_buckets[key] = (chosen, filled + spec.numel)
+    closed.extend(chosen for chosen, _ in open_buckets.values())
+    return closed
+
+
+def _lay_out(index: int, chosen: list[int], specs: Sequence[ParameterSpec], world: int) -> Bucket:
+    slots, cursor = [], 0
+    for parameter in chosen:
+        slots.append(Slot(parameter, cursor, specs[parameter].numel))
+        cursor += round_up(specs[parameter].numel, ALIGN_NUMEL)
+    first = specs[chosen[0]]
+    return Bucket(
+        index=index,
+        dtype=first.dtype,
+        world=world,
+        numel=round_up(cursor, world * ALIGN_NUMEL),
+        slots=tuple(slots),
+        runs=(Run(first.group, 0),),
+    )

@@ -1,0 +1,118 @@
+"""The two ways in which DeepSpeed's files cut parameters into ranks, as arithmetic.
+
+Stages 1 and 2: one flat line per optimizer group, padded to a multiple of 2 x world, cut into world equal parts.
+Stage 3: every parameter by itself, ceil(numel / world) elements per rank, laid out in sub-groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_zero.layout.intervals import Interval, round_up
+from hf_zero.layout.reshard import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of an optimizer group, by its index in the model's list of trainable ones."""
+
+    parameter: int
+    numel: int
+
+
+def round_robin(members: Sequence[Member], world: int) -> tuple[Member, ...]:
+    """The order that DeepSpeed's `round_robin_gradients` gives a group."""
+    return tuple(member for first in range(world) for member in members[first::world])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPartition:
+    """Stages 1 and 2: one group's line. `members` stand in the order in which they lie on it.
+
+    `gaps[i]` zero elements follow member i (alignment); the padding at the end of the line comes on top.
+    """
+
+    members: tuple[Member, ...]
+    world: int
+    gaps: tuple[int, ...] = ()
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where each member starts on the line."""
+        found, cursor = [], 0
+        for index, member in enumerate(self.members):
+            found.append(cursor)
+            cursor += member.numel + self._gap(index)
+        return tuple(found)
+
+    @property
+    def used_numel(self) -> int:
+        return sum(member.numel + self._gap(index) for index, member in enumerate(self.members))
+
+    @property
+    def partition_numel(self) -> int:
+        return round_up(self.used_numel, 2 * self.world) // self.world
+
+    def padding(self, rank: int) -> int:
+        """Elements at the end of `rank`'s part that belong to no parameter."""
+        part = self.partition_numel
+        return min(max((rank + 1) * part - self.used_numel, 0), part)
+
+    def extents(self, rank: int, buffer: int) -> list[Extent]:
+        """What lies in `rank`'s part."""
+        part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
+        found = []
+        for member, offset in zip(self.members, self.offsets(), strict=True):
+            common = part.intersect(Interval(offset, offset + member.numel))
+            if common is not None:
+                start, inside = common.start - offset, common.start - part.start
+                found.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
+        return found
+
+    def _gap(self, index: int) -> int:
+        return self.gaps[index] if index < len(self.gaps) else 0
+
+
+def shard_numel(numel: int, world: int) -> int:
+    """Stage 3: elements of one parameter on every rank, the padding of the last ones included."""
+    return -(-numel // world)
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """Stage 3: parameters whose shards lie one after the other in one flat tensor."""
+
+    members: tuple[Member, ...]
+    world: int
+
+    @property
+    def numel(self) -> int:
+        return sum(shard_numel(member.numel, self.world) for member in self.members)
+
+    def extents(self, rank: int, buffer: int) -> list[Extent]:
+        """What lies in `rank`'s flat tensor; padding is left out."""
+        found, cursor = [], 0
+        for member in self.members:
+            shard = shard_numel(member.numel, self.world)
+            start = min(rank * shard, member.numel)
+            stop = min(start + shard, member.numel)
+            if start < stop:
+                found.append(Extent(member.parameter, start, stop - start, rank, buffer, cursor))
+            cursor += shard
+        return found
+
+
+def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroup, ...]:
+    """Cut one group: a sub-group ends where its local elements reach `limit`; a group within the limit stays whole."""
+    closed: list[SubGroup] = []
+    chosen: list[Member] = []
+    local_numel = 0
+    for member in members:
+        chosen.append(member)
+        local_numel += shard_numel(member.numel, world)
+        if local_numel >= limit:
+            closed.append(SubGroup(tuple(chosen), world))
+            chosen, local_numel = [], 0
+    if chosen:
+        closed.append(SubGroup(tuple(chosen), world))
+    return tuple(closed)
