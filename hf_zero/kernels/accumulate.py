@@ -1,0 +1,46 @@
+"""Sums of flat vectors that are accumulated in fp32 whatever the dtype of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.chunks import chunks, scratch_like
+
+
+def sum_parts_reference(parts: Sequence[Tensor], out: Tensor) -> None:
+    """out = sum of `parts` (1-D, equal length), accumulated in at least fp32 and rounded once."""
+    wide = torch.promote_types(torch.float32, out.dtype)
+    out.copy_(torch.stack([part.to(wide) for part in parts]).sum(dim=0))
+
+
+def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Same as the reference, without a wide copy of the whole. `out` may be one of the parts."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    if len(parts) == 2 or out.dtype not in (torch.bfloat16, torch.float16):
+        # Two 16-bit addends round once in any case. A part that `out` overwrites has to be read first.
+        first, second, *others = sorted(parts, key=lambda part: part.data_ptr() != out.data_ptr())
+        torch.add(first, second, out=out)
+        for part in others:
+            out.add_(part)
+        return
+    total, part_wide = scratch_like(out.device, out.numel()), scratch_like(out.device, out.numel())
+    for start, length in chunks(out.numel(), out.device):
+        total[:length].copy_(parts[0].narrow(0, start, length))
+        for part in parts[1:]:
+            total[:length].add_(part_wide[:length].copy_(part.narrow(0, start, length)))
+        out.narrow(0, start, length).copy_(total[:length])
+
+
+def add_into(total: Tensor, part: Tensor) -> None:
+    """total += part for 1-D tensors whose dtypes may differ (PyTorch's own mixed add is ten times slower on a CPU)."""
+    if total.dtype == part.dtype:
+        total.add_(part)
+        return
+    wide = torch.empty(scratch_like(total.device, total.numel()).shape, dtype=total.dtype, device=total.device)
+    for start, length in chunks(total.numel(), total.device):
+        total.narrow(0, start, length).add_(wide[:length].copy_(part.narrow(0, start, length)))

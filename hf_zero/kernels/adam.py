@@ -1,0 +1,108 @@
+"""Adam and AdamW on flat vectors: one pass that reads the gradient in its own dtype and writes the 16-bit weight.
+
+    g = scale * gradient                       (loss scale, world size and clipping in one factor)
+    g = g + weight_decay * p                   (only without decoupling)
+    m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g * g
+    p = p - lr * (m / c1 / (sqrt(v / c2) + eps) + weight_decay * p (only with decoupling)),   c_i = 1 - beta_i ** step
+
+Source: Kingma and Ba 2015 (arXiv 1412.6980), Loshchilov and Hutter 2019 (arXiv 1711.05101).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.vectors import Vectors, wide_chunks
+
+_STEP_WITHOUT_BIAS = 1e9  # beta ** step is 0 for every beta < 1, so both corrections are exactly 1
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """Hyper-parameters of one update; `decoupled` is AdamW, otherwise the decay is added to the gradient."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    bias_correction: bool = True
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """What m and v are divided by at update number `step`."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        return 1 - self.beta1**step, 1 - self.beta2**step
+
+
+def adam_reference(vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
+    """The formulas above, line by line; states are (m, v). `step` counts from 1."""
+    weight, (moment, second_moment) = vectors.weight, vectors.states
+    gradient = vectors.gradient.to(weight.dtype) * scale
+    if not rule.decoupled:
+        gradient = gradient + rule.weight_decay * weight
+    moment.mul_(rule.beta1).add_(gradient, alpha=1 - rule.beta1)
+    second_moment.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
+    correction1, correction2 = rule.corrections(step)
+    update = (moment / correction1) / ((second_moment / correction2).sqrt() + rule.eps)
+    if rule.decoupled:
+        update = update + rule.weight_decay * weight
+    weight.sub_(rule.lr * update)
+    if vectors.narrow is not None:
+        vectors.narrow.copy_(weight)
+
+
+def adam(
+    vectors: Vectors,
+    rule: AdamRule,
+    step: int,
+    scale: Tensor | float = 1.0,
+    overflow: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    if runs_on_gpu(vectors.weight, *vectors.states):
+        from hf_zero.kernels.gpu.adam import adam_on_gpu
+
+        adam_on_gpu(vectors, rule, step, scale, overflow, seed)
+        return
+    # PyTorch's vectorised Adam on chunks that stay in cache: whole-vector casts before and after would move 40 bytes
+    # per parameter instead of 28.
+    update = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    count = float(step) if rule.bias_correction else _STEP_WITHOUT_BIAS
+    steps = [torch.tensor(count, device=vectors.weight.device)]
+    scale, divisor = _divided_inside(vectors, scale)
+    for part in wide_chunks(vectors, scale, overflow, seed):
+        update(
+            [part.weight],
+            [part.gradient],
+            [part.states[0]],
+            [part.states[1]],
+            [],
+            steps,
+            lr=rule.lr,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+        )
+
+
+def _divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
+    """(factor left for the chunks, what PyTorch's kernel divides the gradient by).
+
+    Its kernel writes the divided gradient back, so this is only for gradients that are copied anyway; it saves a pass
+    over the chunk.
+    """
+    is_copied = vectors.gradient.dtype != vectors.weight.dtype and vectors.weight.dtype != torch.float64
+    if not is_copied or (not isinstance(scale, Tensor) and scale in (0.0, 1.0)):
+        return scale, None
+    return 1.0, torch.as_tensor(1.0 / scale, dtype=torch.float32, device=vectors.weight.device)

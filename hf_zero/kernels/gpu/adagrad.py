@@ -1,0 +1,45 @@
+"""Adagrad in Triton: see hf_zero.kernels.adagrad for the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_zero.kernels.adagrad import AdagradRule
+from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.vectors import Vectors
+
+
+@triton.jit
+def _adagrad(  # type: ignore[no-untyped-def]
+    weight, squares, gradient, narrow, scale_tensor, overflow, seed,
+    numel, scale, rate, eps, weight_decay,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask = places(numel, overflow, BLOCK)
+    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(squares + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
+    s += g * g
+    p -= rate * g / (tl.sqrt(s) + eps)
+    tl.store(squares + offsets, s.to(squares.dtype.element_ty), mask=mask)
+    store_rounded(weight, offsets, p, mask, seed)
+    if narrow is not None:
+        store_rounded(narrow, offsets, p, mask, seed)
+
+
+def adagrad_on_gpu(
+    vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+) -> None:
+    """One launch, no waiting."""
+    numel = vectors.weight.numel()
+    scale_tensor, factor = split_scale(scale)
+    launch: Any = _adagrad[grid(numel)]
+    launch(
+        vectors.weight, *vectors.states, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        numel, factor, rule.rate(step), rule.eps, rule.weight_decay,
+        BLOCK=BLOCK,
+    )  # fmt: skip

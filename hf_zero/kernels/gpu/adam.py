@@ -1,0 +1,55 @@
+"""Adam and AdamW in Triton: see hf_zero.kernels.adam for the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_zero.kernels.adam import AdamRule
+from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.vectors import Vectors
+
+
+@triton.jit
+def _adam(  # type: ignore[no-untyped-def]
+    weight, moment, second_moment, gradient, narrow, scale_tensor, overflow, seed,
+    numel, scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay,
+    DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask = places(numel, overflow, BLOCK)
+    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = scaled(gradient, offsets, mask, scale_tensor, scale)
+    if not DECOUPLED:
+        g += weight_decay * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    update = (m * inverse1) / (tl.sqrt(v * inverse2) + eps)
+    if DECOUPLED:
+        update += weight_decay * p
+    p -= lr * update
+    tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
+    tl.store(second_moment + offsets, v.to(second_moment.dtype.element_ty), mask=mask)
+    store_rounded(weight, offsets, p, mask, seed)
+    if narrow is not None:
+        store_rounded(narrow, offsets, p, mask, seed)
+
+
+def adam_on_gpu(
+    vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+) -> None:
+    """One launch, no waiting."""
+    numel = vectors.weight.numel()
+    scale_tensor, factor = split_scale(scale)
+    correction1, correction2 = rule.corrections(step)
+    launch: Any = _adam[grid(numel)]
+    launch(
+        vectors.weight, *vectors.states, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        numel, factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
+        1 / correction1, 1 / correction2, rule.eps, rule.weight_decay,
+        DECOUPLED=rule.decoupled, BLOCK=BLOCK,
+    )  # fmt: skip

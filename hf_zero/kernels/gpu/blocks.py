@@ -1,0 +1,55 @@
+"""What the Triton kernels share: which elements a program works on, and how a value is rounded and stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+def grid(numel: int, block: int = BLOCK) -> tuple[int]:
+    """One program per block."""
+    return (triton.cdiv(numel, block),)
+
+
+def split_scale(scale: Tensor | float) -> tuple[Tensor | None, float]:
+    """(device scalar or None, host factor): kernels multiply by both, and never wait for the device."""
+    if isinstance(scale, Tensor):
+        return scale.to(torch.float32), 1.0
+    return None, float(scale)
+
+
+@triton.jit
+def places(numel: Any, overflow: Any, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of this program's block and which of them count; none does when the overflow flag is set."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if overflow is not None:
+        numel = tl.where(tl.load(overflow) == 0, numel, 0)
+    return offsets, offsets < numel
+
+
+@triton.jit
+def scaled(gradient: Any, offsets: Any, mask: Any, scale_tensor: Any, scale: Any):  # type: ignore[no-untyped-def]
+    """The gradient in fp32, times both factors."""
+    value = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+    if scale_tensor is not None:
+        value = value * tl.load(scale_tensor)
+    return value
+
+
+@triton.jit
+def store_rounded(target: Any, offsets: Any, value: Any, mask: Any, seed: Any):  # type: ignore[no-untyped-def]
+    """Store fp32 `value` in the target's dtype; with a seed and a bf16 target, rounded stochastically."""
+    if seed is not None:
+        if target.dtype.element_ty == tl.bfloat16:
+            bits = value.to(tl.uint32, bitcast=True)
+            noise = tl.randint(seed, offsets.to(tl.int32)).to(tl.uint32, bitcast=True) & 0xFFFF
+            finite = (bits & 0x7F800000) != 0x7F800000
+            truncated = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            value = tl.where(finite, truncated, value)
+    tl.store(target + offsets, value.to(target.dtype.element_ty), mask=mask)

@@ -1,0 +1,49 @@
+"""Lion in Triton: see hf_zero.kernels.lion for the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.lion import LionRule
+from hf_zero.kernels.vectors import Vectors
+
+
+@triton.jit
+def _lion(  # type: ignore[no-untyped-def]
+    weight, moment, gradient, narrow, scale_tensor, overflow, seed,
+    numel, scale, lr, beta1, rest1, beta2, rest2, keep,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask = places(numel, overflow, BLOCK)
+    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = scaled(gradient, offsets, mask, scale_tensor, scale)
+    c = beta1 * m + rest1 * g
+    # A comparison with NaN is false: NaN is added back, so that it stays visible.
+    sign = tl.where(c > 0, 1.0, 0.0) - tl.where(c < 0, 1.0, 0.0) + tl.where(c == c, 0.0, c)
+    p = p * keep - lr * sign
+    m = beta2 * m + rest2 * g
+    tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
+    store_rounded(weight, offsets, p, mask, seed)
+    if narrow is not None:
+        store_rounded(narrow, offsets, p, mask, seed)
+
+
+def lion_on_gpu(
+    vectors: Vectors, rule: LionRule, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+) -> None:
+    """One launch, no waiting."""
+    numel = vectors.weight.numel()
+    scale_tensor, factor = split_scale(scale)
+    launch: Any = _lion[grid(numel)]
+    launch(
+        vectors.weight, *vectors.states, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        numel, factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
+        1 - rule.lr * rule.weight_decay,
+        BLOCK=BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""SGD with momentum in Triton: see hf_zero.kernels.sgd for the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.sgd import SgdRule
+from hf_zero.kernels.vectors import Vectors
+
+
+@triton.jit
+def _sgd(  # type: ignore[no-untyped-def]
+    weight, buffer, gradient, narrow, scale_tensor, overflow, seed,
+    numel, scale, lr, momentum, weight_decay,
+    NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask = places(numel, overflow, BLOCK)
+    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
+    if buffer is not None:
+        b = momentum * tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32) + g
+        tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
+        if NESTEROV:
+            g += momentum * b
+        else:
+            g = b
+    p -= lr * g
+    store_rounded(weight, offsets, p, mask, seed)
+    if narrow is not None:
+        store_rounded(narrow, offsets, p, mask, seed)
+
+
+def sgd_on_gpu(
+    vectors: Vectors, rule: SgdRule, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+) -> None:
+    """One launch, no waiting."""
+    numel = vectors.weight.numel()
+    scale_tensor, factor = split_scale(scale)
+    buffer = vectors.states[0] if rule.momentum else None
+    launch: Any = _sgd[grid(numel)]
+    launch(
+        vectors.weight, buffer, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        numel, factor, rule.lr, rule.momentum, rule.weight_decay,
+        NESTEROV=rule.nesterov, BLOCK=BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Sign packing in Triton: see hf_zero.kernels.signs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BYTES = 256  # per program
+
+
+@triton.jit
+def _pack(error, scale, packed, num_bytes, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    columns = tl.arange(0, 8)
+    places = rows[:, None] * 8 + columns[None, :]
+    mask = (rows < num_bytes)[:, None] & (columns >= 0)[None, :]
+    s = tl.load(scale)
+    y = tl.load(error + places, mask=mask, other=0.0)
+    positive = y >= 0
+    bits = tl.sum(tl.where(positive, 1 << columns[None, :], 0), axis=1)
+    tl.store(packed + rows, bits.to(tl.uint8), mask=rows < num_bytes)
+    tl.store(error + places, y - tl.where(positive, s, -s), mask=mask)
+
+
+@triton.jit
+def _unpack(packed, scale, out, num_bytes, ADD: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    columns = tl.arange(0, 8)
+    places = rows[:, None] * 8 + columns[None, :]
+    mask = (rows < num_bytes)[:, None] & (columns >= 0)[None, :]
+    s = tl.load(scale)
+    bits = tl.load(packed + rows, mask=rows < num_bytes, other=0).to(tl.int32)
+    positive = ((bits[:, None] >> columns[None, :]) & 1) == 1
+    value = tl.where(positive, s, -s)
+    if ADD:
+        value += tl.load(out + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + places, value.to(out.dtype.element_ty), mask=mask)
+
+
+def pack_signs_on_gpu(error: Tensor, scale: Tensor, packed: Tensor) -> None:
+    """`error` holds value plus error on entry, and what is still owed afterwards."""
+    launch: Any = _pack[(triton.cdiv(packed.numel(), _BYTES),)]
+    launch(error, scale, packed, packed.numel(), BYTES=_BYTES)
+
+
+def unpack_signs_on_gpu(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool) -> None:
+    """One launch, no waiting."""
+    factor = torch.as_tensor(scale, dtype=torch.float32, device=out.device)
+    launch: Any = _unpack[(triton.cdiv(packed.numel(), _BYTES),)]
+    launch(packed, factor, out, packed.numel(), ADD=add, BYTES=_BYTES)

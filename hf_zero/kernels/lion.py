@@ -1,0 +1,56 @@
+"""Lion on flat vectors: the sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675).
+
+g = scale * gradient
+p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)          sign(0) = 0
+m = beta2 * m + (1 - beta2) * g
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.vectors import Vectors, wide_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class LionRule:
+    """Hyper-parameters of one update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+def lion_reference(vectors: Vectors, rule: LionRule, scale: Tensor | float = 1.0) -> None:
+    """The formulas above, line by line; states are (m,)."""
+    weight, (moment,) = vectors.weight, vectors.states
+    gradient = vectors.gradient.to(weight.dtype) * scale
+    direction = (rule.beta1 * moment + (1 - rule.beta1) * gradient).sign()
+    weight.copy_(weight * (1 - rule.lr * rule.weight_decay) - rule.lr * direction)
+    moment.copy_(rule.beta2 * moment + (1 - rule.beta2) * gradient)
+    if vectors.narrow is not None:
+        vectors.narrow.copy_(weight)
+
+
+def lion(
+    vectors: Vectors,
+    rule: LionRule,
+    scale: Tensor | float = 1.0,
+    overflow: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    if runs_on_gpu(vectors.weight, *vectors.states):
+        from hf_zero.kernels.gpu.lion import lion_on_gpu
+
+        lion_on_gpu(vectors, rule, scale, overflow, seed)
+        return
+    for part in wide_chunks(vectors, scale, overflow, seed):
+        (moment,) = part.states
+        direction = moment.lerp(part.gradient, 1 - rule.beta1).sign_()
+        part.weight.mul_(1 - rule.lr * rule.weight_decay).sub_(direction, alpha=rule.lr)
+        moment.lerp_(part.gradient, 1 - rule.beta2)

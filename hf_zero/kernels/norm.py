@@ -1,0 +1,30 @@
+"""Sum of squares of a flat vector, accumulated in fp32 per chunk and in fp64 across chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.chunks import chunks, scratch_like
+from hf_zero.kernels.dispatch import runs_on_gpu
+
+
+def sum_of_squares_reference(flat: Tensor) -> Tensor:
+    """0-dim fp64 tensor: the sum of `flat ** 2`."""
+    return flat.double().square().sum()
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """Same as the reference, without a wide copy of the whole. Not finite when any element is not."""
+    if runs_on_gpu(flat):
+        from hf_zero.kernels.gpu.norm import sum_of_squares_on_gpu
+
+        return sum_of_squares_on_gpu(flat)
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    wide = scratch_like(flat.device, flat.numel()) if flat.element_size() < 4 else None
+    for start, length in chunks(flat.numel(), flat.device):
+        part = flat.narrow(0, start, length)
+        if wide is not None:
+            part = wide[:length].copy_(part)
+        total += torch.dot(part, part)
+    return total

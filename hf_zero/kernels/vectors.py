@@ -1,0 +1,86 @@
+"""What every optimizer kernel works on: flat vectors of one length, walked in chunks of the precision they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.chunks import chunks, scratch_like
+from hf_zero.kernels.rounding import generator_for, store
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """1-D tensors of one length.
+
+    Attributes:
+        weight: changes in place. 16-bit weights are updated in fp32 and rounded once.
+        gradient: only read; any floating dtype.
+        states: what the optimizer remembers, changed in place; empty for one that remembers nothing.
+        narrow: receives the rounded weight; None when `weight` is all there is.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    states: tuple[Tensor, ...] = ()
+    narrow: Tensor | None = None
+
+    def part(self, start: int, length: int) -> Vectors:
+        """Views of the same interval of every vector."""
+        return Vectors(
+            weight=self.weight.narrow(0, start, length),
+            gradient=self.gradient.narrow(0, start, length),
+            states=tuple(state.narrow(0, start, length) for state in self.states),
+            narrow=None if self.narrow is None else self.narrow.narrow(0, start, length),
+        )
+
+
+def wide_chunks(
+    vectors: Vectors, scale: Tensor | float = 1.0, overflow: Tensor | None = None, seed: int | None = None
+) -> Iterator[Vectors]:
+    """Walk `vectors` so that casts stay in cache: the parts have one dtype, at least fp32, and a scaled gradient.
+
+    The caller changes weight and states of each part in place, and leaves the gradient alone. What had to be widened is
+    written back, and `narrow` is written, before the next part comes.
+
+    Args:
+        scale: factor on every gradient.
+        overflow: one element; when it is not zero there are no parts, so that nothing changes.
+        seed: round stochastically to 16 bits, with this seed; None: to nearest.
+    """
+    if overflow is not None and bool(overflow):
+        return
+    weight = vectors.weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    length = weight.numel()
+    is_scaled = isinstance(scale, Tensor) or scale != 1.0
+    gradient_scratch = _scratch(vectors.gradient, wide, length, always=is_scaled)
+    scratches = [_scratch(vector, wide, length) for vector in (weight, *vectors.states)]
+    generator = None if seed is None else generator_for(weight.device, seed)
+    for start, count in chunks(length, weight.device):
+        part = vectors.part(start, count)
+        gradient = part.gradient
+        if gradient_scratch is not None:
+            gradient = gradient_scratch[:count].copy_(gradient)
+            if is_scaled:
+                gradient.mul_(scale)
+        changing = (part.weight, *part.states)
+        widened = [
+            own if scratch is None else scratch[:count].copy_(own)
+            for own, scratch in zip(changing, scratches, strict=True)
+        ]
+        yield Vectors(weight=widened[0], gradient=gradient, states=tuple(widened[1:]))
+        for own, updated in zip(changing, widened, strict=True):
+            if own is not updated:
+                store(own, updated, generator if own is part.weight else None)
+        if part.narrow is not None:
+            store(part.narrow, widened[0], generator)
+
+
+def _scratch(vector: Tensor, wide: torch.dtype, numel: int, *, always: bool = False) -> Tensor | None:
+    if vector.dtype == wide and not always:
+        return None
+    return scratch_like(vector.device, numel).to(wide)

@@ -1,0 +1,350 @@
+"""What every kernel must do, checked on any device: by the tests on a CPU, under Triton's interpreter, on a GPU.
+
+Needs nothing but torch and hf_zero.kernels, so that a bare machine with a GPU can run it (bench/gpu_suite.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.adagrad import AdagradRule, adagrad, adagrad_reference
+from hf_zero.kernels.adam import AdamRule, adam, adam_reference
+from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments, lamb_reference
+from hf_zero.kernels.lion import LionRule, lion, lion_reference
+from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.kernels.quantize import dequantize, dequantize_reference, quantize, quantize_reference
+from hf_zero.kernels.sgd import SgdRule, sgd, sgd_reference
+from hf_zero.kernels.signs import pack_signs, pack_signs_reference, unpack_signs, unpack_signs_reference
+from hf_zero.kernels.unscale import unscale_and_check, unscale_and_check_reference
+from hf_zero.kernels.vectors import Vectors
+
+STEPS = 3
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Relative to the largest value: what one rounding in that dtype may cost.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where a kernel runs, and which of its functions is meant.
+
+    `truncates`: Triton's interpreter cuts bf16 off instead of rounding it; a GPU rounds.
+    """
+
+    device: str = "cpu"
+    interpreted: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        return self.interpreted
+
+
+def randn(numel: int, dtype: torch.dtype, seed: int, shift: int = 0) -> Tensor:
+    """Values of one dtype in a view that starts `shift` elements into its storage."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel + shift, generator=generator).to(dtype)[shift:]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer kernel: how many states it has, its forms, and its reference."""
+
+    states: int
+    run: Callable[..., None]
+    interpreted: Callable[..., None]
+    reference: Callable[..., None]
+
+
+def _gpu(name: str) -> Any:
+    """Triton's forms, imported when they are asked for."""
+    import importlib
+
+    return importlib.import_module(f"hf_zero.kernels.gpu.{name}")
+
+
+def _adam(rule: AdamRule) -> Update:
+    return Update(
+        states=2,
+        run=lambda vectors, step, **options: adam(vectors, rule, step, **options),
+        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("adam").adam_on_gpu(
+            vectors, rule, step, scale, overflow, seed
+        ),
+        reference=lambda vectors, step, scale: adam_reference(vectors, rule, step, scale),
+    )
+
+
+def _lion(rule: LionRule) -> Update:
+    return Update(
+        states=1,
+        run=lambda vectors, step, **options: lion(vectors, rule, **options),
+        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("lion").lion_on_gpu(
+            vectors, rule, scale, overflow, seed
+        ),
+        reference=lambda vectors, step, scale: lion_reference(vectors, rule, scale),
+    )
+
+
+def _adagrad(rule: AdagradRule) -> Update:
+    return Update(
+        states=1,
+        run=lambda vectors, step, **options: adagrad(vectors, rule, step, **options),
+        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("adagrad").adagrad_on_gpu(
+            vectors, rule, step, scale, overflow, seed
+        ),
+        reference=lambda vectors, step, scale: adagrad_reference(vectors, rule, step, scale),
+    )
+
+
+def _sgd(rule: SgdRule) -> Update:
+    return Update(
+        states=1 if rule.momentum else 0,
+        run=lambda vectors, step, **options: sgd(vectors, rule, **options),
+        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("sgd").sgd_on_gpu(
+            vectors, rule, scale, overflow, seed
+        ),
+        reference=lambda vectors, step, scale: sgd_reference(vectors, rule, scale),
+    )
+
+
+def segments_of(numel: int) -> list[tuple[int, int]]:
+    """Three tensors with a gap of padding before the last, where there is room."""
+    if numel < 10:
+        return [(0, numel)]
+    third = numel // 3
+    return [(0, third), (third, third), (2 * third + 2, numel - 2 * third - 2)]
+
+
+def _lamb(rule: LambRule) -> Update:
+    def run(
+        vectors: Vectors, step: int, scale: Any = 1.0, overflow: Tensor | None = None, seed: int | None = None
+    ) -> None:
+        segments = segments_of(vectors.weight.numel())
+        squares = lamb_moments(vectors, rule, segments, scale, overflow)
+        lamb_apply(vectors, rule, rule.rate(step) * rule.trust_ratios(squares), segments, overflow, seed)
+
+    def interpreted(
+        vectors: Vectors, step: int, scale: Any = 1.0, overflow: Tensor | None = None, seed: int | None = None
+    ) -> None:
+        segments = segments_of(vectors.weight.numel())
+        squares = _gpu("lamb").lamb_moments_on_gpu(vectors, rule, segments, scale, overflow)
+        factors = rule.rate(step) * rule.trust_ratios(squares)
+        _gpu("lamb").lamb_apply_on_gpu(vectors, rule, factors, segments, overflow, seed)
+
+    def reference(vectors: Vectors, step: int, scale: Any) -> None:
+        lamb_reference(vectors, rule, step, segments_of(vectors.weight.numel()), scale)
+
+    return Update(2, run, interpreted, reference)
+
+
+UPDATES: dict[str, Update] = {
+    "adamw": _adam(AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)),
+    # A larger eps: where decay and gradient cancel, m / sqrt(v) is as uncertain as the few bits that are left of g.
+    "adam": _adam(AdamRule(lr=1e-2, beta1=0.8, beta2=0.999, eps=1e-3, weight_decay=0.1, decoupled=False)),
+    "adam without bias correction": _adam(
+        AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, bias_correction=False)
+    ),
+    "lion": _lion(LionRule(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1)),
+    "adagrad": _adagrad(AdagradRule(lr=1e-2, eps=1e-10, weight_decay=0.0, lr_decay=0.1)),
+    "adagrad with L2": _adagrad(AdagradRule(lr=1e-2, eps=1e-3, weight_decay=0.1)),
+    "sgd": _sgd(SgdRule(lr=1e-2, momentum=0.0, weight_decay=0.1, nesterov=False)),
+    "sgd with momentum": _sgd(SgdRule(lr=1e-2, momentum=0.9, weight_decay=0.0, nesterov=False)),
+    "sgd with nesterov": _sgd(SgdRule(lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True)),
+    "lamb": _lamb(LambRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)),
+    "lamb with eps inside": _lamb(
+        LambRule(
+            lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.0, bias_correction=False, eps_inside_sqrt=True
+        )
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Types:
+    """The dtypes of one run of an optimizer kernel."""
+
+    gradient: torch.dtype
+    narrow: torch.dtype | None
+    weight: torch.dtype = torch.float32
+
+
+MIXTURES = [
+    Types(torch.float32, None),
+    Types(torch.bfloat16, torch.bfloat16),
+    Types(torch.float16, torch.float16),
+    Types(torch.float32, torch.bfloat16),
+    Types(torch.bfloat16, None),
+]
+
+
+def vectors_for(update: Update, numel: int, types: Types, device: str) -> Vectors:
+    """Misaligned views with random content; the states of an optimizer that has run a while."""
+    wide = torch.promote_types(types.weight, torch.float32)
+    states = [randn(numel, wide, 10 + index, shift=index).abs() * 0.1 for index in range(update.states)]
+    return Vectors(
+        weight=randn(numel + 1, types.weight, 4).to(device)[1:],
+        gradient=randn(numel + 3, types.gradient, 5).to(device)[3:],
+        states=tuple(state.to(device) for state in states),
+        narrow=None if types.narrow is None else torch.zeros(numel + 1, dtype=types.narrow, device=device)[1:],
+    )
+
+
+def _in_double(vectors: Vectors) -> Vectors:
+    return Vectors(
+        weight=vectors.weight.cpu().double().clone(),
+        gradient=vectors.gradient.cpu().double(),
+        states=tuple(state.cpu().double().clone() for state in vectors.states),
+    )
+
+
+def check_update(name: str, numel: int, types: Types, scale: Tensor | float, form: Form) -> None:
+    """Three steps against the reference in fp64; the narrow weight is the master, rounded once."""
+    update = UPDATES[name]
+    fast = vectors_for(update, numel, types, form.device)
+    exact = _in_double(fast)
+    run = update.interpreted if form.interpreted else update.run
+    for step in range(1, STEPS + 1):
+        run(fast, step, scale=scale)
+        update.reference(exact, step, float(scale))
+    tolerance = 10 * TOLERANCE[torch.float32]
+    torch.testing.assert_close(fast.weight.cpu().double(), exact.weight, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(fast.states, exact.states, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=tolerance, atol=tolerance)
+    if fast.narrow is not None:
+        for start, length in segments_of(numel) if name.startswith("lamb") else [(0, numel)]:
+            ours, theirs = (vector.narrow(0, start, length) for vector in (fast.narrow, fast.weight))
+            if form.truncates and types.narrow == torch.bfloat16:
+                torch.testing.assert_close(ours.float(), theirs.float(), rtol=TOLERANCE[torch.bfloat16], atol=0)
+            else:
+                assert torch.equal(ours, theirs.to(ours.dtype)), "rounded once, to nearest"
+
+
+def check_overflow_flag(name: str, form: Form) -> None:
+    """A raised flag makes the kernel a no-op, a lowered one does not."""
+    update = UPDATES[name]
+    run = update.interpreted if form.interpreted else update.run
+    vectors = vectors_for(update, 100, MIXTURES[1], form.device)
+    assert vectors.narrow is not None
+    before = [tensor.clone() for tensor in (vectors.weight, *vectors.states, vectors.narrow)]
+    run(vectors, 1, overflow=torch.ones(1, dtype=torch.int32, device=form.device))
+    after = (vectors.weight, *vectors.states, vectors.narrow)
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    run(vectors, 1, overflow=torch.zeros(1, dtype=torch.int32, device=form.device))
+    assert not torch.equal(before[0], vectors.weight)
+
+
+def check_stochastic_rounding(name: str, form: Form) -> None:
+    """bf16 weights alone: every result is one of the two neighbours, and their mean is the exact value."""
+    update, numel, draws = UPDATES[name], 64, 60 if form.interpreted else 400
+    types = Types(torch.float32, None, weight=torch.bfloat16)
+    run = update.interpreted if form.interpreted else update.run
+    start = vectors_for(update, numel, types, form.device)
+    exact = _in_double(start)
+    update.reference(exact, 1, 1.0)
+    total = torch.zeros(numel, dtype=torch.float64)
+    spacing = exact.weight.abs().clamp(min=1e-3) * 2**-7
+    for seed in range(draws):
+        vectors = vectors_for(update, numel, types, form.device)
+        run(vectors, 1, seed=seed)
+        rounded = vectors.weight.cpu().double()
+        assert bool(((rounded - exact.weight).abs() <= spacing * 1.01).all())
+        total += rounded
+    inside = torch.zeros(numel, dtype=torch.bool)
+    for begin, length in segments_of(numel) if name.startswith("lamb") else [(0, numel)]:
+        inside[begin : begin + length] = True
+    error = ((total / draws - exact.weight).abs() / spacing)[inside]
+    # One draw deviates by at most half a spacing (standard deviation), and the mean by that over the root of `draws`.
+    assert float(error.max()) < 5 * 0.5 / draws**0.5, "the rounding has a bias"
+
+
+def check_sum_of_squares(numel: int, dtype: torch.dtype, form: Form) -> None:
+    flat = randn(numel + 1, dtype, 3).to(form.device)[1:]
+    run = _gpu("norm").sum_of_squares_on_gpu if form.interpreted else sum_of_squares
+    expected = flat.cpu().double().square().sum()
+    torch.testing.assert_close(run(flat).cpu(), expected, rtol=1e-5, atol=0)
+    for bad in (float("nan"), float("inf")):
+        flat[-1] = bad
+        assert not torch.isfinite(run(flat))
+
+
+def check_unscale(numel: int, dtype: torch.dtype, scale: Tensor | float, form: Form) -> None:
+    run = _gpu("unscale").unscale_and_check_on_gpu if form.interpreted else unscale_and_check
+    flat = randn(numel + 1, dtype, 3).to(form.device)[1:]
+    for bad, place in ((None, 0), (float("inf"), 0), (float("nan"), -1), (float("-inf"), numel // 2)):
+        ours, theirs = flat.clone(), flat.cpu().clone()
+        if bad is not None:
+            ours[place] = theirs[place] = bad
+        for flag_dtype in (torch.float32, torch.int32):
+            ours_again = ours.clone()
+            flag, expected = torch.zeros(1, dtype=flag_dtype, device=form.device), torch.zeros(1, dtype=flag_dtype)
+            reference = theirs.clone()
+            run(ours_again, scale, flag)
+            unscale_and_check_reference(reference, float(scale), expected)
+            assert flag.item() == expected.item() == float(bad is not None)
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(ours_again.cpu(), reference, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _packed(form: Form, value: Tensor, error: Tensor, packed: Tensor) -> Tensor:
+    if not form.interpreted:
+        return pack_signs(value, error, packed)
+    error.add_(value)
+    scale = (sum_of_squares(error) / error.numel()).sqrt().to(error.dtype)
+    _gpu("signs").pack_signs_on_gpu(error, scale, packed)
+    return scale
+
+
+def check_signs(numel: int, dtype: torch.dtype, form: Form) -> None:
+    value = randn(numel, dtype, 6).to(form.device)
+    value[::7] = 0.0  # sign(0) is +1
+    error = randn(numel, torch.float32, 7).to(form.device) * 0.1
+    error[::7] = 0.0
+    ours = SimpleNamespace(error=error.clone(), packed=torch.empty(numel // 8, dtype=torch.uint8, device=form.device))
+    theirs = SimpleNamespace(error=error.cpu().clone(), packed=torch.empty(numel // 8, dtype=torch.uint8))
+    scale = _packed(form, value, ours.error, ours.packed)
+    expected = pack_signs_reference(value.cpu(), theirs.error, theirs.packed)
+    torch.testing.assert_close(scale.cpu(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(ours.packed.cpu(), theirs.packed)
+    torch.testing.assert_close(ours.error.cpu(), theirs.error, rtol=1e-5, atol=1e-6)
+    for add in (False, True):
+        out, reference = torch.ones(numel, device=form.device), torch.ones(numel)
+        if form.interpreted:
+            _gpu("signs").unpack_signs_on_gpu(ours.packed, scale, out, add=add)
+        else:
+            unpack_signs(ours.packed, scale, out, add=add)
+        unpack_signs_reference(theirs.packed, float(expected), reference, add=add)
+        torch.testing.assert_close(out.cpu(), reference, rtol=1e-6, atol=1e-6)
+    sent = out.cpu() - 1.0
+    torch.testing.assert_close(sent + ours.error.cpu(), value.cpu().float() + error.cpu(), rtol=1e-5, atol=1e-5)
+
+
+def check_quantize(numel: int, block: int, bits: int, dtype: torch.dtype, form: Form) -> None:
+    flat = randn(numel, dtype, 8).to(form.device)
+    flat[:block] = 0.0
+    expected, expected_scales = quantize_reference(flat.cpu(), block, bits)
+    quantized, scales, out = _quantized(form, flat, block, bits)
+    assert torch.equal(quantized.cpu(), expected) and torch.equal(scales.cpu(), expected_scales)
+    assert torch.equal(out.cpu(), dequantize_reference(expected, expected_scales, block, bits))
+    half_step = (expected_scales / 2).repeat_interleave(block)
+    assert bool(((out.cpu() - flat.cpu().float()).abs() <= half_step * 1.0001).all())
+    flat[-1] = float("inf")
+    _, _, out = _quantized(form, flat, block, bits)
+    assert bool(out[-block:].isnan().all()) and bool(out[:-block].isfinite().all())
+
+
+def _quantized(form: Form, flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.empty(flat.numel(), device=form.device)
+    if not form.interpreted:
+        quantized, scales = quantize(flat, block, bits)
+        dequantize(quantized, scales, out, bits)
+        return quantized, scales, out
+    quantized = torch.empty(flat.numel() * bits // 8, dtype=torch.int8)
+    scales = torch.empty(flat.numel() // block)
+    _gpu("quantize").quantize_on_gpu(flat, quantized, scales, bits)
+    _gpu("quantize").dequantize_on_gpu(quantized, scales, out, bits)
+    return quantized, scales, out

@@ -1,0 +1,125 @@
+"""Every kernel against its reference: shapes x dtypes x odd sizes x misaligned views."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.kernels.accumulate import add_into, sum_parts, sum_parts_reference
+from hf_zero.kernels.chunks import CPU_CHUNK_NUMEL, chunks
+from hf_zero.kernels.quantize import dequantize, quantize, quantized_sizes
+from hf_zero.kernels.signs import pack_signs
+from tests.kernels import cases
+from tests.kernels.cases import DTYPES, MIXTURES, UPDATES, Form, Types, randn
+
+SIZES = [1, 31, 1000, CPU_CHUNK_NUMEL, CPU_CHUNK_NUMEL + 17]
+CPU = Form()
+
+
+def test_chunks_cover_every_element_once() -> None:
+    for numel in (0, *SIZES, 3 * CPU_CHUNK_NUMEL - 1):
+        parts = list(chunks(numel, torch.device("cpu")))
+        assert sum(length for _, length in parts) == numel
+        assert [start for start, _ in parts] == [index * CPU_CHUNK_NUMEL for index in range(len(parts))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_sum_parts(numel: int, dtype: torch.dtype, num_parts: int) -> None:
+    parts = [randn(numel, dtype, seed, shift=seed % 2) for seed in range(num_parts)]
+    expected, out = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+    sum_parts_reference(parts, expected)
+    sum_parts(parts, out)
+    if dtype == torch.float32:
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(out, expected)  # one rounding, whatever the number of parts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("overwritten", [0, 1, 2])
+def test_sum_parts_may_write_over_one_of_its_parts(dtype: torch.dtype, overwritten: int) -> None:
+    """The in-place all-reduce sums into its own piece, which for rank 2 and up is not among the first two addends."""
+    parts = [randn(100, dtype, seed) for seed in range(3)]
+    expected = torch.empty(100, dtype=dtype)
+    sum_parts_reference(parts, expected)
+    sum_parts(parts, parts[overwritten])
+    torch.testing.assert_close(parts[overwritten], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("part_dtype", DTYPES)
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", SIZES)
+def test_add_into(numel: int, total_dtype: torch.dtype, part_dtype: torch.dtype) -> None:
+    total, part = randn(numel, total_dtype, 1), randn(numel, part_dtype, 2, shift=1)
+    expected = total + part.to(total_dtype)
+    add_into(total, part)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("numel", SIZES)
+def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
+    cases.check_sum_of_squares(numel, dtype, CPU)
+
+
+@pytest.mark.parametrize("numel", [1, 1000, CPU_CHUNK_NUMEL + 17])
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates(name: str, numel: int) -> None:
+    for types in (*MIXTURES, Types(torch.float64, None, weight=torch.float64)):
+        cases.check_update(name, numel, types, 0.125, CPU)
+    cases.check_update(name, numel, MIXTURES[0], torch.tensor(0.5), CPU)
+    cases.check_update(name, numel, MIXTURES[0], 1.0, CPU)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_overflow_flag(name: str) -> None:
+    cases.check_overflow_flag(name, CPU)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_stochastic_rounding(name: str) -> None:
+    cases.check_stochastic_rounding(name, CPU)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_gradient_is_left_alone(name: str) -> None:
+    vectors = cases.vectors_for(UPDATES[name], 100, MIXTURES[0], "cpu")
+    before = vectors.gradient.clone()
+    UPDATES[name].run(vectors, 1)
+    UPDATES[name].run(vectors, 2, scale=0.5)
+    assert torch.equal(vectors.gradient, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_unscale(numel: int, dtype: torch.dtype) -> None:
+    cases.check_unscale(numel, dtype, 1 / 3, CPU)
+    cases.check_unscale(numel, dtype, torch.tensor(0.25), CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [8, 1000, CPU_CHUNK_NUMEL + 24])
+def test_signs(numel: int, dtype: torch.dtype) -> None:
+    cases.check_signs(numel, dtype, CPU)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (CPU_CHUNK_NUMEL + 4096, 2048)])
+def test_quantize(numel: int, block: int, bits: int) -> None:
+    for dtype in DTYPES:
+        cases.check_quantize(numel, block, bits, dtype, CPU)
+
+
+def test_quantised_sizes_and_what_does_not_fit() -> None:
+    assert quantized_sizes(1024, 256, 8) == (1024, 4) and quantized_sizes(1024, 256, 4) == (512, 4)
+    with pytest.raises(ValueError, match="only 8 and 4 exist"):
+        quantize(torch.ones(8), 8, 2)
+    with pytest.raises(ValueError, match="10 elements in blocks of 4: the block must be even and divide the length"):
+        quantize(torch.ones(10), 4, 8)
+    out = torch.empty(0)
+    dequantize(*quantize(torch.ones(0), 4, 8), out, 8)
+    assert out.numel() == 0
+    with pytest.raises(ValueError, match="10 signs need 2 bytes and a length that is a multiple of 8"):
+        pack_signs(torch.ones(10), torch.zeros(10), torch.empty(1, dtype=torch.uint8))

@@ -1,0 +1,67 @@
+"""The Triton form of every kernel: under Triton's interpreter here, on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import cases
+from tests.kernels.cases import MIXTURES, UPDATES, Form
+from tests.support.requirements import requires
+
+pytestmark = requires(modules=("triton",))
+
+HAS_GPU = torch.cuda.is_available()
+FORM = Form(device="cuda") if HAS_GPU else Form(interpreted=True)
+SIZES = [1, 3 * 1024 + 17]
+
+
+def device_scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, device=FORM.device)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates(name: str, numel: int) -> None:
+    for types in MIXTURES:
+        cases.check_update(name, numel, types, 0.125, FORM)
+    cases.check_update(name, numel, MIXTURES[0], device_scalar(0.5), FORM)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_overflow_flag(name: str) -> None:
+    cases.check_overflow_flag(name, FORM)
+
+
+@pytest.mark.parametrize("name", ["lion"])
+def test_stochastic_rounding(name: str) -> None:
+    cases.check_stochastic_rounding(name, FORM)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
+    cases.check_sum_of_squares(numel, dtype, FORM)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_unscale(numel: int, dtype: torch.dtype) -> None:
+    if FORM.truncates and dtype == torch.bfloat16:
+        cases.check_unscale(numel, dtype, 0.5, FORM)  # exact in bf16
+        return
+    cases.check_unscale(numel, dtype, 1 / 3, FORM)
+    cases.check_unscale(numel, dtype, device_scalar(0.25), FORM)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("numel", [8, 1000, 4096 + 24])
+def test_signs(numel: int, dtype: torch.dtype) -> None:
+    cases.check_signs(numel, dtype, FORM)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (4096, 256)])
+def test_quantize(numel: int, block: int, bits: int) -> None:
+    for dtype in cases.DTYPES:
+        cases.check_quantize(numel, block, bits, dtype, FORM)
