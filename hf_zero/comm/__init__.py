@@ -1,0 +1,37 @@
+"""Groups and collectives: the only room that talks to torch.distributed."""
+
+from hf_zero.comm.collectives import Collectives, Pending, Rows
+from hf_zero.comm.ledger import Ledger, Tally, ledger
+from hf_zero.comm.process_group import (
+    Channel,
+    background_collectives,
+    barrier,
+    collectives_for,
+    destroy_process_group,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    is_initialized,
+    local_device,
+)
+
+__all__ = [
+    "background_collectives",
+    "Channel",
+    "Collectives",
+    "Ledger",
+    "Pending",
+    "Rows",
+    "Tally",
+    "barrier",
+    "collectives_for",
+    "destroy_process_group",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
+    "is_initialized",
+    "ledger",
+    "local_device",
+]

@@ -1,0 +1,191 @@
+"""The few collectives the engine needs, as one small base class with one file per way of doing them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from hf_zero.comm.ledger import ledger
+
+
+class Pending:
+    """A collective under way. Its buffers must not be touched before `wait` returns (on a GPU: is ordered).
+
+    This base class has nothing left to do.
+    """
+
+    def advance(self) -> None:
+        """Take the next step of a collective that has several and needs this process for them; may wait for others."""
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once; False where that cannot be known."""
+        return False
+
+    def wait(self) -> None:
+        """Return when the result is there."""
+
+
+class Rows(Pending):
+    """A gather of every rank's row. Rows may be read after `wait` and until `give_back`, where they arrived.
+
+    Attributes:
+        flat: all rows, one behind the other, where they lie like that.
+        buffer: what the gather took for them.
+    """
+
+    flat: Tensor | None = None
+    buffer: Tensor | None = None
+
+    def row(self, rank: int) -> Tensor:
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """The rows have been read."""
+
+
+class FlatRows(Rows):
+    """Rows in one buffer."""
+
+    def __init__(self, buffer: Tensor, flat: Tensor, world: int, pending: Pending) -> None:
+        self.buffer = buffer
+        self.flat: Tensor = flat
+        self._world = world
+        self._pending = pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+    def row(self, rank: int) -> Tensor:
+        return own_shard(self.flat, rank, self._world)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Collectives(ABC):
+    """Sums and gathers over one group of ranks.
+
+    Reductions always SUM; whoever wants a mean divides, because averaging inside a backend is not to be trusted on
+    gloo. Flat buffers have a multiple of `world` elements; rank r owns the r-th of `world` equal shards.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        """Sum `flat` over all ranks, in place."""
+        ledger.record("all_reduce", num_bytes(flat))
+        return self._all_reduce(flat)
+
+    def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
+        ledger.record("reduce_scatter", num_bytes(flat))
+        return self._reduce_scatter(shard, flat)
+
+    def all_gather(self, flat: Tensor) -> Pending:
+        """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already right."""
+        ledger.record("all_gather", num_bytes(flat))
+        return self._all_gather(flat)
+
+    def gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        """Start to gather every rank's `row` (1-D, the same length everywhere) into a buffer.
+
+        Args:
+            take: gives a buffer of at least so many elements; not asked where none is needed.
+        """
+        ledger.record("all_gather", num_bytes(row) * self.world)
+        return self._gather_rows(row, take)
+
+    def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        buffer = take(row.numel() * self.world)
+        flat = buffer.narrow(0, 0, row.numel() * self.world)
+        own_shard(flat, self.rank, self.world).copy_(row)
+        return FlatRows(buffer, flat, self.world, self._all_gather(flat))
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Send `sent[r]` to rank r and fill `received[r]` from it; returns when done. 1-D, any sizes, one dtype.
+
+        Sizes must agree between sender and receiver; empty tensors travel nowhere. The own part is copied.
+        """
+        ledger.record("all_to_all", sum(num_bytes(tensor) for tensor in sent))
+        received[self.rank].copy_(sent[self.rank])
+        self._all_to_all(received, sent)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrite `tensors` with the values of rank `source`; returns when done."""
+        for tensor in tensors:
+            ledger.record("broadcast", num_bytes(tensor))
+            self._broadcast(tensor, source)
+
+    def agree(self, values: Tensor) -> None:
+        """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
+        with ledger.phase("control"):
+            ledger.record("all_reduce", num_bytes(values))
+            self._agree(values)
+
+    def buffers(self) -> list[Tensor]:
+        """Memory that is kept from call to call."""
+        return []
+
+    @abstractmethod
+    def gather_objects(self, value: object) -> list[object]:
+        """Every rank's `value`, in rank order (small Python objects, set-up only)."""
+
+    @abstractmethod
+    def _all_reduce(self, flat: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _all_gather(self, flat: Tensor) -> Pending: ...
+
+    @abstractmethod
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Everything but the own part."""
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> None: ...
+
+    @abstractmethod
+    def _agree(self, values: Tensor) -> None: ...
+
+
+class LoneCollectives(Collectives):
+    """A world of one: every sum is what it was, every gather is complete."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world=1)
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value]
+
+    def _all_reduce(self, flat: Tensor) -> Pending:
+        return Pending()
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        if shard.data_ptr() != flat.data_ptr():
+            shard.copy_(flat)
+        return Pending()
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        return Pending()
+
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        return None
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        return None
+
+    def _agree(self, values: Tensor) -> None:
+        return None
+
+
+def own_shard(flat: Tensor, rank: int, world: int) -> Tensor:
+    """View of the shard of `flat` that `rank` owns."""
+    numel = flat.numel() // world
+    return flat.narrow(0, rank * numel, numel)

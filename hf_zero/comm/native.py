@@ -1,0 +1,64 @@
+"""Collectives as the backend itself does them (NCCL and its kin): asynchronous, ordered by streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero.comm.collectives import Collectives, Pending, own_shard
+
+# torch 2.12 renamed these two; the old names warn on every call.
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class NativeCollectives(Collectives):
+    """Hands every flat buffer to the process group as one call."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+
+    def gather_objects(self, value: object) -> list[object]:
+        gathered: list[object] = [None] * self.world
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def _all_reduce(self, flat: Tensor) -> Pending:
+        return _Work(dist.all_reduce(flat, group=self._group, async_op=True))
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        return _Work(_reduce_scatter_flat(shard, flat, group=self._group, async_op=True))
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.world), group=self._group, async_op=True))
+
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        inward = torch.cat([tensor.new_empty(tensor.numel()) for tensor in received])
+        sizes = [tensor.numel() for tensor in received]
+        dist.all_to_all_single(inward, torch.cat(list(sent)), sizes, [t.numel() for t in sent], group=self._group)
+        for tensor, part in zip(received, inward.split(sizes), strict=True):
+            tensor.copy_(part)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def _agree(self, values: Tensor) -> None:
+        dist.all_reduce(values, group=self._group)
+
+
+class _Work(Pending):
+    """A collective that the backend carries through by itself."""
+
+    def __init__(self, handle: dist.Work | None) -> None:
+        assert handle is not None, "an asynchronous collective returns a handle"
+        self._handle = handle
+
+    def is_ready(self) -> bool:
+        return bool(self._handle.is_completed())
+
+    def wait(self) -> None:
+        self._handle.wait()

@@ -1,0 +1,191 @@
+"""Joins the process group that a launcher describes, or makes a world of one where there is no launcher."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.collectives import Collectives, LoneCollectives
+from hf_zero.comm.exchange import ExchangeCollectives
+from hf_zero.comm.host import HostCollectives
+from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.shared_memory import SharedMemoryLink, connect
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group of this job; does nothing when torch.distributed is already initialised.
+
+    The arguments are DeepSpeed's. RANK and WORLD_SIZE come from the arguments or from the launcher's environment;
+    without either this process is a world of one and opens no port. `auto_mpi_discovery`, `verbose` and `config` are
+    accepted because callers pass them; no launcher's variables are guessed.
+
+    Raises:
+        ValueError: when the launcher's variables contradict one another.
+    """
+    if is_initialized():
+        _leave_at_exit()
+        return
+    if dist_init_required is False:
+        return
+    rank, world_size = _place_in_world(rank, world_size)
+    backend = dist_backend or _default_backend()
+    if torch.cuda.is_available() and "nccl" in backend:
+        torch.cuda.set_device(get_local_rank())  # NCCL takes its device from here, also for small Python objects
+    if world_size == 1 and init_method is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    _leave_at_exit()
+
+
+def _leave_at_exit() -> None:
+    # A gloo group that is still alive at exit can abort the interpreter from one of its threads; accelerate makes such
+    # groups under use_cpu and leaves them.
+    if "gloo" in _backend_name():
+        atexit.unregister(destroy_process_group)
+        atexit.register(destroy_process_group)
+
+
+def _place_in_world(rank: int, world_size: int) -> tuple[int, int]:
+    environment = {name: os.environ[name] for name in _LAUNCHER_VARIABLES if os.environ.get(name)}
+    rank = rank if rank >= 0 else int(environment.get("RANK", -1))
+    world_size = world_size if world_size > 0 else int(environment.get("WORLD_SIZE", -1))
+    if rank < 0 and world_size in (-1, 1):
+        return 0, 1
+    if rank < 0 or world_size < 1 or rank >= world_size:
+        raise ValueError(
+            f"RANK={environment.get('RANK', 'unset')} and WORLD_SIZE={environment.get('WORLD_SIZE', 'unset')} do not "
+            "describe a place in a process group: a launcher sets both, with 0 <= RANK < WORLD_SIZE. Start the script "
+            "with torchrun or accelerate launch, or unset both to run as one process."
+        )
+    return rank, world_size
+
+
+def _default_backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """Index of this process on its machine, as the launcher gave it; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    if is_initialized():
+        dist.barrier(group)
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    if is_initialized():
+        dist.destroy_process_group(group)
+
+
+def local_device() -> torch.device:
+    """The device this rank computes on: its accelerator when the process group can use one, else the CPU."""
+    if torch.cuda.is_available() and "nccl" in _backend_name():
+        return torch.device("cuda", torch.cuda.current_device() if get_world_size() == 1 else get_local_rank())
+    return torch.device("cpu")
+
+
+class Channel(IntEnum):
+    """Streams of collectives that may interleave differently on different ranks; within one the order is the same."""
+
+    REDUCE = 0  # gradients, the step, set-up
+    GATHER = 1  # parameters of stage 3, gathered around their use
+    ACCESS = 2  # parameters that the user gathers
+
+
+def collectives_for(device: torch.device, channel: Channel = Channel.REDUCE) -> Collectives:
+    """The cheapest way to do collectives on `device` over the whole world. Collective at a channel's first use."""
+    if get_world_size() == 1:
+        return LoneCollectives()
+    if device.type == "cpu" and "gloo" in _backend_name():
+        link = _shared_memory_link()
+        return ExchangeCollectives(channel=channel) if link is None else HostCollectives(link, channel)
+    return NativeCollectives(_native_group(channel))
+
+
+# One per process group, which stays alive here so that no other one can get its id.
+_links: dict[int, tuple[dist.ProcessGroup | None, SharedMemoryLink | None]] = {}
+
+
+def _shared_memory_link() -> SharedMemoryLink | None:
+    """The link to all ranks where they share a machine. Collective at first use."""
+    world = dist.group.WORLD
+    if id(world) not in _links:
+        for _, link in _links.values():
+            if link is not None:
+                link.close()  # of a process group that has been replaced
+        _links.clear()
+        gather_objects = NativeCollectives().gather_objects
+        _links[id(world)] = world, connect(get_rank(), get_world_size(), gather_objects, _timeout_s())
+    return _links[id(world)][1]
+
+
+def _timeout_s() -> float:
+    """How long the process group waits for a rank."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu")) if dist.group.WORLD is not None else None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return float(timeout.total_seconds())
+
+
+_native_groups: dict[tuple[int, Channel], dist.ProcessGroup] = {}
+
+
+def _native_group(channel: Channel) -> dist.ProcessGroup | None:
+    """The world for the first channel, and for each other one a group of its own with its own order of calls."""
+    if channel is Channel.REDUCE:
+        return None
+    key = (id(dist.group.WORLD), channel)
+    if key not in _native_groups:
+        _native_groups[key] = dist.new_group()
+    return _native_groups[key]
+
+
+def background_collectives() -> Collectives:
+    """For a thread beside training: a group that nobody else calls on, for small objects. Collective at first use."""
+    if get_world_size() == 1:
+        return LoneCollectives()
+    key = id(dist.group.WORLD)
+    if key not in _background_groups:
+        _background_groups[key] = dist.new_group(backend="gloo")
+    return NativeCollectives(_background_groups[key])
+
+
+_background_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def _backend_name() -> str:
+    # The configuration string keeps both halves of "cpu:gloo,cuda:nccl"; get_backend reports one of them only.
+    return str(dist.get_backend_config()) if is_initialized() else _default_backend()

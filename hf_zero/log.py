@@ -1,0 +1,44 @@
+"""The `hf_zero` logger: one handler, one voice (rank 0) for everything below a warning."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+logger = logging.getLogger("hf_zero")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the given ranks only; -1 among them means every rank, None means rank 0."""
+    chosen = [0] if ranks is None else ranks
+    if -1 in chosen or _rank() in chosen:
+        logger.log(level, "[Rank %d] %s", _rank(), message, extra={"chosen_rank": True})
+
+
+def _rank() -> int:
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def _speaks(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or _rank() == 0 or hasattr(record, "chosen_rank")
+
+
+def _root_is_silent(record: logging.LogRecord) -> bool:
+    """Where the program configured logging itself, its root handlers print the record: do not print it twice."""
+    return not logging.getLogger().handlers
+
+
+def _configure() -> None:
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s", "%H:%M:%S"))
+    handler.addFilter(_root_is_silent)
+    logger.addHandler(handler)
+    logger.addFilter(_speaks)
+    logger.setLevel(logging.INFO)
+
+
+_configure()

@@ -1,0 +1,1 @@
+"""Where memory lies and how it comes and goes."""

@@ -1,0 +1,117 @@
+"""Shared memory between ranks of one machine: reused, not used where a rank cannot, and honest about ranks that end."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_zero.comm import collectives_for, shared_memory
+from hf_zero.comm.collectives import own_shard
+from hf_zero.comm.exchange import ExchangeCollectives
+from hf_zero.comm.host import HostCollectives
+from tests.support.ranks import RankFailure, run_ranks
+
+CPU = torch.device("cpu")
+NUMEL = 1 << 20
+
+
+def run_many(rank: int, world: int) -> int:
+    """Gathers of changing values; a block that was written again before everybody had read it would show."""
+    first, second = collectives_for(CPU), collectives_for(CPU)
+    for call in range(50):
+        flat = torch.zeros(NUMEL)
+        own_shard(flat, rank, world).fill_(100.0 * call + rank)
+        small = torch.full((world,), float(call))
+        pending = first.all_gather(flat)
+        second.all_reduce(small).wait()
+        own_shard(flat, rank, world).fill_(-1.0)  # the piece has left already
+        pending.wait()
+        for peer in range(world):
+            expected = -1.0 if peer == rank else 100.0 * call + peer
+            assert bool((own_shard(flat, peer, world) == expected).all())
+        assert small.tolist() == [float(world * call)] * world
+    assert not first._link._posted
+    return len(first._link._mine)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_blocks_are_used_again(world: int) -> None:
+    assert max(run_ranks(run_many, world, world)) <= 6  # a few per size, not one per call
+
+
+def run_burst(rank: int) -> list[int]:
+    """Twenty reductions under way at once; then a few more, one by one."""
+    collectives = collectives_for(CPU)
+    assert isinstance(collectives, HostCollectives)
+    pending = []
+    for number in range(20):
+        shard = torch.empty(1000 + number)
+        flat = torch.full((2 * shard.numel(),), 1.0 * number)
+        pending.append((number, shard, collectives.reduce_scatter(shard, flat)))
+    levels = [len(collectives.buffers())]
+    for number, shard, handle in pending:
+        handle.wait()
+        assert shard.tolist() == [2.0 * number] * (1000 + number)
+    for _ in range(10):
+        collectives.agree(torch.zeros(1))
+    return [*levels, len(collectives.buffers())]
+
+
+def test_blocks_of_a_burst_do_not_stay() -> None:
+    """In a first step nobody waits for reductions: memory for all of them stayed with every rank for good."""
+    for during, after in run_ranks(run_burst, 2):
+        assert during >= 20
+        assert after <= 2 * 8
+
+
+def run_unreachable(rank: int, reason: str) -> str:
+    patches = {
+        "another machine": mock.patch.object(shared_memory, "_machine", lambda: f"machine {rank}"),
+        "another file system": mock.patch.object(shared_memory, "_call", lambda rank, _: {} if rank == 0 else None),
+        "no memory files": mock.patch.object(os, "memfd_create", side_effect=OSError) if rank else nullcontext(),
+    }
+    with patches[reason]:
+        collectives = collectives_for(CPU)
+    values = torch.ones(2)
+    collectives.all_reduce(values).wait()
+    assert values.tolist() == [2.0, 2.0]
+    return type(collectives).__name__
+
+
+@pytest.mark.parametrize("reason", ["another machine", "another file system", "no memory files"])
+def test_ranks_that_cannot_share_memory_exchange_messages(reason: str) -> None:
+    """One rank that cannot is enough: all of them have to do the same."""
+    assert run_ranks(run_unreachable, 2, reason) == [ExchangeCollectives.__name__] * 2
+
+
+def run_leaving(rank: int) -> None:
+    collectives = collectives_for(CPU)
+    assert isinstance(collectives, HostCollectives)
+    collectives.agree(torch.zeros(1))
+    if rank == 0:
+        collectives.all_gather(torch.zeros(8)).wait()
+    collectives._link.close()
+
+
+def test_a_rank_that_stops_is_named_at_once() -> None:
+    with pytest.raises(RankFailure, match="rank 1 has stopped"):
+        run_ranks(run_leaving, 2)
+
+
+def run_late(rank: int) -> None:
+    collectives = collectives_for(CPU)
+    assert isinstance(collectives, HostCollectives)
+    collectives._link._timeout_s = 0.2
+    if rank == 0:
+        collectives.all_gather(torch.zeros(8)).wait()
+    time.sleep(1)
+
+
+def test_a_rank_that_does_not_answer_is_named_after_the_groups_timeout() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 has not answered for 0\.2 seconds"):
+        run_ranks(run_late, 2)
