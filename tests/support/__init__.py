@@ -1,0 +1,1 @@
+"""Shared helpers of the tests: ranks, launches, models, the plain PyTorch reference."""

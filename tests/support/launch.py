@@ -1,0 +1,101 @@
+"""Run a script the way users do: plain Python or torch's launcher, with a timeout that leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Carried by every process of a launch: torch's launcher puts its workers into sessions of their own, so the process
+# group does not find them all.
+MARK = "TEST_LAUNCH_MARK"
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a launch ended."""
+
+    code: int | None  # None: it did not end in time and was killed
+    output: str
+    seconds: float
+    survivors: int  # processes of the launch that outlived it (they have been killed since)
+
+    def check(self) -> Finished:
+        """Itself if the launch succeeded; otherwise fail with all that it said."""
+        assert self.code == 0, f"ended with {self.code} after {self.seconds:.0f} s:\n{self.output[-12000:]}"
+        return self
+
+
+def launch(
+    script: Path,
+    arguments: Sequence[object],
+    *,
+    processes: int | None = None,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 120,
+) -> Finished:
+    """Run ``script`` with ``python``: alone (``processes=None``) or on that many ranks under torch.distributed.run."""
+    command = [python]
+    if processes is not None:
+        # Port 0: the launcher picks a free one, so that launches beside each other do not meet.
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(script), *(str(argument) for argument in arguments)]
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryFile("w+") as output:
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(mark, environment), stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            code: int | None = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        seconds = time.monotonic() - started
+        survivors = _end_survivors(mark)
+        process.wait()
+        output.seek(0)
+        return Finished(code, output.read(), seconds, survivors)
+
+
+def _environment(mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", MARK: mark}
+    return {**environment, **(extra or {})}
+
+
+def _end_survivors(mark: str, patience_s: float = 2.0) -> int:
+    """Count, then kill, the processes that still carry the mark after a short while."""
+    deadline = time.monotonic() + patience_s
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return len(left)
+
+
+def _marked(mark: str) -> list[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # ended meanwhile, a zombie, or not ours to read
+            continue
+    return found

@@ -1,0 +1,109 @@
+"""One rank of a world that does not exist: the real engine on meta tensors, with collectives that only count.
+
+    with simulated_world(rank=511, world=1024) as world:
+        engine = world.engine(model, config)       # the model on the meta device
+        step(engine)
+        ledger.tallies, live_bytes()
+
+Nothing is computed and no memory is touched, so the model may be of any size and the world too. What every rank does
+the same way (that is all of it) is seen on one of them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero import entry
+from hf_zero.comm import Channel, Collectives, Pending, ledger
+from hf_zero.zero import optimizer as optimizer_module
+from hf_zero.zero.optimizer import ZeroOptimizer
+
+META = torch.device("meta")
+
+
+class SimulatedCollectives(Collectives):
+    """Books every call in the ledger and moves nothing."""
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value] * self.world
+
+    def _all_reduce(self, flat: Tensor) -> Pending:
+        assert flat.is_meta
+        return Pending()
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        assert flat.is_meta and shard.numel() * self.world == flat.numel()
+        return Pending()
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        assert flat.is_meta and flat.numel() % self.world == 0
+        return Pending()
+
+    def _all_to_all(self, received: Any, sent: Any) -> None:
+        return None
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        return None
+
+    def _agree(self, values: Tensor) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class SimulatedWorld:
+    """What one rank of it sees."""
+
+    rank: int
+    world: int
+
+    def engine(self, model: nn.Module, config: Mapping[str, Any]) -> Any:
+        """`initialize` for a model on the meta device."""
+        return entry.initialize(model=model, config=dict(config), dist_init_required=False)[0]
+
+
+@contextmanager
+def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
+    """Engines that are made inside belong to `rank` of `world`."""
+
+    def collectives_for(_device: torch.device, _channel: Channel = Channel.REDUCE) -> Collectives:
+        return SimulatedCollectives(rank, world)
+
+    with ExitStack() as stack:
+        for name, stand_in in {
+            "get_world_size": lambda: world,
+            "collectives_for": collectives_for,
+            "local_device": lambda: META,
+        }.items():
+            stack.enter_context(mock.patch.object(entry, name, stand_in))
+        # The only place where the engine reads a number out of a tensor.
+        stack.enter_context(mock.patch.object(ZeroOptimizer, "_exchange_verdict", _everything_used))
+        ledger.reset()
+        yield SimulatedWorld(rank, world)
+
+
+def _everything_used(optimizer: ZeroOptimizer) -> Any:
+    num_parameters = len(optimizer._store.parameters)
+    optimizer._collectives.agree(torch.empty(num_parameters, dtype=torch.float64))
+    for bucket in optimizer._reducer.buckets:
+        assert bucket.has_reduced and not bucket.bucket.numel % optimizer.sharding.world
+    nothing_else = dict.fromkeys((field.name for field in fields(optimizer_module._Verdict)), False)
+    return optimizer_module._Verdict(**{**nothing_else, "norm": 1.0, "used": frozenset(range(num_parameters))})
+
+
+def live_bytes() -> int:
+    """Bytes that all live meta tensors would take, each storage once."""
+    gc.collect()
+    storages = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta:  # isinstance would wake lazy modules
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
