@@ -1,0 +1,55 @@
+"""ds.json in, frozen typed policies out."""
+
+from __future__ import annotations
+
+from hf_zero.config.errors import ConfigError, Other, Problem
+from hf_zero.config.load import load_config
+from hf_zero.config.policies import (
+    AutocastPolicy,
+    BatchPolicy,
+    CompatibilityPolicy,
+    GatherPolicy,
+    GradientPolicy,
+    LoggingPolicy,
+    LossScalePolicy,
+    OptimizerPolicy,
+    PrecisionPolicy,
+    Provenance,
+    Resolved,
+    SchedulerPolicy,
+    ZeroPolicy,
+)
+from hf_zero.config.resolve import Findings, examine, resolve, resolve_precision
+from hf_zero.config.sources import ConfigDict, Source
+from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
+
+__all__ = [
+    "AcceleratorView",
+    "AutocastPolicy",
+    "BatchPolicy",
+    "CompatibilityPolicy",
+    "ConfigDict",
+    "ConfigError",
+    "Findings",
+    "Given",
+    "GatherPolicy",
+    "GradientPolicy",
+    "LoggingPolicy",
+    "LossScalePolicy",
+    "ModelView",
+    "OptimizerPolicy",
+    "Other",
+    "PrecisionPolicy",
+    "Problem",
+    "Provenance",
+    "Resolved",
+    "SchedulerPolicy",
+    "Source",
+    "TrainingView",
+    "Views",
+    "ZeroPolicy",
+    "examine",
+    "load_config",
+    "resolve",
+    "resolve_precision",
+]

@@ -1,0 +1,64 @@
+"""The few settings that other libraries read from the raw config themselves, in the form that they expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.errors import ConfigError
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.fields import as_whole
+from hf_zero.config.schema.names import subsection
+from hf_zero.config.translate import translate
+from hf_zero.config.validate import drop_null_sections, validate
+
+_NUMBERS = ((MICRO,), (STEPS,), (TRAIN,), ("zero_optimization", "stage"))
+
+
+def normalise(config: dict[str, Any]) -> None:
+    """Change the config in place so that code which expects plain sections and ints can read it.
+
+    Raises:
+        ConfigError: a section is no section; with all else that is wrong.
+    """
+    if "zero_optimization" in config and config["zero_optimization"] is None:
+        config["zero_optimization"] = {}
+    if isinstance(config.get("zero_optimization"), bool):
+        config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
+    drop_null_sections(config)
+    _require_sections(config)
+    for path in _NUMBERS:
+        _make_whole(config, path)
+
+
+def _require_sections(config: dict[str, Any]) -> None:
+    sections = [name for name, field in Root.model_fields.items() if subsection(field) is not None]
+    inner = [config.get("zero_optimization"), config.get("optimizer"), config.get("scheduler")]
+    broken = [name for name in sections if name in config and not isinstance(config[name], Mapping)]
+    broken += [
+        name
+        for section in inner
+        if isinstance(section, Mapping)
+        for name in ("offload_optimizer", "offload_param", "params")
+        if name in section and not isinstance(section[name], Mapping)
+    ]
+    if broken:
+        translated = translate(config)
+        problems = translated.problems + validate(translated.tree)[1]
+        if problems:
+            raise ConfigError(problems)
+
+
+def _make_whole(config: dict[str, Any], path: tuple[str, ...]) -> None:
+    holder: Any = config
+    for key in path[:-1]:
+        holder = holder.get(key)
+        if not isinstance(holder, dict):
+            return
+    value = holder.get(path[-1])
+    if isinstance(value, (str, float)) and value != "auto":
+        try:
+            holder[path[-1]] = as_whole(value)
+        except ValueError:
+            return  # said with all other problems, when the config is resolved

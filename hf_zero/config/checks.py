@@ -1,0 +1,116 @@
+"""Rules between keys: what no single field can check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_zero.config.errors import FEATURES_PAGE, Problem
+from hf_zero.config.policies import AutocastPolicy, DtypeName
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
+
+MAX_SCALE_POWER = 127
+
+
+def contradictions(config: Root, world_size: int) -> Iterator[Problem]:
+    """Every rule that the config breaks."""
+    yield from _zero_problems(config.zero_optimization or Zero())
+    yield from _precision_problems(config)
+    yield from _top_problems(config, world_size)
+
+
+def model_dtype(config: Root) -> DtypeName:
+    """The dtype that the parameters get; "fp32": the one they came with."""
+    if (config.bf16 or Bf16()).enabled:
+        return "bf16"
+    return "fp16" if (config.fp16 or Fp16()).enabled else "fp32"
+
+
+def autocast_of(config: Root) -> AutocastPolicy | None:
+    """Whether forward runs under torch.autocast."""
+    autocast, amp = config.torch_autocast or TorchAutocast(), config.amp or Amp()
+    if amp.enabled and amp.opt_level != "O0":
+        return AutocastPolicy(dtype="fp16")
+    return AutocastPolicy(dtype=autocast.dtype) if autocast.enabled else None
+
+
+def _zero_problems(zero: Zero) -> Iterator[Problem]:
+    path = "zero_optimization.stage"
+    if zero.stage not in (0, 1, 2, 3):
+        yield Problem(path, zero.stage, "must be 0, 1, 2 or 3", "choose 1, 2 or 3; 0 is plain data parallelism")
+    yield from _offload_problems("offload_optimizer", zero.offload_optimizer, zero.stage)
+    yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
+
+
+def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
+    if offload is None or offload.device in (None, "none"):
+        return
+    path = f"zero_optimization.{name}.device"
+    if name == "offload_param" and stage < 3:
+        rule = f"offload_param needs stage 3 (this config has stage {stage})"
+        fix = 'remove offload_param or set its device to "none"; to offload at stages 1-2, offload_optimizer is the key'
+        yield Problem(path, offload.device, rule, fix)
+    else:
+        fix = f'remove {name} or set its device to "none"; see {FEATURES_PAGE}'
+        yield Problem(path, offload.device, "offload is not built yet", fix)
+
+
+def _precision_problems(config: Root) -> Iterator[Problem]:
+    fp16, bf16, types = config.fp16 or Fp16(), config.bf16 or Bf16(), config.data_types or DataTypes()
+    if fp16.enabled and bf16.enabled:
+        rule = "fp16 and bf16 cannot both be enabled"
+        yield Problem("fp16.enabled, bf16.enabled", True, rule, "keep bf16 and set fp16.enabled to false")
+    if types.param_dtype not in (None, model_dtype(config)):
+        rule = f"fp16.enabled and bf16.enabled make the parameters {model_dtype(config)}"
+        yield Problem("data_types.param_dtype", types.param_dtype, rule, "remove it; those two keys decide")
+    yield from _loss_scale_problems(fp16)
+    yield from _amp_problems(config)
+
+
+def _loss_scale_problems(fp16: Fp16) -> Iterator[Problem]:
+    if not fp16.enabled or fp16.loss_scale:
+        return
+    low, path = fp16.min_loss_scale, "fp16.min_loss_scale"
+    if low <= 0:
+        yield Problem(path, low, "a dynamic scale needs a floor above 0", "remove it (1), or set fp16.loss_scale")
+    elif fp16.initial_scale_power > MAX_SCALE_POWER:
+        path, rule = "fp16.initial_scale_power", f"2 to this power must fit into fp32 (at most {MAX_SCALE_POWER})"
+        yield Problem(path, fp16.initial_scale_power, rule, "16 is usual")
+    elif 2.0**fp16.initial_scale_power < low:
+        rule = f"the first scale, 2 to the power {fp16.initial_scale_power}, lies below it"
+        yield Problem(path, low, rule, "lower it, or raise fp16.initial_scale_power")
+
+
+def _amp_problems(config: Root) -> Iterator[Problem]:
+    amp, fp16, bf16 = config.amp or Amp(), config.fp16 or Fp16(), config.bf16 or Bf16()
+    if not amp.enabled:
+        return
+    if fp16.enabled or bf16.enabled:
+        other = "fp16" if fp16.enabled else "bf16"
+        rule = f"amp and {other} cannot both be enabled"
+        yield Problem(f"amp.enabled, {other}.enabled", True, rule, "switch amp off")
+    if (config.torch_autocast or TorchAutocast()).enabled:
+        rule = "both run forward under torch.autocast"
+        yield Problem("amp.enabled, torch_autocast.enabled", True, rule, "switch amp off")
+    if amp.opt_level in ("O2", "O3"):
+        rule = f"{amp.opt_level} casts the weights themselves to fp16"
+        yield Problem("amp.opt_level", amp.opt_level, rule, 'use "fp16": {"enabled": true} instead of amp, or "O1"')
+
+
+def _top_problems(config: Root, world_size: int) -> Iterator[Problem]:
+    if config.data_parallel_size not in (None, world_size):
+        rule = f"every rank is data parallel, and there are {world_size}"
+        yield Problem("data_parallel_size", config.data_parallel_size, rule, "remove it")
+
+
+def advice(config: Root) -> Iterator[str]:
+    """What is allowed and could be better."""
+    amp = config.amp or Amp()
+    if amp.enabled and amp.opt_level == "O1":
+        yield "amp: O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale"
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield "gradient_predivide_factor: no effect, prescale_gradients divides by the number of ranks"
+    size = config.vocabulary_size
+    if size is not None and size % 8:
+        yield f"vocabulary_size: {size} is not a multiple of 8, which GPUs like better"

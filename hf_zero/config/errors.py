@@ -1,0 +1,85 @@
+"""What is wrong with a config, said so that its author can mend it."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FEATURES_PAGE = "docs/features.md"
+
+_BARE = re.compile(r"[\w$/#.-]{1,100}", re.ASCII)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+_short.maxdict = _short.maxlist = 6
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+
+
+def show(value: object) -> str:
+    """A value as the user wrote it, short, and never raising: this text goes into error messages."""
+    if value is True or value is False or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    try:
+        return _short.repr(value)
+    except Exception:  # any foreign __repr__, or an int too long for Python to print
+        return f"<{type(value).__name__}>"
+
+
+def key_path(around: str, key: str) -> str:
+    """The path of a key inside a section; a key that would not read well bare is quoted."""
+    shown = key if _BARE.fullmatch(key) else show(key)
+    return f"{around}.{shown}" if around else shown
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """The second of two values that contradict each other: its name, and where it came from."""
+
+    name: str
+    value: object
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} = {show(self.value)}" + (f"  [{self.origin}]" if self.origin else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to mend: where it is, what stands there, what contradicts it, the rule, and what to do."""
+
+    path: str
+    value: object
+    rule: str
+    fix: str
+    origin: str = ""  # where the value came from: ds.json:7, a flag, a default
+    other: Other | None = None
+
+    def __str__(self) -> str:
+        head = self.path if self.value is ABSENT else f"{self.path} = {show(self.value)}"
+        head += f"  [{self.origin}]" if self.origin else ""
+        against = f"\n    but:  {self.other}" if self.other else ""
+        return f"{head}{against}\n    rule: {self.rule}\n    fix:  {self.fix}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; lists every problem found, not only the first."""
+
+    def __init__(self, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used") -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.headline = headline
+        count = len(self.problems)
+        lines = [f"{headline} ({count} problem{'' if count == 1 else 's'}):"]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
+        # Errors travel between processes; the default would hand the finished text back to __init__.
+        return (type(self), (self.problems, self.headline))

@@ -1,0 +1,144 @@
+"""Every "auto" replaced where somebody knows a value, and every fixed value compared with what it must agree with."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_zero.config.errors import Other, Problem
+from hf_zero.config.offers import Offer, offers
+from hf_zero.config.sources import ConfigDict, Source, dotted, is_auto, is_open, leaves, source_in
+from hf_zero.config.views import TrainingView, Views
+
+_ADAMS = ("adam", "adamw", "lamb", "lion", "nadam", "radam", "adamax", "muon", "muadam", "muadamw")
+# Arguments that TrainingArguments has for Adam, and who takes them.
+_TAKEN_BY = {
+    "optimizer.params.betas": _ADAMS,
+    "optimizer.params.eps": (*_ADAMS, "adagrad", "adadelta", "rmsprop", "adafactor"),
+}
+
+
+@dataclass(slots=True)
+class Changes:
+    """What filling a config comes down to; the config itself is left alone."""
+
+    values: dict[tuple[str, ...], object] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def fill(config: Mapping[str, Any], views: Views) -> Changes:
+    """The values for all autos that somebody knows, and a problem for every contradiction."""
+    known, changes = offers(config, views), Changes()
+    for path, value in leaves(config):
+        name = dotted(path)
+        offer = known.get(name)
+        if offer is None or _is_foreign(config, name):
+            continue
+        if is_open(config, name, value, offer.source):
+            changes.values[path] = offer.value
+            changes.sources[name] = offer.source
+        elif offer.must_match and value is not None and not same(value, offer.value):
+            changes.problems.append(conflict(config, name, value, offer))
+    if views.training is not None and views.training.save_on_each_node:
+        _one_writer_per_node(config, changes, views.training)
+    return changes
+
+
+def _one_writer_per_node(config: Mapping[str, Any], changes: Changes, training: TrainingView) -> None:
+    """The one key that Trainer sets whether or not the config has it."""
+    if isinstance(config.get("checkpoint", {}), Mapping):
+        path = ("checkpoint", "use_node_local_storage")
+        changes.values[path] = True
+        changes.sources[dotted(path)] = training.source("save_on_each_node")
+
+
+def apply(config: dict[str, Any], changes: Changes) -> None:
+    """Write the values into the config, in place, and remember who gave them."""
+    for path, value in changes.values.items():
+        holder = config
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = value
+    if isinstance(config, ConfigDict):
+        config.filled.update(changes.sources)
+
+
+def drop_strays(config: dict[str, Any], keep: str = "") -> None:
+    """Take out, in place, every "auto" that nobody filled: absent means the default, everywhere.
+
+    Args:
+        keep: leave what stands below this path.
+    """
+    for path in strays(config):
+        if keep and dotted(path).startswith(f"{keep}."):
+            continue
+        holder = config
+        for key in path[:-1]:
+            holder = holder[key]
+        del holder[path[-1]]
+
+
+def filled(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """A copy of the config with the values written in; sections that no value touches are shared."""
+    result: dict[str, Any] = dict(config)
+    for path, value in changes.values.items():
+        holder = result
+        for key in path[:-1]:
+            holder[key] = dict(holder.get(key, {}))
+            holder = holder[key]
+        holder[path[-1]] = value
+    return result
+
+
+def strays(config: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The paths that still say "auto"."""
+    return [path for path, value in leaves(config) if is_auto(value)]
+
+
+def same(left: object, right: object) -> bool:
+    """Equal as settings: 8, 8.0 and "8" are; true and 1 are not."""
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    left, right = _plain(left), _plain(right)
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    return left == right
+
+
+def _plain(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return int(value) if value.strip().isdecimal() and len(value) < 300 else float(value)
+    except ValueError:
+        return value
+
+
+def conflict(config: Mapping[str, Any], path: str, value: object, offer: Offer) -> Problem:
+    """The problem of a fixed value that somebody else states differently."""
+    if isinstance(offer.value, numbers.Number) or isinstance(offer.value, list):
+        shown: object = offer.value
+    else:
+        shown = str(offer.value)
+    fix = 'write "auto" in the config so that it follows, or make the two equal'
+    return Problem(
+        path,
+        value,
+        "the config and TrainingArguments must say the same",
+        fix,
+        origin=str(source_in(config, path)),
+        other=Other(offer.name, shown, str(offer.source)),
+    )
+
+
+def _is_foreign(config: Mapping[str, Any], path: str) -> bool:
+    """Whether the optimizer or schedule in the config does not take the argument that somebody offers."""
+    takers = _TAKEN_BY.get(path)
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return takers is not None and isinstance(kind, str) and kind.lower() not in takers

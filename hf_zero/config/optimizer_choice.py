@@ -1,0 +1,144 @@
+"""The optimizer section: which types exist, and which keyword arguments they take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from hf_zero.config.arguments import Check, at_least_zero, beta, betas, checked, unknown_autos
+from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Problem
+from hf_zero.config.policies import OptimizerPolicy
+from hf_zero.config.schema.fields import as_flag
+from hf_zero.config.schema.training import Optimizer
+
+# Canonical name by lower-case type.
+_TYPES = {
+    name.lower(): name
+    for name in (
+        "Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "Lion", "FusedLion",
+        "CPULion", "DeepSpeedCPULion", "Muon", "Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad",
+    )
+}  # fmt: skip
+_UNBUILT = {name.lower(): name for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")}
+
+
+def resolve_optimizer(
+    section: Optimizer | None, autos: Collection[str] = ()
+) -> tuple[OptimizerPolicy | None, list[Problem]]:
+    """The optimizer to build (None: the script brings it), with the problems found in its section."""
+    if section is None or (section.type is None and not section.params):
+        return None, []
+    name = section.type
+    if name is None:
+        fix = 'add "type": "AdamW", or remove the section to use the optimizer of the script'
+        return None, [Problem("optimizer.type", ABSENT, "optimizer.params needs a type", fix)]
+    refusal = _optimizer_refusal(name)
+    if refusal is not None:
+        return None, [refusal]
+    canonical = _TYPES.get(name.lower(), name)
+    table = _table(canonical, section.params or {})
+    params, problems = checked("optimizer.params", section.params or {}, table)
+    problems += unknown_autos("optimizer.params", autos, table)
+    return OptimizerPolicy(type=canonical, params=params), problems
+
+
+def _optimizer_refusal(name: str) -> Problem | None:
+    known = _UNBUILT.get(name.lower())
+    if known is not None:
+        fix = f'use "AdamW", a torch.optim class, or an optimizer of the script; see {FEATURES_PAGE}'
+        return Problem("optimizer.type", name, f"the {known} optimizer is not built yet", fix)
+    if not name.isidentifier():
+        return Problem("optimizer.type", name, "must be the name of an optimizer", 'for example "AdamW" or "SGD"')
+    return None
+
+
+def _no_amsgrad(value: object) -> bool:
+    if as_flag(value):
+        raise ValueError(f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
+    return False
+
+
+def _always_false(value: object) -> bool:
+    if as_flag(value):
+        raise ValueError("is not built: a matrix is made orthogonal as a whole")
+    return False
+
+
+def _newton_schulz(value: object) -> object:
+    if value not in ("gram", "standard"):
+        raise ValueError('must be "gram" or "standard" (both give the same result)')
+    return value
+
+
+def _always_true(value: object) -> bool:
+    if not as_flag(value):
+        raise ValueError("is always true here")
+    return True
+
+
+_ADAM: dict[str, Check] = {
+    "lr": at_least_zero,
+    "betas": betas,
+    "eps": at_least_zero,
+    "weight_decay": at_least_zero,
+    "adam_w_mode": as_flag,
+    "torch_adam": as_flag,
+}
+_OUR_ADAM: dict[str, Check] = {
+    **_ADAM,
+    "bias_correction": as_flag,
+    "amsgrad": _no_amsgrad,
+    "set_grad_none": _always_true,
+    "fp32_optimizer_states": _always_true,
+}
+_TORCH_ADAM: dict[str, Check] = {
+    **_ADAM,
+    **dict.fromkeys(("amsgrad", "maximize", "foreach", "fused", "capturable"), as_flag),
+}
+_NAMED_ADAM = {name: check for name, check in _OUR_ADAM.items() if name not in ("torch_adam", "fp32_optimizer_states")}
+_CPU_ADAM = {
+    **{name: check for name, check in _OUR_ADAM.items() if name not in ("torch_adam", "set_grad_none")},
+    "adamw_mode": as_flag,
+}
+_LAMB: dict[str, Check] = {
+    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay")},
+    "bias_correction": as_flag,
+    "eps_inside_sqrt": as_flag,
+    "max_coeff": at_least_zero,
+    "min_coeff": at_least_zero,
+    "amsgrad": _no_amsgrad,
+}
+_LION: dict[str, Check] = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay")}
+_CPU_ADAGRAD: dict[str, Check] = {
+    **{name: _ADAM[name] for name in ("lr", "eps", "weight_decay")},
+    "amsgrad": _no_amsgrad,
+    "fp32_optimizer_states": _always_true,
+}
+_MUON: dict[str, Check] = {
+    **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "eps"), at_least_zero),
+    "momentum": beta,
+    "betas": betas,
+    "adam_w_mode": as_flag,
+    "ns_method": _newton_schulz,
+    "per_head_muon": _always_false,
+}
+_TABLES: dict[str, dict[str, Check]] = {
+    "FusedAdam": _NAMED_ADAM,
+    "CPUAdam": _CPU_ADAM,
+    "DeepSpeedCPUAdam": _CPU_ADAM,
+    "Lamb": _LAMB,
+    "FusedLamb": _LAMB,
+    "Lion": {**_LION, "fp32_optimizer_states": _always_true},
+    "FusedLion": {**_LION, "set_grad_none": _always_true},
+    "CPULion": {**_LION, "fp32_optimizer_states": _always_true},
+    "DeepSpeedCPULion": {**_LION, "fp32_optimizer_states": _always_true},
+    "Muon": _MUON,
+    "CPUAdagrad": _CPU_ADAGRAD,
+    "DeepSpeedCPUAdagrad": _CPU_ADAGRAD,
+}
+
+
+def _table(name: str, params: Mapping[str, object]) -> dict[str, Check] | None:
+    """The arguments that a type takes; None: the class itself checks them."""
+    if name in ("Adam", "AdamW"):
+        return _TORCH_ADAM if params.get("torch_adam") in (True, "true") else _OUR_ADAM
+    return _TABLES.get(name)

@@ -1,0 +1,147 @@
+"""The answers of the resolver: small frozen values that the rooms below receive whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_zero.config.sources import Source
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPolicy:
+    """train_batch_size == micro_batch_size * accumulation_steps * world size, always."""
+
+    train_batch_size: int  # samples per update, over all ranks
+    micro_batch_size: int  # samples per forward on one rank
+    accumulation_steps: int  # forwards per update
+    drop_last: bool = False  # leave out an incomplete last batch; only for a loader made from training_data=
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScalePolicy:
+    """How the loss of a 16-bit float model is kept inside the range of its gradients."""
+
+    fixed: float | None = None  # a scale that never changes; None: one that follows overflows, by the rules below
+    initial: float = 65536.0
+    window: int = 1000  # clean updates before the scale doubles
+    minimum: float = 1.0  # an overflow here ends the run
+    hysteresis: int = 2  # the scale falls at this many overflows, earlier ones are forgiven
+    consecutive: bool = False  # a clean update makes the scaler forget overflows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastPolicy:
+    """Forward under torch.autocast; parameters keep their dtype."""
+
+    dtype: DtypeName | None  # None: what torch takes on this kind of device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """Which dtype each kind of tensor has, and what a non-finite gradient does."""
+
+    model: DtypeName  # "fp32" means: parameters keep the dtype they came with
+    communication: DtypeName | None  # dtype of gradient reduction; None: the parameter's own
+    accumulation: DtypeName | None  # dtype gradients are summed in over micro-batches; None: the parameter's own
+    skip_nonfinite: bool  # a non-finite gradient on any rank skips the update on all of them
+    auto_cast_inputs: bool  # cast floating positional inputs of forward to the model's dtype
+    loss_scale: LossScalePolicy | None = None  # None: the loss is differentiated as it is
+    autocast: AutocastPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherPolicy:
+    """Stage 3: how much of the parameters may be whole at once, and when. Sizes in elements."""
+
+    max_live_numel: int  # most that stays gathered after its use
+    max_reuse_numel: int  # keep what is used again after at most so much else was gathered
+    prefetch_numel: int  # gathered ahead, in whole units; 0: nothing is
+    persistence_numel: int  # parameters up to this size stay gathered ...
+    model_persistence_numel: int  # ... as long as they are no more than this in all
+    leaf_classes: tuple[str, ...]  # modules of these classes, ...
+    leaf_names: tuple[str, ...]  # ... with these names, ...
+    leaf_suffixes: tuple[str, ...]  # ... or names that end so, are gathered as one unit
+    whole_on_save: bool  # saving the model gathers whole weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPolicy:
+    """What is sharded, and in portions of which size it travels."""
+
+    stage: int
+    bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
+    overlap_reduction: bool  # start reductions while backward still runs
+    require_all_gradients: bool  # a trainable parameter without gradient is an error
+    sub_group_numel: int  # elements per portion of the update and per tensor in stage 3's checkpoints
+    gather: GatherPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPolicy:
+    """What happens to the reduced gradient before the update."""
+
+    clip_norm: float  # largest global L2 norm; 0.0: no clipping
+    average: bool  # mean over ranks; False: sum
+    predivide: float = 1.0  # gradients are divided by this before they are summed, and the result is corrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPolicy:
+    """`type` is "Adam", "AdamW" or the name of a torch.optim class; `params` holds only what the user set."""
+
+    type: str
+    params: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerPolicy:
+    """`type` is one of ours or the name of a torch.optim.lr_scheduler class; `params` only what the user set."""
+
+    type: str
+    params: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingPolicy:
+    """How much the engine says."""
+
+    level: str | None  # debug, info, warning, error, critical; None: leave the logger alone
+    steps_per_print: int | None  # a line every so many updates; None: never
+    wall_clock_breakdown: bool  # time forward, backward and step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompatibilityPolicy:
+    """Where the user asked for DeepSpeed's behaviour instead of ours (docs/differences.md)."""
+
+    decay_biases_and_norms: bool = False  # one param group of all parameters under Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The value of one key in the end, and where it came from."""
+
+    path: str
+    value: object
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A config after every question has been answered. No "auto" is left in it, except in `raw`."""
+
+    batch: BatchPolicy
+    precision: PrecisionPolicy
+    zero: ZeroPolicy
+    gradients: GradientPolicy
+    optimizer: OptimizerPolicy | None
+    scheduler: SchedulerPolicy | None
+    logging: LoggingPolicy
+    compatibility: CompatibilityPolicy = CompatibilityPolicy()
+    raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
+    notes: tuple[str, ...]  # settings accepted without effect, each with the reason
+    provenance: Mapping[str, Provenance] = field(default_factory=dict)  # by key path: value and origin

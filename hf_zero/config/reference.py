@@ -1,0 +1,69 @@
+"""docs/config.md, written by the schema itself: `python -m hf_zero.config.reference > docs/config.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from hf_zero.config.schema import Root, Section, Verdict
+from hf_zero.config.schema.fields import ALL_STAGES
+from hf_zero.config.schema.names import subsection, verdict_of
+
+_HEAD = """\
+# Every key of ds.json
+
+This page is rendered from the schema (`python -m hf_zero.config.reference > docs/config.md`); a test fails when they
+differ. A key that is not listed is an error. The literal `"auto"` means: filled in from Trainer's
+arguments, from Accelerate, or from the model, else the default. `python -m hf_zero explain ds.json` shows with what;
+[differences.md](differences.md) says where that is not what DeepSpeed does.
+
+- **works**: the engine does what the key says.
+- **no effect**: accepted, changes nothing, for the reason given; the engine says so once when it starts.
+- **refused**: an error that names the key, unless it holds its default (for a section: unless it is switched off).
+"""
+
+
+def render() -> str:
+    """The whole page, one table per section."""
+    return "\n".join([_HEAD, *_section("Top level", "", Root)]) + "\n"
+
+
+def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield "| key | default | status | meaning |\n|---|---|---|---|"
+    below: list[tuple[str, type[Section]]] = []
+    for name, field in section.model_fields.items():
+        yield _row(prefix + name, field)
+        inner = subsection(field)
+        if inner is not None and verdict_of(field).kind != "unbuilt" and inner.model_fields:
+            below.append((f"{prefix}{name}", inner))
+    yield ""
+    for path, inner in below:
+        yield from _section(f"`{path}`", f"{path}.", inner)
+
+
+def _row(path: str, field: FieldInfo) -> str:
+    verdict = verdict_of(field)
+    meaning = (field.description or "") + (f" Unit: {verdict.unit}." if verdict.unit else "")
+    default = "" if subsection(field) or field.is_required() else f"`{json.dumps(field.default, default=str)}`"
+    is_section = subsection(field) is not None and verdict.kind == "detail"
+    status = "see its table" if is_section else _status(verdict)
+    return f"| `{path}` | {default} | {status} | {meaning} |".replace("\n", " ")
+
+
+def _status(verdict: Verdict) -> str:
+    stages = "" if verdict.stages == ALL_STAGES else f" at stage {', '.join(map(str, verdict.stages))}"
+    return {
+        "honoured": f"works{stages}",
+        "check": f"works{stages}",
+        "inert": f"no effect: {verdict.why}",
+        "unbuilt": f"refused: {verdict.why}",
+        "detail": "goes with its section",
+    }[verdict.kind]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

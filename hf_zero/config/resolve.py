@@ -1,0 +1,256 @@
+"""The resolver: a config and what is known around it in, typed frozen policies out, or every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import cast
+
+from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
+from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.fill import fill, filled
+from hf_zero.config.optimizer_choice import resolve_optimizer
+from hf_zero.config.policies import (
+    AutocastPolicy,
+    BatchPolicy,
+    CompatibilityPolicy,
+    GatherPolicy,
+    GradientPolicy,
+    LoggingPolicy,
+    LossScalePolicy,
+    OptimizerPolicy,
+    PrecisionPolicy,
+    Provenance,
+    Resolved,
+    SchedulerPolicy,
+    ZeroPolicy,
+)
+from hf_zero.config.provenance import Origins, record, with_origins
+from hf_zero.config.scheduler_choice import resolve_scheduler
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
+from hf_zero.config.schema.root import HfZero
+from hf_zero.config.schema.zero import LeafModule, Zero
+from hf_zero.config.translate import Translated, translate
+from hf_zero.config.validate import validate
+from hf_zero.config.verdicts import judge
+from hf_zero.config.views import AcceleratorView, ModelView, TrainingView, Views
+
+_BATCH_KEYS = (TRAIN, MICRO, STEPS)
+
+
+def resolve(
+    raw: Mapping[str, object],
+    training_args: TrainingView | None = None,
+    accelerator_view: AcceleratorView | None = None,
+    model: ModelView | None = None,
+    *,
+    world_size: int,
+) -> Resolved:
+    """Answer every question that the config leaves open.
+
+    Args:
+        raw: the config as a dict. One from `load_config` lets messages name file and line.
+        training_args: TrainingArguments, where there is a Trainer.
+        accelerator_view: what a launcher, an Accelerator and the objects given to `prepare` say.
+        model: for the sizes that follow from it.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    views = Views(world_size=world_size, training=training_args, accelerator=accelerator_view, model=model)
+    findings = examine(raw, views)
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    return _resolved(findings, raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All that there is to say about a config, right or wrong."""
+
+    config: Root  # without the keys that failed
+    batch: BatchPolicy | None  # None: it does not follow from what is known
+    optimizer: OptimizerPolicy | None
+    scheduler: SchedulerPolicy | None
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    provenance: Mapping[str, Provenance]
+    autos: frozenset[str]  # what still says "auto"
+    world_size: int
+
+
+def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -> Findings:
+    """Look at a config from all sides.
+
+    Args:
+        complete: False while more is still to become known: an "auto" that nobody has filled yet is then no problem.
+    """
+    _check_call(raw, views.world_size)
+    changes = fill(raw, views)
+    translated = translate(filled(raw, changes) if changes.values else raw)
+    config, invalid = validate(translated.tree)
+    problems = [*translated.problems, *changes.problems, *invalid]
+    notes = translated.notes + _auto_notes(translated.autos)
+    for finding in judge(config, (config.zero_optimization or Zero()).stage):
+        if isinstance(finding, Problem):
+            problems.append(finding)
+        else:
+            notes.append(finding)
+    problems += contradictions(config, views.world_size)
+    batch, wrong = _batch(config, translated, views.world_size, {problem.path for problem in problems})
+    if complete or not {TRAIN, MICRO} & translated.autos:
+        problems += wrong
+    optimizer, found = resolve_optimizer(config.optimizer, translated.autos)
+    problems += found
+    scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
+    problems += found
+    origins = Origins(raw, changes.sources, translated.renamed)
+    return Findings(
+        config=config,
+        batch=batch,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        problems=tuple(with_origins(problems, origins)),
+        notes=(*notes, *advice(config)),
+        provenance=MappingProxyType(record(config, batch, origins)),
+        autos=frozenset(translated.autos),
+        world_size=views.world_size,
+    )
+
+
+def _check_call(raw: object, world_size: object) -> None:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(Problem("config", raw, "must be a dict", "load files and text with load_config first"))
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(Problem("world_size", world_size, "must be the number of ranks", "give an int of at least 1"))
+
+
+def _auto_notes(autos: set[str]) -> list[str]:
+    return [f'{path}: "auto" was not filled in by anyone; taken as unset' for path in sorted(autos)]
+
+
+def _batch(
+    config: Root, translated: Translated, world_size: int, broken: set[str]
+) -> tuple[BatchPolicy | None, list[Problem]]:
+    if broken & set(_BATCH_KEYS):
+        return None, []  # the equation would only repeat what is wrong
+    try:
+        batch = resolve_batch(
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+            world_size=world_size,
+            autos=translated.autos,
+        )
+    except ConfigError as error:
+        return None, list(error.problems)
+    return dataclasses.replace(batch, drop_last=config.dataloader_drop_last), []
+
+
+def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
+    config, batch = findings.config, findings.batch
+    assert batch is not None
+    return Resolved(
+        batch=batch,
+        precision=_precision(config),
+        zero=_zero(config.zero_optimization or Zero()),
+        gradients=_gradients(config, findings.world_size),
+        optimizer=findings.optimizer,
+        scheduler=findings.scheduler,
+        logging=LoggingPolicy(
+            level=config.log_level,
+            steps_per_print=config.steps_per_print,
+            wall_clock_breakdown=config.wall_clock_breakdown,
+        ),
+        compatibility=compatibility(config),
+        raw=cast("dict[str, object]", raw),
+        notes=findings.notes,
+        provenance=findings.provenance,
+    )
+
+
+def resolve_precision(raw: Mapping[str, object]) -> PrecisionPolicy:
+    """Only the dtypes, from a config that may still have open ends (a model is built before all is known)."""
+    findings = examine(raw, Views(world_size=1), complete=False)
+    wrong = [problem for problem in findings.problems if problem.path.startswith(("bf16", "fp16", "data_types"))]
+    if wrong:
+        raise ConfigError(wrong)
+    return _precision(findings.config)
+
+
+def compatibility(config: Root) -> CompatibilityPolicy:
+    """The section hf_zero as a policy."""
+    own = config.hf_zero or HfZero()
+    return CompatibilityPolicy(decay_biases_and_norms=own.decay_biases_and_norms)
+
+
+def _zero(zero: Zero) -> ZeroPolicy:
+    return ZeroPolicy(
+        stage=zero.stage,
+        bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+        overlap_reduction=zero.overlap_comm is not False,
+        require_all_gradients=not zero.ignore_unused_parameters,
+        sub_group_numel=zero.sub_group_size,
+        gather=_gather(zero, zero.leaf_module or LeafModule()),
+    )
+
+
+def _gather(zero: Zero, leaf: LeafModule) -> GatherPolicy:
+    return GatherPolicy(
+        max_live_numel=zero.stage3_max_live_parameters,
+        max_reuse_numel=zero.stage3_max_reuse_distance,
+        prefetch_numel=zero.stage3_prefetch_bucket_size,
+        persistence_numel=zero.stage3_param_persistence_threshold,
+        model_persistence_numel=zero.stage3_model_persistence_threshold,
+        leaf_classes=tuple(leaf.classes),
+        leaf_names=tuple(leaf.names),
+        leaf_suffixes=tuple(leaf.name_suffixes),
+        whole_on_save=zero.stage3_gather_16bit_weights_on_model_save,
+    )
+
+
+def _precision(config: Root) -> PrecisionPolicy:
+    fp16, bf16, types = config.fp16 or Fp16(), config.bf16 or Bf16(), config.data_types or DataTypes()
+    autocast = autocast_of(config)
+    loss_scale = _loss_scale(config, autocast)
+    return PrecisionPolicy(
+        model=model_dtype(config),
+        communication=config.communication_data_type,
+        accumulation=types.grad_accum_dtype,
+        skip_nonfinite=bf16.check_grad_overflow or loss_scale is not None,
+        auto_cast_inputs=fp16.enabled and fp16.auto_cast,
+        loss_scale=loss_scale,
+        autocast=autocast,
+    )
+
+
+def _loss_scale(config: Root, autocast: AutocastPolicy | None) -> LossScalePolicy | None:
+    fp16, amp = config.fp16 or Fp16(), config.amp or Amp()
+    if fp16.enabled:
+        return LossScalePolicy(
+            fixed=fp16.loss_scale or None,
+            initial=2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            minimum=float(fp16.min_loss_scale),
+            hysteresis=fp16.hysteresis,
+            consecutive=fp16.consecutive_hysteresis,
+        )
+    if autocast is None or autocast.dtype != "fp16":
+        return None
+    # What torch's GradScaler starts from.
+    fixed = None if amp.loss_scale == "dynamic" else float(amp.loss_scale)
+    minimum = 1.0 if amp.min_loss_scale is None else amp.min_loss_scale
+    return LossScalePolicy(fixed=fixed or None, window=2000, hysteresis=1, minimum=minimum)
+
+
+def _gradients(config: Root, world_size: int) -> GradientPolicy:
+    return GradientPolicy(
+        clip_norm=config.gradient_clipping,
+        average=config.gradient_allreduce_op == "mean",
+        predivide=float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,
+    )

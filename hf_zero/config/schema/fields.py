@@ -1,0 +1,156 @@
+"""What a config field is made of: value types that forgive spelling, and the verdict each field carries."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Kind = Literal["honoured", "inert", "unbuilt", "detail", "check"]
+ALL_STAGES = (0, 1, 2, 3)
+LARGEST = 2**63 - 1
+
+
+class Section(BaseModel):
+    """One object of the config. A key that it does not list is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
+
+
+class Verdict(BaseModel):
+    """What setting a field does. Kept in the schema itself, so that documentation and checks cannot disagree."""
+
+    kind: Kind
+    why: str = ""  # inert: why it changes nothing; unbuilt: what is missing
+    stages: tuple[int, ...] = ALL_STAGES  # elsewhere the field changes nothing
+    unit: str = ""
+    switch: str = "enabled"  # unbuilt section: the key that turns it on; "": any content does
+
+
+def honoured(default: Any, doc: str, *, unit: str = "", stages: tuple[int, ...] = ALL_STAGES) -> Any:
+    """The engine does what the field says."""
+    return _field(default, doc, Verdict(kind="honoured", unit=unit, stages=stages))
+
+
+def inert(default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES) -> Any:
+    """Accepted, and changes nothing, for the reason given; the user is told when the key is set."""
+    return _field(default, doc, Verdict(kind="inert", why=why, unit=unit, stages=stages))
+
+
+def unbuilt(default: Any, doc: str, *, why: str, switch: str = "enabled") -> Any:
+    """Refused by name unless it holds its default (for a section: unless it is switched off)."""
+    return _field(default, doc, Verdict(kind="unbuilt", why=why, switch=switch))
+
+
+def detail(default: Any, doc: str, *, unit: str = "") -> Any:
+    """Belongs to a switch beside it; has no verdict of its own."""
+    return _field(default, doc, Verdict(kind="detail", unit=unit))
+
+
+def check(default: Any, doc: str, *, unit: str = "") -> Any:
+    """Only compared with other settings, by the rules in `resolve`."""
+    return _field(default, doc, Verdict(kind="check", unit=unit))
+
+
+def _field(default: Any, doc: str, verdict: Verdict) -> Any:
+    return Field(default, description=doc, validate_default=False, json_schema_extra=verdict.model_dump(mode="json"))
+
+
+def as_whole(value: object) -> int:
+    """8, 8.0, 5e8 and "5e8" are whole numbers; true, 8.5, inf and "eight" are not."""
+    number = _number(value, "must be a whole number")
+    if isinstance(number, int):
+        whole = number
+    elif math.isfinite(number) and number.is_integer():
+        whole = int(number)
+    else:
+        raise ValueError("must be a whole number")
+    if abs(whole) > LARGEST:
+        raise ValueError(f"must be a whole number no larger than {LARGEST}")
+    return whole
+
+
+def as_number(value: object) -> float:
+    """Any finite number, also as text ("1e-3")."""
+    try:
+        number = float(_number(value, "must be a number"))
+    except OverflowError:
+        raise ValueError("must be a finite number") from None
+    if not math.isfinite(number):
+        raise ValueError("must be a finite number")
+    return number
+
+
+def _number(value: object, rule: str) -> int | float:
+    if isinstance(value, bool):
+        raise ValueError(rule)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, (numbers.Real, str)):
+        return _parsed(value, rule)
+    raise ValueError(rule)
+
+
+def _parsed(value: numbers.Real | str, rule: str) -> int | float:
+    try:
+        return int(value) if isinstance(value, str) and value.strip().isdecimal() else float(value)
+    except (ValueError, OverflowError):
+        raise ValueError(rule) from None
+
+
+def as_flag(value: object) -> bool:
+    """true and false, also as text in any case."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError("must be true or false")
+
+
+def as_free(value: object) -> dict[str, Any]:
+    """A section whose inside is not ours to judge; false and null say that it is not wanted."""
+    if value is False or value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object {...}")
+    return value
+
+
+_DTYPE_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def as_dtype(value: object) -> object:
+    """fp32, fp16 or bf16 in any case; a near miss is named."""
+    if value is None:
+        return None
+    name = value.lower() if isinstance(value, str) else value
+    if name in ("fp32", "fp16", "bf16"):
+        return name
+    meant = _DTYPE_SPELLINGS.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    raise ValueError('must be "fp32", "fp16" or "bf16"' + (f'; did you mean "{meant}"?' if meant else ""))
+
+
+def as_path(value: object) -> object:
+    """A path, as text."""
+    return str(value) if hasattr(value, "__fspath__") else value
+
+
+def as_names(value: object) -> object:
+    """A list of names; one name alone counts as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, BeforeValidator(as_flag)]
+Whole = Annotated[int, BeforeValidator(as_whole)]
+Count = Annotated[int, BeforeValidator(as_whole), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(as_whole), Field(ge=1)]
+Number = Annotated[float, BeforeValidator(as_number)]
+NonNegative = Annotated[float, BeforeValidator(as_number), Field(ge=0)]
+PositiveNumber = Annotated[float, BeforeValidator(as_number), Field(gt=0)]
+Fraction = Annotated[float, BeforeValidator(as_number), Field(ge=0, le=1)]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(as_dtype)]
+Free = Annotated[dict[str, Any], BeforeValidator(as_free)]
+PathText = Annotated[str, BeforeValidator(as_path)]
+Names = Annotated[list[str], BeforeValidator(as_names)]

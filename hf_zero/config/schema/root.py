@@ -1,0 +1,180 @@
+"""The top level of a config: every key a ds.json may have."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, create_model
+
+from hf_zero.config.schema.fields import (
+    Dtype,
+    Flag,
+    Free,
+    NonNegative,
+    Positive,
+    PositiveNumber,
+    Section,
+    as_whole,
+    check,
+    detail,
+    honoured,
+    inert,
+    unbuilt,
+)
+from hf_zero.config.schema.observation import Autotuning, Comet, CommsLogger, FileMonitor, FlopsProfiler, Timers, Wandb
+from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.training import (
+    ActivationCheckpointing,
+    Aio,
+    Checkpoint,
+    Curriculum,
+    DataEfficiency,
+    Elasticity,
+    Optimizer,
+    Scheduler,
+    SparseAttention,
+    TensorParallel,
+)
+from hf_zero.config.schema.zero import Zero
+
+_OWN = "Trainer's and Accelerate's own reporting (report_to=..., log_with=...) covers this"
+_ONLY_DATA = "only data parallelism is built"
+
+
+def _as_interval(value: object) -> object:
+    # Accelerate writes float infinity for "never".
+    return None if value is None or (isinstance(value, float) and value == math.inf) else as_whole(value)
+
+
+def _lowered(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
+Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
+
+
+# Made by a call, because the key is a keyword of Python and cannot be written as a field of a class.
+OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
+    "OurCheckpoints",
+    __base__=Section,
+    __doc__="Checkpoints beyond what DeepSpeed's section says.",
+    **{
+        "async": (
+            Flag,
+            honoured(
+                False,
+                "Training goes on once its state is copied to host memory; the next save and the exit wait, and errors "
+                "come at the next step.",
+            ),
+        )
+    },
+)
+
+
+class HfZero(Section):
+    """Settings of our own; each restores what DeepSpeed does where hf_zero does something else."""
+
+    decay_biases_and_norms: Flag = honoured(
+        False,
+        "Under Trainer with an optimizer section: true makes one param group of all parameters, as DeepSpeed does; "
+        "false keeps Trainer's two, so that weight decay spares biases and norms.",
+    )
+    ignore_unknown_keys: Flag = honoured(False, "true: unknown keys at the top level are ignored, as DeepSpeed does.")
+    checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
+
+
+class Root(Section):
+    """The whole config."""
+
+    train_batch_size: Positive | None = honoured(None, "Samples per update, over all ranks.", unit="samples")
+    train_micro_batch_size_per_gpu: Positive | None = honoured(None, "Samples per forward on one rank.", unit="samples")
+    gradient_accumulation_steps: Positive | None = honoured(None, "Forwards per update.", unit="forwards")
+    managed_gradient_accumulation: Flag = unbuilt(
+        True, "The engine counts micro-batches.", why="every step() outside a boundary is held back until the boundary"
+    )
+
+    steps_per_print: Interval = honoured(None, "A log line every so many updates; unset or infinity: never.")
+    wall_clock_breakdown: Flag = honoured(False, "Time forward, backward and step.")
+    log_level: Level | None = honoured(None, "debug, info, warning, error or critical.")
+    memory_breakdown: Flag = unbuilt(False, "Log memory around phases.", why="there is no memory log yet")
+    dump_state: Flag = unbuilt(False, "Log the engine's attributes once.", why="there is no state dump yet")
+    disable_python_gc: Flag = unbuilt(False, "Switch Python's collector off.", why="call gc.disable() in the script")
+    timers: Timers | None = detail(None, "Further timers.")
+    vocabulary_size: Positive | None = check(None, "Only checked: a multiple of 8 is faster.")
+    disable_allgather: Flag = inert(False, "Stored, never read, also in DeepSpeed.", why="nothing reads it")
+    dataloader_drop_last: Flag = honoured(False, "The engine's own loader leaves out an incomplete last batch.")
+
+    gradient_clipping: NonNegative = honoured(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
+    communication_data_type: Dtype | None = honoured(None, "Dtype of gradient reduction. Unset: the parameter's own.")
+    seq_parallel_communication_data_type: Dtype | None = inert(
+        None, "The same under sequence parallelism.", why=_ONLY_DATA
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = honoured(
+        "mean", "Mean or sum of the ranks' gradients.", stages=(0, 1, 2)
+    )
+    prescale_gradients: Flag = honoured(
+        False, "Divide by the number of ranks before the reduction instead of after (by way of the loss)."
+    )
+    gradient_predivide_factor: PositiveNumber = honoured(
+        1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
+    )
+    sparse_gradients: Flag = inert(
+        False, "Gather embedding gradients sparsely.", why="gradients are reduced dense, which gives the same result"
+    )
+
+    zero_allow_untested_optimizer: Flag = inert(
+        False, "Allow optimizers outside a list.", why="any torch optimizer is accepted"
+    )
+    zero_force_ds_cpu_optimizer: Flag = inert(
+        True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced"
+    )
+    use_data_before_expert_parallelism: Flag = unbuilt(False, "Rank order of groups.", why=_ONLY_DATA)
+    sequence_parallel_size: Positive = unbuilt(1, "Ranks per sequence.", why=_ONLY_DATA)
+    data_parallel_size: Positive | None = check(None, "Must be the number of ranks.")
+    tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
+    pipeline: Free | None = inert(None, "Only for PipelineModule.", why="pipeline modules are not supported")
+
+    optimizer: Optimizer | None = honoured(None, "The optimizer to build.")
+    scheduler: Scheduler | None = honoured(None, "The schedule to build.")
+    fp16: Fp16 | None = detail(None, "fp16 training.")
+    bf16: Bf16 | None = detail(None, "bf16 training.")
+    torch_autocast: TorchAutocast | None = detail(None, "Forward under torch.autocast.")
+    amp: Amp | None = detail(None, "Apex mixed precision, through torch.autocast.")
+    msamp: Free | None = unbuilt(None, "fp8 through MS-AMP.", why="MS-AMP is retired; use bf16.enabled")
+    data_types: DataTypes | None = detail(None, "Dtypes.")
+    zero_optimization: Zero | None = detail(None, "Sharding.")
+    aio: Aio | None = inert(None, "File access under NVMe offload.", why="NVMe offload is not built yet")
+    activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
+    checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
+
+    flops_profiler: FlopsProfiler | None = unbuilt(None, "Operation counts.", why="torch.profiler counts operations")
+    comms_logger: CommsLogger | None = unbuilt(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
+    tensorboard: FileMonitor | None = unbuilt(None, "Monitor.", why=_OWN)
+    csv_monitor: FileMonitor | None = unbuilt(None, "Monitor.", why=_OWN)
+    wandb: Wandb | None = unbuilt(None, "Monitor.", why=_OWN)
+    comet: Comet | None = unbuilt(None, "Monitor.", why=_OWN)
+
+    autotuning: Autotuning | None = unbuilt(None, "Configuration search.", why="there is no search")
+    data_efficiency: DataEfficiency | None = unbuilt(
+        None, "Sampling and token dropping.", why="data is left to the script"
+    )
+    curriculum_learning: Curriculum | None = unbuilt(None, "Old curriculum.", why="data is left to the script")
+    sparse_attention: SparseAttention | None = unbuilt(
+        None, "Sparse attention.", why="attention is left to the model (attn_implementation=...)", switch=""
+    )
+    compression_training: Free | None = unbuilt(None, "Compression.", why="compression is not built")
+    elasticity: Elasticity | None = unbuilt(None, "Elastic batch sizes.", why="batch sizes are taken as written")
+    progressive_layer_drop: Free | None = unbuilt(None, "Layer dropping.", why="it is not built")
+    eigenvalue: Free | None = unbuilt(None, "Eigenvalues of the Hessian.", why="it is not built")
+    quantize_training: Free | None = unbuilt(None, "Quantised training.", why="it is not built")
+    weight_quantization: Free | None = unbuilt(None, "Quantised weights.", why="it is not built")
+    graph_harvesting: Flag = unbuilt(False, "CUDA graphs.", why="it is not built; try module.compile()")
+    compile: Free | None = unbuilt(None, "DeepCompile.", why="it is not built; try torch_compile", switch="deepcompile")
+    hybrid_engine: Free | None = unbuilt(None, "Train and generate in one engine.", why="it is not built")
+    expert_parallel: Free | None = unbuilt(None, "Experts over ranks.", why=_ONLY_DATA)
+    nebula: Free | None = unbuilt(None, "A checkpoint service.", why="checkpoints go to files")
+    datastates_ckpt: Free | None = unbuilt(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
+
+    hf_zero: HfZero | None = detail(None, "Our own settings.")

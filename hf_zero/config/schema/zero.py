@@ -1,0 +1,167 @@
+"""The zero_optimization section and its offload blocks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hf_zero.config.schema.fields import (
+    LARGEST,
+    Count,
+    Flag,
+    Fraction,
+    Free,
+    Names,
+    PathText,
+    Positive,
+    Section,
+    Whole,
+    check,
+    detail,
+    honoured,
+    inert,
+    unbuilt,
+)
+
+_THREE = (3,)
+_BELOW_THREE = (0, 1, 2)
+_PLUS_PLUS = "ZeRO++ belongs to stage 3"
+
+
+class OffloadOptimizer(Section):
+    """Where master weights and optimizer states live: on the device, in host memory, or on NVMe."""
+
+    device: Literal["none", "cpu", "nvme"] | None = check("none", "Place of the optimizer states: none, cpu or nvme.")
+    nvme_path: PathText | None = detail(None, "Folder on the NVMe drive.")
+    buffer_count: Positive = detail(4, "Buffers in the NVMe pool.", unit="buffers")
+    pin_memory: Flag = detail(True, "Page-locked host buffers.")
+    pipeline_read: Flag = detail(False, "Overlap NVMe reads with the update.")
+    pipeline_write: Flag = detail(False, "Overlap NVMe writes with the update.")
+    fast_init: Flag = detail(False, "Faster initialisation under NVMe.")
+    ratio: Fraction = detail(1.0, "Fraction of the update done on the CPU.")
+    super_offload: Flag = detail(False, "Variant for machines that share memory between CPU and GPU.")
+    cpuadam_cores_perc: Fraction = detail(0.8, "Fraction of the CPU cores for that variant.")
+
+
+class OffloadParam(Section):
+    """Where parameters live between uses; stage 3 only."""
+
+    device: Literal["none", "cpu", "nvme"] | None = check("none", "Place of the parameters: none, cpu or nvme.")
+    nvme_path: PathText | None = detail(None, "Folder on the NVMe drive.")
+    buffer_count: Positive = detail(5, "Buffers in the pool.", unit="buffers")
+    buffer_size: Positive = detail(100_000_000, "Size of a buffer.", unit="elements")
+    max_in_cpu: Count = detail(1_000_000_000, "Kept in host memory under NVMe.", unit="elements")
+    pin_memory: Flag = detail(True, "Page-locked host buffers.")
+
+
+class LeafModule(Section):
+    """Modules that stage 3 gathers as one unit."""
+
+    classes: Names = detail([], "Class names.")
+    names: Names = detail([], "Module names.")
+    name_suffixes: Names = detail([], "Ends of module names.")
+
+
+class Zero(Section):
+    """What is sharded over the ranks, and how it travels."""
+
+    stage: Whole = honoured(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
+
+    reduce_bucket_size: Positive = honoured(
+        500_000_000, "Size of a bucket of gradients.", unit="elements", stages=_BELOW_THREE
+    )
+    allgather_bucket_size: Positive = honoured(
+        500_000_000,
+        "Size of a bucket of parameters; the smaller of the two sizes is used for both.",
+        unit="elements",
+        stages=_BELOW_THREE,
+    )
+    overlap_comm: Flag | None = honoured(None, "Reduce gradients while backward runs. Unset: yes, at every stage.")
+    ignore_unused_parameters: Flag = honoured(True, "false: a trainable parameter without gradient is an error.")
+
+    allgather_partitions: Flag = inert(
+        True, "Gather updated parameters, or broadcast them.", why="parameters are always gathered in place"
+    )
+    reduce_scatter: Flag = inert(
+        True,
+        "Reduce-scatter gradients, or all-reduce them.",
+        why="stages 1-2 always reduce-scatter, stage 0 all-reduces",
+    )
+    contiguous_gradients: Flag = inert(
+        True, "Copy gradients into one buffer.", why="gradients always go to contiguous buckets"
+    )
+    round_robin_gradients: Flag = inert(
+        False,
+        "Spread parameters over owners.",
+        why="every bucket is cut into equal shards, so all ranks share the work; checkpoint files have this order",
+    )
+    use_multi_rank_bucket_allreduce: Flag = inert(
+        True, "Fuse slices of several owners.", why="one reduce-scatter serves all owners"
+    )
+    parameter_alignment: Flag = inert(False, "Align parameters in flat buffers.", why="our layout sets the alignment")
+    compute_grad_norm: Flag = inert(True, "Compute the gradient norm.", why="the norm is always computed")
+    load_from_fp32_weights: Flag = inert(True, "Load masters from their fp32 copies.", why="they always are")
+    elastic_checkpoint: Flag = inert(
+        False, "Checkpoints for another world size.", why="every checkpoint loads at any world size and stage"
+    )
+    cpu_offload_use_pin_memory: Flag | None = inert(
+        None, "Deprecated.", why="pinning is set by offload_optimizer.pin_memory and offload_param.pin_memory"
+    )
+    legacy_stage1: Flag = unbuilt(False, "The stage 1 of old releases.", why="there is one stage 1")
+
+    offload_optimizer: OffloadOptimizer | None = honoured(None, "Place of the optimizer states.")
+    offload_param: OffloadParam | None = honoured(None, "Place of the parameters (stage 3).")
+
+    sub_group_size: Count = honoured(
+        1_000_000_000, "Size of the tensors in checkpoint files.", unit="elements", stages=_THREE
+    )
+    stage3_max_live_parameters: Count = honoured(
+        1_000_000_000, "Units stay gathered up to this size.", unit="elements", stages=_THREE
+    )
+    stage3_max_reuse_distance: Count = honoured(
+        1_000_000_000, "A unit that is used again this soon stays gathered.", unit="elements", stages=_THREE
+    )
+    stage3_prefetch_bucket_size: Count = honoured(
+        50_000_000, "More than 0: the next unit is gathered ahead, whole.", unit="elements", stages=_THREE
+    )
+    stage3_param_persistence_threshold: Count = honoured(
+        100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE
+    )
+    stage3_model_persistence_threshold: Count = honoured(
+        LARGEST, "Most that may stay gathered in all.", unit="elements", stages=_THREE
+    )
+    stage3_gather_16bit_weights_on_model_save: Flag = honoured(
+        False, "Gather whole weights when the model is saved.", stages=_THREE
+    )
+    stage3_module_granularity_threshold: Count = inert(
+        0, "Fetch modules finer than this as one.", why="whole blocks are gathered as one anyway", stages=_THREE
+    )
+    stage3_use_all_reduce_for_fetch_params: Flag = inert(
+        False, "Gather by all-reduce.", why="a unit is one all-gather", stages=_THREE
+    )
+    stage3_allgather_sequential: Flag = inert(
+        False, "Gather one parameter at a time.", why="a unit is one all-gather", stages=_THREE
+    )
+    memory_efficient_linear: Flag = inert(
+        True, "Linear layers that save less for backward.", why="linear layers save no copy", stages=_THREE
+    )
+    override_module_apply: Flag = inert(
+        True, "Module.apply gathers what it touches.", why="reading a parameter in zero.Init gathers it", stages=_THREE
+    )
+    pipeline_loading_checkpoint: Flag = inert(
+        False, "Ranks of a node load in turn.", why="no rank loads more than one tensor at a time", stages=_THREE
+    )
+    log_trace_cache_warnings: Flag = inert(
+        False, "Diagnostics of the gather order.", why="the order is fixed and has no cache", stages=_THREE
+    )
+    enable_sanity_checks: Flag = inert(False, "Diagnostics.", why="the checks are always on", stages=_THREE)
+    leaf_module: LeafModule | None = honoured(None, "Modules gathered as one unit.", stages=_THREE)
+    save_muon_momentum_buffer_in_memory: Flag = honoured(False, "Muon under NVMe.", stages=_THREE)
+
+    zero_hpz_partition_size: Count = unbuilt(1, "Secondary shards inside groups of ranks.", why=_PLUS_PLUS)
+    zero_quantized_weights: Flag = unbuilt(False, "Gather int8 weights.", why=_PLUS_PLUS)
+    zero_quantized_nontrainable_weights: Flag = unbuilt(False, "Store frozen weights as int8.", why=_PLUS_PLUS)
+    zero_quantized_gradients: Flag = unbuilt(False, "Reduce int4 gradients.", why=_PLUS_PLUS)
+    zeropp_loco_param: Free | None = unbuilt(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
+    mics_shard_size: Whole = unbuilt(-1, "Shard over groups of this many ranks.", why="MiCS belongs to stage 3")
+    mics_hierarchical_params_gather: Flag = unbuilt(False, "Gather in two hops.", why="MiCS belongs to stage 3")
+    zenflow: Free | None = unbuilt(None, "Partial offload of the update.", why="offload is not built yet", switch="")

@@ -1,0 +1,110 @@
+"""Where a value came from: the place of each key in a file, and what filled in each "auto"."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_zero.config.errors import key_path
+from hf_zero.config.jsonc import MAX_DEPTH, Place
+
+Kind = Literal[
+    "file", "text", "dict", "training", "flag", "environment", "accelerator", "script", "model", "derived", "default"
+]
+Path = tuple["str | int", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One origin of a value; `text` is what people read ("ds.json:7", "--learning_rate")."""
+
+    kind: Kind
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+DEFAULT = Source("default", "default")
+
+
+class ConfigDict(dict[str, Any]):
+    """A config as a plain dict that remembers where its keys stand, and who filled in which "auto".
+
+    It stays with the config through the hands of transformers and accelerate, which copy it and pass it on.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.name = ""  # the file; "" for a dict
+        self.places: dict[str, Place] = {}  # by dotted path
+        self.filled: dict[str, Source] = {}  # by dotted path: what once said "auto", and who replaced it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigDict:
+        copied = ConfigDict()
+        memo[id(self)] = copied
+        copied.update({key: copy.deepcopy(value, memo) for key, value in self.items()})
+        copied.name, copied.places, copied.filled = self.name, self.places, dict(self.filled)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Trainer pickles its arguments (training_args.bin): such a file must open where there is no hf_zero.
+        return (dict, (dict(self),))
+
+    def source_of(self, path: str) -> Source:
+        """Where the value at a dotted path came from."""
+        if path in self.filled:
+            return self.filled[path]
+        place = self.places.get(path)
+        if place is None:
+            return Source("dict", "the config")
+        if self.name:
+            return Source("file", f"{self.name}:{place.line}")
+        return Source("text", f"line {place.line} of the config text")
+
+
+def source_in(config: object, path: str) -> Source:
+    """The same for any config: one that came as a plain dict knows no places."""
+    return config.source_of(path) if isinstance(config, ConfigDict) else Source("dict", "the config")
+
+
+def is_auto(value: object) -> bool:
+    """Whether this is the literal that asks to be filled in."""
+    return isinstance(value, str) and value == "auto"
+
+
+# Who may come again with another value for what they once filled in: Trainer, when its arguments or the number of
+# steps have changed, and the model. What a launcher or a script gave once stays.
+_MAY_RETURN = ({"training", "flag"}, {"model"})
+
+
+def is_open(config: object, path: str, value: object, offered: Source) -> bool:
+    """Whether the value is "auto", or was, and comes from those who offer another one now."""
+    if is_auto(value):
+        return True
+    before = config.filled.get(path) if isinstance(config, ConfigDict) else None
+    return before is not None and any({before.kind, offered.kind} <= family for family in _MAY_RETURN)
+
+
+def dotted(path: Path) -> str:
+    """zero_optimization.leaf_module.classes[0]"""
+    text = ""
+    for step in path:
+        text = f"{text}[{step}]" if isinstance(step, int) else key_path(text, step)
+    return text
+
+
+def leaves(
+    config: Mapping[Any, Any], path: tuple[str, ...] = (), around: frozenset[int] = frozenset()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every path with text keys that does not hold a section, with its value; a section inside itself is skipped."""
+    around |= {id(config)}
+    for key, value in list(config.items()):
+        if not isinstance(key, str):
+            continue
+        if not isinstance(value, Mapping):
+            yield (*path, key), value
+        elif id(value) not in around and len(path) < MAX_DEPTH:
+            yield from leaves(value, (*path, key), around)

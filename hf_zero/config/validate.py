@@ -1,0 +1,117 @@
+"""Check a translated tree against the schema, and word every complaint for the person who wrote the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from hf_zero.config.errors import Problem
+from hf_zero.config.schema import Root, Section
+from hf_zero.config.schema.names import all_paths, section_of, subsection, suggestion
+from hf_zero.config.sources import dotted
+
+_ROUNDS = 20  # every round removes what failed; a round more than the deepest section is enough
+
+
+def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem]]:
+    """The typed config without the keys that failed, and a problem for each of those."""
+    problems: list[Problem] = []
+    drop_null_sections(tree, Root)
+    for _ in range(_ROUNDS):
+        try:
+            return Root.model_validate(tree), problems
+        except ValidationError as error:
+            failed = error.errors(include_url=False, include_context=True, include_input=False)
+            located = {_inside(tree, entry["loc"]): entry for entry in failed}
+        problems += [_worded(path, _at(tree, path), entry) for path, entry in located.items()]
+        for path in located:
+            _remove(tree, path)
+    raise AssertionError("validation does not settle")
+
+
+def drop_null_sections(tree: dict[str, Any], section: type[Section] = Root) -> None:
+    """A section that is null is as good as absent; takes them out, in place."""
+    for name, field in section.model_fields.items():
+        below = subsection(field)
+        if below is not None and isinstance(tree.get(name), dict):
+            drop_null_sections(tree[name], below)
+        elif below is not None and tree.get(name, ...) is None:
+            del tree[name]
+
+
+def _inside(tree: object, location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """The part of pydantic's location that exists in the tree (unions add steps of their own)."""
+    path: list[str | int] = []
+    for step in location:
+        if isinstance(tree, dict) and step in tree or isinstance(tree, list) and isinstance(step, int):
+            path.append(step)
+            tree = tree[step]  # type: ignore[index]
+    return tuple(path)
+
+
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    for step in path:
+        tree = tree[step]
+    return tree
+
+
+def _remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
+    """Take the failed value out, together with any list around it."""
+    last = max(index for index, step in enumerate(path) if isinstance(step, str))
+    _at(tree, path[:last]).pop(path[last], None)  # two entries of one list may both have failed
+
+
+def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Problem:
+    name = dotted(tuple(path))
+    if entry["type"] == "extra_forbidden":
+        return unknown_key([str(step) for step in path], value)
+    return Problem(name, value, _rule(entry), _fix(path))
+
+
+def unknown_key(path: Sequence[str], value: object) -> Problem:
+    """The problem for a key that no section has."""
+    *parents, key = path
+    section = section_of(Root, parents)
+    siblings = list(section.model_fields) if section else []
+    where = f"in {'.'.join(parents)}" if parents else "at the top level"
+    if not parents:
+        siblings = [name for name in siblings if name != "hf_zero"]
+    # What our own settings are called says nothing about DeepSpeed's.
+    fix = suggestion(key, siblings, () if parents == ["hf_zero"] else tuple(all_paths(Root)))
+    return Problem(dotted(tuple(path)), value, f"there is no such key {where}", fix)
+
+
+def _rule(entry: ErrorDetails) -> str:
+    context = entry.get("ctx", {})
+    kind = entry["type"]
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    if kind in ("greater_than_equal", "less_than_equal"):
+        return f"must be at {'least' if kind[0] == 'g' else 'most'} {context.get('ge', context.get('le'))}"
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        return "must be an object {...}"
+    if kind == "greater_than":
+        return f"must be more than {context.get('gt')}"
+    plain = {"string_type": "must be text", "list_type": "must be a list", "int_type": "must be a whole number"}
+    return plain.get(kind, entry["msg"])
+
+
+def _fix(path: Sequence[str | int]) -> str:
+    names = [step for step in path if isinstance(step, str)]
+    section = section_of(Root, names[:-1])
+    field = section.model_fields.get(names[-1]) if section else None
+    if field is None:
+        return "correct the value"
+    if subsection(field) is not None:
+        return f"write {{...}}, for example {{}}, or remove the key ({field.description})"
+    default = "" if field.default is None else f" (default {_json(field.default)})"
+    return f"correct it, or remove the key{default}. Meaning: {field.description}"
+
+
+def _json(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')

@@ -1,0 +1,75 @@
+"""No key is ignored in silence: each one set is honoured, noted as without effect, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_zero.config.errors import FEATURES_PAGE, Problem
+from hf_zero.config.schema import Root, Section, Verdict
+from hf_zero.config.schema.fields import ALL_STAGES
+from hf_zero.config.schema.names import verdict_of
+
+Finding = Problem | str  # a refusal, or a note
+
+
+def judge(config: Root, stage: int) -> Iterator[Finding]:
+    """One finding for every key that the user set and that does not simply do what it says."""
+    # A stage that does not exist is a problem of its own; it must not excuse the other keys.
+    yield from _judge(config, "", stage if stage in ALL_STAGES else max(ALL_STAGES))
+
+
+def _judge(section: Section, prefix: str, stage: int) -> Iterator[Finding]:
+    for name, field in type(section).model_fields.items():
+        if name not in section.model_fields_set:
+            continue
+        value, verdict, path = getattr(section, name), verdict_of(field), prefix + name
+        if stage not in verdict.stages:
+            yield f"{path}: no effect at stage {stage} (used at {_stages(verdict)})"
+        elif verdict.kind == "inert":
+            yield f"{path}: no effect, {verdict.why}"
+        elif verdict.kind == "unbuilt":
+            yield from _refusal(path, value, field.default, verdict)
+        elif isinstance(value, Section):
+            yield from _judge(value, f"{path}.", stage)
+
+
+def _stages(verdict: Verdict) -> str:
+    stages = [str(stage) for stage in verdict.stages]
+    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(stages)}"
+
+
+def _refusal(path: str, value: object, default: object, verdict: Verdict) -> Iterator[Problem]:
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_unset=True) or {}
+    if isinstance(value, dict):
+        if not _is_off(value, verdict.switch):
+            off = f'set "{verdict.switch}": false in it' if verdict.switch else "leave it empty"
+            yield Problem(
+                path, value, f"not available: {verdict.why}", f"remove the section or {off}; see {FEATURES_PAGE}"
+            )
+    elif value != default:
+        keep = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
+        yield Problem(path, value, f"not available: {verdict.why}", f"remove it or set {keep}; see {FEATURES_PAGE}")
+
+
+def _is_off(section: dict[str, object], switch: str) -> bool:
+    """Off when no switch in it, at any depth, is on; without a switch, only when nothing is in it."""
+    return not any(_switches(section, switch)) if switch else not section
+
+
+def _switches(value: object, switch: str) -> Iterator[bool]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == switch:
+                yield not _says_off(inner)
+            else:
+                yield from _switches(inner, switch)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _switches(inner, switch)
+
+
+def _says_off(value: object) -> bool:
+    if isinstance(value, str):
+        return value.lower() in ("", "false")
+    return value is None or (isinstance(value, (bool, int, float)) and not value)

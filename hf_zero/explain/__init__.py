@@ -1,0 +1,1 @@
+"""`python -m hf_zero explain`: a config, resolved and told."""

@@ -1,0 +1,52 @@
+"""The command `explain`: its arguments, and the order in which things happen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from hf_zero.config import ConfigError, Problem, Views, examine, load_config
+from hf_zero.explain.flags import training_view_from_flags
+from hf_zero.explain.model import model_view_by_name
+from hf_zero.explain.report import Report, as_json, report_on, show
+from hf_zero.integration.views import launch_view
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `explain` itself takes; everything else is taken for flags of TrainingArguments."""
+    parser.add_argument("config", help="ds.json: a path, JSON text, or base64 of it")
+    parser.add_argument("--model", help="folder, config.json or hub name of the model, for sizes that follow from it")
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default: 1)")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--all", action="store_true", help="also keys that have no effect at this stage")
+    parser.usage = "%(prog)s ds.json [TrainingArguments flags...] [--model M] [--world-size N] [--json] [--all]"
+
+
+def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Print the report; 1 if anything is wrong."""
+    report = _report(arguments, flags)
+    if arguments.json:
+        sys.stdout.write(as_json(report) + "\n")
+    else:
+        show(report)
+    return 1 if report.problems else 0
+
+
+def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
+    problems: list[Problem] = []
+    notes: list[str] = []
+    try:
+        config = load_config(arguments.config)
+        training, unused = training_view_from_flags(flags)
+        notes += [f"{flag}: not a flag of TrainingArguments, left aside" for flag in unused]
+        model = model_view_by_name(arguments.model)
+        views = Views(
+            world_size=arguments.world_size, training=training, accelerator=launch_view(os.environ), model=model
+        )
+        findings = examine(config, views, complete=False)
+    except ConfigError as error:
+        problems += error.problems
+        return Report(name=str(arguments.config)[:200], problems=tuple(problems), notes=tuple(notes))
+    return report_on(findings, name=config.name or "the config given", extra_notes=notes, everything=arguments.all)

@@ -1,0 +1,163 @@
+"""What `explain` shows: one row per key, then problems and remarks; as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_zero.config import Findings, Problem
+from hf_zero.config.errors import ABSENT
+from hf_zero.config.errors import show as short
+from hf_zero.config.offers import SIZED_BY_MODEL
+from hf_zero.config.schema import Root, Verdict
+from hf_zero.config.schema.names import all_paths, section_of, verdict_of
+
+LATER = "filled when training starts"
+WIDTH_IN_FILES = 150
+_BY_TRAINER = ("train_", "gradient_accumulation_steps", "gradient_clipping", "fp16.enabled", "bf16.enabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key."""
+
+    key: str
+    value: object
+    source: str
+    effect: str
+    matters: bool = True  # has an effect at this stage, or was set by somebody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that is to be told."""
+
+    name: str
+    stage: int | None = None
+    rows: tuple[Row, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def report_on(findings: Findings, *, name: str, extra_notes: Sequence[str] = (), everything: bool = False) -> Report:
+    """The report of a config that was examined."""
+    zero = findings.config.zero_optimization
+    stage = zero.stage if zero is not None else 0
+    order = {path: place for place, path in enumerate(all_paths(Root))}
+    rows = [row for row in _rows(findings, stage) if everything or row.matters]
+    # Arguments of optimizer and schedule stand behind their section.
+    rows.sort(key=lambda row: order.get(row.key, order.get(row.key.rpartition(".")[0], 0)))
+    kept = [note for note in findings.notes if '"auto" was not filled' not in note]
+    return Report(name=name, stage=stage, rows=tuple(rows), problems=findings.problems, notes=(*kept, *extra_notes))
+
+
+def _rows(findings: Findings, stage: int) -> Iterator[Row]:
+    open_keys = set(findings.autos)
+    for path, entry in findings.provenance.items():
+        if path in open_keys:
+            continue
+        effect, works = _effect(findings, path, stage)
+        was_set = entry.source.kind != "default"
+        matters = (was_set or (works and entry.value is not None)) and entry.value != {}
+        yield Row(path, entry.value, str(entry.source), effect, matters)
+    for path in sorted(open_keys):
+        yield Row(path, "auto", _who_fills(path), _effect(findings, path, stage)[0])
+
+
+def _who_fills(path: str) -> str:
+    if path in SIZED_BY_MODEL:
+        return f"{LATER} (or give --model)"
+    if path.startswith(("scheduler.params", "optimizer.params")) or path.startswith(_BY_TRAINER):
+        return f"{LATER} (or give Trainer's flags)"
+    return "nobody fills this: the default"
+
+
+def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
+    """In words, and whether there is one."""
+    *parents, name = path.split(".")
+    for section, policy in (("optimizer", findings.optimizer), ("scheduler", findings.scheduler)):
+        if parents == [section, "params"]:
+            return f"argument of {policy.type if policy else 'the ' + section}", True
+    section_class = section_of(Root, parents)
+    field = section_class.model_fields.get(name) if section_class else None
+    if field is None:
+        return "", True
+    verdict = verdict_of(field)
+    return _verdict_words(verdict, stage) or field.description or "", not _verdict_words(verdict, stage)
+
+
+def _verdict_words(verdict: Verdict, stage: int) -> str:
+    if verdict.kind == "inert":
+        return f"no effect: {verdict.why}"
+    if verdict.kind == "unbuilt":
+        return f"not available: {verdict.why}"
+    if stage not in verdict.stages:
+        stages = ", ".join(map(str, verdict.stages))
+        return f"no effect at stage {stage} (works at {stages})"
+    return ""
+
+
+def as_json(report: Report) -> str:
+    """For programs: settings, problems and notes."""
+    settings = [{"key": row.key, "value": row.value, "source": row.source, "effect": row.effect} for row in report.rows]
+    content = {
+        "config": report.name,
+        "stage": report.stage,
+        "settings": settings,
+        "problems": [_problem(problem) for problem in report.problems],
+        "notes": list(report.notes),
+    }
+    return json.dumps(content, indent=2, default=str)
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    other = problem.other
+    return {
+        "key": problem.path,
+        "value": None if problem.value is ABSENT else problem.value,
+        "source": problem.origin,
+        "other": None if other is None else {"name": other.name, "value": other.value, "source": other.origin},
+        "rule": problem.rule,
+        "fix": problem.fix,
+    }
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """For people."""
+    # Into a file or a pipe, where there is no edge to break words at, the table is as wide as it reads well.
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+    if report.rows:
+        console.print(_table(report))
+    for number, problem in enumerate(report.problems, 1):
+        console.print(f"[bold red]problem {number}[/]: {escape(str(problem))}", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
+    count = len(report.problems)
+    verdict = f"[bold red]{count} problem{'s' * (count != 1)}[/]" if count else "[bold green]no problems[/]"
+    console.print(f"{escape(report.name)}: {verdict}", soft_wrap=True)
+
+
+def _table(report: Report) -> Table:
+    table = Table(title=f"{escape(report.name)} at ZeRO stage {report.stage}", title_justify="left")
+    table.add_column("key", overflow="fold")
+    table.add_column("value", overflow="fold")
+    table.add_column("source", overflow="fold")
+    table.add_column("effect", overflow="fold", ratio=1)
+    for row in report.rows:
+        style = "dim" if row.source == "default" else "yellow" if row.value == "auto" else ""
+        value = row.value if isinstance(row.value, str) else _value(row.value)
+        table.add_row(escape(row.key), escape(value), escape(row.source), escape(row.effect), style=style)
+    return table
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    return f"{value:,}".replace(",", "_") if isinstance(value, int) and not isinstance(value, bool) else short(value)

@@ -1,0 +1,43 @@
+"""A process of its own (transformers keeps the config in globals): fill in configs as Trainer does, print them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import hf_zero
+
+# The availability check of transformers runs when it is imported.
+hf_zero.install()
+
+from transformers import TrainingArguments  # noqa: E402
+
+
+def filled(path: str, folder: str) -> dict[str, Any]:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        deepspeed=path,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-4,
+        adam_beta2=0.95,
+        weight_decay=0.01,
+        max_grad_norm=0.5,
+        warmup_steps=4,
+        bf16="fp16" not in path,
+        fp16="fp16" in path,
+        use_cpu=True,
+        report_to=[],
+    )
+    config = arguments.hf_deepspeed_config
+    config.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
+    result: dict[str, Any] = config.config
+    return result
+
+
+if __name__ == "__main__":
+    folder, answer, *paths = sys.argv[1:]
+    with open(answer, "w") as file:
+        json.dump({path: filled(path, folder) for path in paths}, file)

@@ -1,0 +1,269 @@
+"""Settings as people find them in guides and examples: each resolves, or is refused with a clear reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_zero.config import ConfigError, load_config, resolve
+
+OFFLOAD_CPU = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
+AIO = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
+FP16_ON = {
+    "enabled": True,
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+FILLED_SCHEDULE = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-4, "warmup_num_steps": 1, "total_num_steps": 60},
+}
+STAGE_3 = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+STAGE_2 = {
+    "stage": 2,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 5e8,
+    "overlap_comm": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 5e8,
+    "contiguous_gradients": True,
+    "round_robin_gradients": True,
+}
+SPARSE_ATTENTION = {
+    "mode": "fixed",
+    "block": 16,
+    "different_layout_per_head": True,
+    "num_local_blocks": 4,
+    "num_global_blocks": 1,
+    "attention": "bidirectional",
+    "horizontal_global_attention": False,
+    "num_different_global_patterns": 4,
+    "num_random_blocks": 0,
+    "local_window_blocks": [4],
+    "global_block_indices": [0],
+    "global_block_end_indices": None,
+    "num_sliding_window_blocks": 3,
+}
+# A whole file after the style of the Trainer guides: every section present, the unused ones empty.
+EVERYTHING = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 100,
+    "wall_clock_breakdown": False,
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        **STAGE_2,
+        "sub_group_size": 1e12,
+        "elastic_checkpoint": False,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "ignore_unused_parameters": True,
+    },
+    "autotuning": {},
+    "flops_profiler": {},
+    "activation_checkpointing": {},
+    "sparse_attention": {},
+    "data_efficiency": {},
+    "compression_training": {},
+}
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "Lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}},
+    "stage 2 of the guides, in fp16": {
+        "fp16": FP16_ON,
+        "zero_optimization": STAGE_2,
+        "scheduler": FILLED_SCHEDULE,
+    },
+    "stage 3 of the guides": {"bf16": {"enabled": True}, "zero_optimization": STAGE_3},
+    "fp16 with auto_cast": {"fp16": {"enabled": True, "auto_cast": True}},
+    "amp": {"amp": {"enabled": True, "opt_level": "O1"}},
+    "bf16 beside fp16 off": {
+        "fp16": {**FP16_ON, "enabled": False, "auto_cast": False, "consecutive_hysteresis": False},
+        "bf16": {"enabled": True},
+    },
+    "communication dtype": {"communication_data_type": "fp32"},
+    "AdamW, all auto": {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        }
+    },
+    "Adam with numbers": {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+    },
+    "WarmupLR with numbers": {
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        }
+    },
+    "activation checkpointing": {
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "number_checkpoints": None,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        }
+    },
+    "profiler off": {
+        "flops_profiler": {
+            "enabled": False,
+            "profile_step": 1,
+            "module_depth": -1,
+            "top_modules": 1,
+            "detailed": True,
+            "output_file": None,
+        }
+    },
+    "checkpoint options": {
+        "checkpoint": {
+            "tag_validation": "Warn",
+            "load_universal": False,
+            "use_node_local_storage": False,
+            "parallel_write": {"pipeline_stage": False},
+        }
+    },
+    "accumulation dtype": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "stage 2 of the guides, in bf16": {
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 5e-4, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": True},
+        },
+        "scheduler": FILLED_SCHEDULE,
+        "zero_optimization": {**STAGE_2, "allgather_bucket_size": 2e8, "reduce_bucket_size": 768 * 768},
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "wall_clock_breakdown": False,
+    },
+    "every section": EVERYTHING,
+    "what accelerate builds without a file": {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    },
+}
+
+# config, key paths that the message must name
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "OneBitLamb": (
+        {
+            "optimizer": {
+                "type": "OneBitLamb",
+                "params": {"lr": 1e-3, "weight_decay": 0.01, "freeze_step": 1000, "comm_backend_name": "nccl"},
+            }
+        },
+        ["optimizer.type"],
+    ),
+    "stage 2 with CPU offload": (
+        {"zero_optimization": {**STAGE_2, "offload_optimizer": OFFLOAD_CPU}},
+        ["zero_optimization.offload_optimizer.device"],
+    ),
+    "stage 3 with NVMe, aio in the wrong place": (
+        {
+            "zero_optimization": {
+                **STAGE_3,
+                "offload_optimizer": {**NVME, "buffer_count": 4, "fast_init": False},
+                "offload_param": {**NVME, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
+                "aio": AIO,
+            }
+        },
+        [
+            "zero_optimization.offload_optimizer.device",
+            "zero_optimization.offload_param.device",
+        ],
+    ),
+    "ZeRO++": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": "auto",
+                "zero_quantized_weights": True,
+                "zero_hpz_partition_size": 8,
+                "zero_quantized_gradients": True,
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+            }
+        },
+        [
+            "zero_optimization.zero_hpz_partition_size",
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_gradients",
+        ],
+    ),
+    "sparse attention": ({"sparse_attention": SPARSE_ATTENTION}, ["sparse_attention"]),
+    "parameters offloaded at stage 2": (
+        {"zero_optimization": {**STAGE_2, "offload_param": OFFLOAD_CPU}},
+        ["zero_optimization.offload_param.device"],
+    ),
+}
+
+# Shown in guides, but placeholders rather than JSON: the message says where reading stopped, and why.
+PLACEHOLDERS = [
+    ('{\n "zero_optimization": {\n  "stage": [0|1|2|3] # one of these\n }\n}', ":3:14", "a comma or ] must follow"),
+    ('{\n "steps_per_print": 100 # no comma\n "optimizer": {}\n}', ":3:2", "add the missing comma"),
+    ('{\n "checkpoint": {\n  "tag_validation"="Warn"\n }\n}', ":3:19", "a colon must follow"),
+    ('{"sparse_attention": {"global_block_end_indices": None}}', ":1:51", "write null"),
+    ('{"offload_param": {"pin_memory": [true|false]}}', ":1:35", "a value was expected, not 'true|false"),
+]
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name: str) -> None:
+    config = {"train_batch_size": 8, **ACCEPTED[name]}
+    resolved = resolve(config, world_size=1)
+    assert resolved.batch.train_batch_size == 8
+    assert resolved.raw is config
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    config, paths = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        resolve({"train_batch_size": 8, **config}, world_size=1)
+    assert [problem.path for problem in caught.value.problems] == paths
+    assert "docs/features.md" in str(caught.value) or "needs stage 3" in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "place", "words"), PLACEHOLDERS)
+def test_placeholders(text: str, place: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    assert place in str(caught.value) and words in str(caught.value)

@@ -1,0 +1,34 @@
+"""docs/config.md says what the schema says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_zero.config.reference import render
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.names import verdict_of
+from hf_zero.config.schema.root import HfZero
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+
+
+def test_the_page_is_what_the_schema_renders() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m hf_zero.config.reference > docs/config.md"
+
+
+def test_every_top_level_key_stands_in_it_with_its_status() -> None:
+    rows = {line.split("`")[1]: line for line in render().splitlines() if line.startswith("| `")}
+    for name, field in Root.model_fields.items():
+        assert name in rows
+        if verdict_of(field).kind == "unbuilt":
+            assert f"refused: {verdict_of(field).why}" in rows[name]
+
+
+def test_every_setting_of_our_own_stands_among_the_differences() -> None:
+    page = PAGE.with_name("differences.md").read_text(encoding="utf-8")
+    assert HfZero.model_fields
+    for name, field in HfZero.model_fields.items():
+        if field.default is None:  # a section
+            assert f'"{name}": {{' in page
+        else:
+            assert f'"{name}": true' in page and field.default is False

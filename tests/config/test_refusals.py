@@ -1,0 +1,225 @@
+"""What is not built is refused by name, with the reason; what changes nothing is accepted and noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_zero.config import ConfigError, resolve
+
+from .test_autos import nested
+
+BASE: dict[str, Any] = {"train_batch_size": 8}
+
+# key, value, words of the message
+REFUSED: list[tuple[str, Any, str]] = [
+    ("zero_optimization.stage", 4, "must be 0, 1, 2 or 3"),
+    ("zero_optimization.stage", -1, "must be 0, 1, 2 or 3"),
+    ("zero_optimization.offload_optimizer.device", "cpu", "offload is not built yet"),
+    ("zero_optimization.offload_optimizer.device", "nvme", "offload is not built yet"),
+    ("zero_optimization.offload_optimizer.device", "disk", "must be 'none', 'cpu' or 'nvme'"),
+    ("zero_optimization.offload_param.device", "cpu", "offload_param needs stage 3 (this config has stage 0)"),
+    ("zero_optimization.zero_quantized_weights", True, "ZeRO++ belongs to stage 3"),
+    ("zero_optimization.zero_quantized_gradients", True, "ZeRO++ belongs to stage 3"),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True, "ZeRO++ belongs to stage 3"),
+    ("zero_optimization.zero_hpz_partition_size", 8, "ZeRO++ belongs to stage 3"),
+    ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}, "ZeRO++ belongs to stage 3"),
+    ("zero_optimization.mics_shard_size", 4, "MiCS belongs to stage 3"),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "offload is not built yet"),
+    ("zero_optimization.legacy_stage1", True, "there is one stage 1"),
+    ("fp16.fp16_master_weights_and_grads", True, "always fp32"),
+    ("bf16.bf16_master_weights_and_grads", True, "always fp32"),
+    ("bf16.bf16_optimizer_states", True, "always fp32"),
+    ("data_types.buffer_dtype", "bf16", "buffers always keep the dtype they came with"),
+    ("torch_autocast", {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}, "not available"),
+    ("torch_autocast.dtype", "int8", 'must be "fp32", "fp16" or "bf16"'),
+    ("amp", {"enabled": True, "num_losses": 2}, "there is one loss scale"),
+    ("msamp", {"enabled": True, "opt_level": "O1"}, "MS-AMP is retired"),
+    ("managed_gradient_accumulation", False, "not available"),
+    ("sequence_parallel_size", 2, "only data parallelism is built"),
+    ("tensor_parallel.autotp_size", 2, "only data parallelism is built"),
+    ("tensor_parallel.tp.tp_size", 2, "only data parallelism is built"),
+    ("tensorboard", {"enabled": True, "output_path": "logs"}, "report_to"),
+    ("wandb", {"enabled": True}, "report_to"),
+    ("csv_monitor", {"enabled": True}, "report_to"),
+    ("comet", {"enabled": True}, "report_to"),
+    ("flops_profiler", {"enabled": True, "profile_step": 1}, "not available"),
+    ("comms_logger", {"enabled": True}, "not available"),
+    ("autotuning", {"enabled": True, "fast": False}, "not available"),
+    ("data_efficiency", {"enabled": True}, "data is left to the script"),
+    ("data_efficiency", {"data_routing": {"random_ltd": {"enabled": True}}}, "data is left to the script"),
+    ("curriculum_learning", {"enabled": True, "curriculum_type": "seqlen"}, "data is left to the script"),
+    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "not built"),
+    ("elasticity", {"enabled": True, "micro_batch_sizes": [2, 4]}, "batch sizes are taken as written"),
+    ("sparse_attention", {"mode": "fixed", "block": 16}, "attention is left to the model"),
+    ("progressive_layer_drop", {"enabled": True}, "not built"),
+    ("compile", {"deepcompile": True}, "not built"),
+    ("hybrid_engine", {"enabled": True}, "not built"),
+    ("dump_state", True, "not available"),
+    ("memory_breakdown", True, "not available"),
+    ("optimizer", {"type": "AdamW", "legacy_fusion": True}, "one step signature"),
+]
+
+
+# key, value, words of the message: what contradicts itself, whatever is built
+WRONG: list[tuple[str, Any, str]] = [
+    ("fp16", {"enabled": True, "min_loss_scale": 0}, "a dynamic scale needs a floor above 0"),
+    ("fp16", {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}, "the first scale, 2 to the power 2"),
+    ("fp16", {"enabled": True, "initial_scale_power": 128}, "must fit into fp32 (at most 127)"),
+    ("amp", {"enabled": True, "opt_level": "O2"}, "O2 casts the weights themselves to fp16"),
+    ("gradient_predivide_factor", 0, "must be more than 0"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), WRONG)
+def test_what_contradicts_itself(path: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**BASE, **nested(path, value)}, world_size=1)
+    (problem,) = caught.value.problems
+    assert problem.path.startswith(path) and words in problem.rule and problem.fix
+
+
+@pytest.mark.parametrize("other", ["fp16", "bf16", "torch_autocast"])
+def test_amp_beside_another_precision(other: str) -> None:
+    with pytest.raises(ConfigError, match=f"amp.enabled, {other}.enabled"):
+        resolve({**BASE, "amp": {"enabled": True}, other: {"enabled": True}}, world_size=1)
+
+
+@pytest.mark.parametrize(("path", "value", "words"), REFUSED)
+def test_refused_by_name(path: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**BASE, **nested(path, value)}, world_size=1)
+    assert len(caught.value.problems) == 1, str(caught.value)
+    problem = caught.value.problems[0]
+    assert problem.path.startswith(path)
+    assert words in problem.rule
+    assert problem.fix
+    if "must be" not in problem.rule and "needs stage 3" not in problem.rule:
+        assert "docs/features.md" in problem.fix
+
+
+OFF: list[tuple[str, Any]] = [
+    ("amp", {"enabled": False, "opt_level": "O1"}),
+    ("amp", False),
+    ("sparse_gradients", False),
+    ("sparse_attention", {}),
+    ("sparse_attention", None),
+    ("compression_training", {}),
+    ("compression_training", {"sparse_pruning": {"shared_parameters": {"enabled": False}, "different_groups": {}}}),
+    ("elasticity", {"enabled": False, "max_train_batch_size": 2000}),
+    ("curriculum_learning", {"enabled": False}),
+    ("data_efficiency", {"enabled": False, "seed": 1, "data_sampling": {"enabled": False, "num_epochs": 3}}),
+    ("autotuning", {}),
+    ("flops_profiler", {}),
+    ("flops_profiler", {"enabled": False, "profile_step": 1, "module_depth": -1, "output_file": None}),
+    ("comms_logger", {"enabled": False, "verbose": True}),
+    ("tensorboard", {"output_path": "logs"}),
+    ("wandb", {"enabled": False, "project": "x"}),
+    ("fp16", {"enabled": False, "auto_cast": True, "initial_scale_power": 16}),
+    ("fp16", None),
+    ("bf16", None),
+    ("bfloat16", None),
+    ("torch_autocast", {"enabled": False}),
+    ("zero_optimization", None),
+    ("zero_optimization", {}),
+    ("zero_optimization.offload_optimizer", {"device": "none", "nvme_path": None, "pin_memory": True}),
+    ("zero_optimization.offload_param", {"device": "none", "nvme_path": "none"}),
+    ("zero_optimization.offload_param", {"pin_memory": True}),
+    ("zero_optimization.zenflow", None),
+    ("zero_optimization.zero_hpz_partition_size", 1),
+    ("zero_optimization.zero_quantized_weights", False),
+    ("gradient_predivide_factor", 1),
+    ("tensor_parallel", {"autotp_size": 0}),
+    ("sequence_parallel_size", 1),
+    ("compile", {"deepcompile": False}),
+    ("hf_zero", {}),
+    ("optimizer", {}),
+    ("scheduler", None),
+    ("data_parallel_size", 1),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), OFF)
+def test_off_empty_and_null_are_fine(path: str, value: Any) -> None:
+    resolved = resolve({**BASE, **nested(path, value)}, world_size=1)
+    assert resolved.zero.stage == 0 and resolved.precision.model == "fp32" and resolved.optimizer is None
+
+
+# key, value, stage, words of the note
+NOTED: list[tuple[str, Any, int, str]] = [
+    ("sparse_gradients", True, 0, "which gives the same result"),
+    ("amp", {"enabled": True}, 0, "O1 runs as torch.autocast in fp16"),
+    ("zero_optimization.contiguous_gradients", True, 2, "gradients always go to contiguous buckets"),
+    ("zero_optimization.contiguous_gradients", False, 1, "gradients always go to contiguous buckets"),
+    ("zero_optimization.round_robin_gradients", True, 1, "equal shards"),
+    ("zero_optimization.allgather_partitions", True, 1, "always gathered in place"),
+    ("zero_optimization.reduce_scatter", True, 2, "reduce-scatter"),
+    ("zero_optimization.sub_group_size", 1e9, 2, "no effect at stage 2 (used at stage 3)"),
+    ("zero_optimization.stage3_max_live_parameters", 1e9, 1, "no effect at stage 1 (used at stage 3)"),
+    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", True, 2, "used at stage 3"),
+    ("zero_optimization.leaf_module", {"classes": "Block"}, 2, "used at stage 3"),
+    ("zero_optimization.elastic_checkpoint", True, 2, "loads at any world size and stage"),
+    ("activation_checkpointing.partition_activations", True, 2, "gradient_checkpointing"),
+    ("checkpoint.checkpoint_serialization", False, 2, "files are always in torch's zip format"),
+    ("checkpoint.writer", {"type": "FAST"}, 2, "every rank streams its own files"),
+    ("aio", {"block_size": 262144, "thread_count": 1}, 2, "NVMe offload is not built yet"),
+    ("zero_allow_untested_optimizer", True, 2, "any torch optimizer is accepted"),
+    ("zero_force_ds_cpu_optimizer", False, 2, "never replaced"),
+    ("bf16.immediate_grad_update", True, 2, "from a hook"),
+    ("pipeline", {"stages": "auto"}, 0, "pipeline modules are not supported"),
+    ("vocabulary_size", 50257, 0, "not a multiple of 8"),
+    ("zero_optimization.reduce_bucket_size", 1e6, 0, ""),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "stage", "words"), NOTED)
+def test_accepted_without_effect_is_noted(path: str, value: Any, stage: int, words: str) -> None:
+    config = {**BASE, **nested(path, value)}
+    config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    notes = [note for note in resolve(config, world_size=1).notes if note.startswith(path)]
+    if words:
+        assert len(notes) == 1 and words in notes[0]
+    else:
+        assert not notes
+
+
+def test_all_problems_come_at_once() -> None:
+    config = {
+        "train_batch_size": 7,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 5, "reduce_bucket_size": "many", "offload_param": {"device": "cpu"}},
+        "fp16": {"enabled": True, "loss_scale": -1},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "OneBitAdam"},
+        "scheduler": {"type": "OneCycle"},
+        "gradient_clipping": -1,
+        "nonsense": 1,
+        "elasticity": {"micro_batch_sizes": [1, "a", "b"]},
+    }
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, world_size=2)
+    assert {problem.path for problem in caught.value.problems} == {
+        "train_batch_size",
+        "zero_optimization.stage",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.offload_param.device",
+        "fp16.loss_scale",
+        "fp16.enabled, bf16.enabled",
+        "optimizer.type",
+        "scheduler.params.cycle_min_lr",
+        "scheduler.params.cycle_max_lr",
+        "gradient_clipping",
+        "nonsense",
+        "elasticity.micro_batch_sizes[1]",
+        "elasticity.micro_batch_sizes[2]",
+    }
+    message = str(caught.value)
+    assert "(13 problems)" in message
+    assert "gradient_clipping = -1\n    rule: must be at least 0\n    fix:" in message
+
+
+def test_a_stage_that_does_not_exist_excuses_no_other_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**BASE, "zero_optimization": {"stage": 7}, "tensorboard": {"enabled": True}}, world_size=1)
+    assert [problem.path for problem in caught.value.problems] == ["tensorboard", "zero_optimization.stage"]

@@ -1,0 +1,34 @@
+"""transformers fills in the autos of the ready configs, and the resolver takes what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hf_zero.config import Resolved, resolve
+from tests.config.test_ready_configs import FILES
+from tests.support.launch import ROOT, launch
+
+
+def test_filled_by_transformers(tmp_path: Path) -> None:
+    answer = tmp_path / "answer.json"
+    script = Path(__file__).with_name("fill_with_transformers.py")
+    launch(script, [tmp_path, answer, *FILES], environment={"HF_ZERO": "1", "PYTHONPATH": str(ROOT)}).check()
+    filled = json.loads(answer.read_text())
+    assert len(filled) == len(FILES) == 6
+    for path, config in filled.items():
+        check(resolve(config, world_size=1), "fp16" if "fp16" in path else "bf16")
+        assert "auto" in Path(path).read_text()
+
+
+def check(resolved: Resolved, model: str) -> None:
+    assert (resolved.batch.micro_batch_size, resolved.batch.accumulation_steps) == (3, 2)
+    assert resolved.gradients.clip_norm == 0.5
+    assert resolved.precision.model == model
+    assert resolved.zero.bucket_numel == 64 * 64
+    assert not [note for note in resolved.notes if '"auto"' in note]
+    if resolved.optimizer is not None:
+        assert resolved.optimizer.params == {"lr": 2e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    if resolved.scheduler is not None:
+        steps = {"warmup_num_steps": 4, "total_num_steps": 100}
+        assert resolved.scheduler.params == {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-4, **steps}

@@ -1,0 +1,249 @@
+"""Honoured keys reach their policy; values of the wrong kind get one problem each; names are matched or suggested."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from hf_zero.config import AutocastPolicy, ConfigError, LossScalePolicy, Resolved, resolve
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.names import all_paths, section_of, subsection, verdict_of
+
+from .test_autos import nested
+
+BASE: dict[str, Any] = {"train_batch_size": 8}
+
+
+def given(path: str, value: Any) -> Resolved:
+    return resolve({**BASE, **nested(path, value)}, world_size=1)
+
+
+def problems(config: dict[str, Any]) -> list[tuple[str, str, str]]:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**BASE, **config}, world_size=1)
+    return [(problem.path, problem.rule, problem.fix) for problem in caught.value.problems]
+
+
+def test_honoured_keys_reach_their_policy() -> None:
+    assert given("zero_optimization.stage", 2.0).zero.stage == 2
+    assert given("zero_optimization.reduce_bucket_size", "5e7").zero.bucket_numel == 50_000_000
+    assert given("zero_optimization.allgather_bucket_size", 2e8).zero.bucket_numel == 200_000_000
+    assert given("zero_optimization.overlap_comm", False).zero.overlap_reduction is False
+    assert given("zero_optimization.overlap_comm", None).zero.overlap_reduction is True
+    assert given("zero_optimization.ignore_unused_parameters", False).zero.require_all_gradients is True
+    assert given("gradient_clipping", 0).gradients.clip_norm == 0.0
+    assert given("gradient_clipping", "0.5").gradients.clip_norm == 0.5
+    assert given("gradient_allreduce_op", "SUM").gradients.average is False
+    assert given("communication_data_type", "FP32").precision.communication == "fp32"
+    assert given("data_types.grad_accum_dtype", "fp32").precision.accumulation == "fp32"
+    assert given("bf16.enabled", True).precision.model == "bf16"
+    assert given("bfloat16.enabled", True).precision.model == "bf16"
+    assert given("bf16.check_grad_overflow", False).precision.skip_nonfinite is False
+    assert given("bf16.check_grad_overflow", True).precision.loss_scale is None
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 5, "min_loss_scale": 2, "hysteresis": 3}
+    scaled = given("fp16", {**fp16, "auto_cast": True, "consecutive_hysteresis": True}).precision
+    assert scaled.model == "fp16" and scaled.auto_cast_inputs and scaled.skip_nonfinite
+    assert scaled.loss_scale == LossScalePolicy(
+        initial=16.0, window=5, minimum=2.0, hysteresis=3, consecutive=True, fixed=None
+    )
+    fixed = given("fp16", {"enabled": True, "loss_scale": 128}).precision.loss_scale
+    assert fixed is not None and fixed.fixed == 128.0
+    autocast = given("torch_autocast", {"enabled": True, "dtype": "torch.bfloat16"}).precision
+    assert autocast.autocast == AutocastPolicy(dtype="bf16") and autocast.loss_scale is None
+    assert given("torch_autocast.enabled", True).precision.autocast == AutocastPolicy(dtype=None)
+    amp = given("amp", {"enabled": True, "loss_scale": "dynamic"}).precision
+    assert amp.autocast == AutocastPolicy(dtype="fp16") and amp.loss_scale is not None
+    assert amp.loss_scale.fixed is None and amp.loss_scale.window == 2000 and amp.model == "fp32"
+    assert given("amp", {"enabled": True, "opt_level": "O0"}).precision.autocast is None
+    assert given("gradient_predivide_factor", 4).gradients.predivide == 4.0
+    assert resolve({**BASE, "prescale_gradients": True}, world_size=2).gradients.predivide == 2.0
+    assert given("dataloader_drop_last", True).batch.drop_last is True
+    assert given("steps_per_print", 10).logging.steps_per_print == 10
+    assert given("log_level", "WARNING").logging.level == "warning"
+    assert given("wall_clock_breakdown", True).logging.wall_clock_breakdown is True
+
+
+def test_defaults() -> None:
+    resolved = resolve(BASE, world_size=1)
+    assert resolved.zero.stage == 0 and resolved.zero.bucket_numel == 500_000_000 and resolved.zero.overlap_reduction
+    assert resolved.gradients.clip_norm == 1.0 and resolved.gradients.average
+    assert resolved.precision.model == "fp32" and resolved.precision.skip_nonfinite
+    assert resolved.precision.communication is None and resolved.precision.accumulation is None
+    assert resolved.optimizer is None and resolved.scheduler is None and resolved.notes == ()
+
+
+@pytest.mark.parametrize("never", [float("inf"), None])
+def test_infinite_steps_per_print_means_never(never: Any) -> None:
+    assert given("steps_per_print", never).logging.steps_per_print is None
+
+
+NONSENSE: list[tuple[str, Any, str]] = [
+    ("zero_optimization", [2], "must be an object {...}"),
+    ("zero_optimization", "2", "must be an object {...}"),
+    ("bf16", True, "must be an object {...}"),
+    ("optimizer", "AdamW", "must be an object {...}"),
+    ("optimizer.params", [1], "must be an object {...}"),
+    ("optimizer.type", 3, "must be text"),
+    ("zero_optimization.stage", 1.5, "must be a whole number"),
+    ("zero_optimization.stage", True, "must be a whole number"),
+    ("zero_optimization.stage", None, "must be a whole number"),
+    ("zero_optimization.reduce_bucket_size", 0, "must be at least 1"),
+    ("zero_optimization.reduce_bucket_size", -5e8, "must be at least 1"),
+    ("zero_optimization.reduce_bucket_size", 1e30, "must be a whole number no larger than 9223372036854775807"),
+    ("zero_optimization.allgather_bucket_size", float("nan"), "must be a whole number"),
+    ("zero_optimization.overlap_comm", "yes please", "must be true or false"),
+    ("zero_optimization.overlap_comm", 1, "must be true or false"),
+    ("zero_optimization.leaf_module", {"classes": [3]}, "must be text"),
+    ("gradient_clipping", -0.1, "must be at least 0"),
+    ("gradient_clipping", float("nan"), "must be a finite number"),
+    ("gradient_clipping", "1e999", "must be a finite number"),
+    ("gradient_clipping", True, "must be a number"),
+    ("gradient_clipping", 10**400, "must be a finite number"),
+    ("communication_data_type", "float32", 'did you mean "fp32"?'),
+    ("communication_data_type", "torch.bfloat16", 'did you mean "bf16"?'),
+    ("communication_data_type", 16, 'must be "fp32", "fp16" or "bf16"'),
+    ("data_types.grad_accum_dtype", "half", 'did you mean "fp16"?'),
+    ("data_types.param_dtype", "bf16", "fp16.enabled and bf16.enabled make the parameters fp32"),
+    ("data_types.keep_in_fp32_modules", 7, "must be a list"),
+    ("gradient_allreduce_op", "max", "must be 'mean' or 'sum'"),
+    ("steps_per_print", 0, "must be at least 1"),
+    ("steps_per_print", float("-inf"), "must be a whole number"),
+    ("log_level", "loud", "must be 'debug', 'info', 'warning', 'error' or 'critical'"),
+    ("checkpoint.tag_validation", "maybe", "must be 'Ignore', 'Warn' or 'Fail'"),
+    ("checkpoint.parallel_write.pipeline_stage", "x", "must be true or false"),
+    ("fp16.loss_scale", float("inf"), "must be a finite number"),
+    ("fp16.hysteresis", -1, "must be at least 0"),
+    ("fp16.loss_scale_window", 0, "must be at least 1"),
+    ("data_parallel_size", 4, "every rank is data parallel, and there are 1"),
+    ("tensorboard", {"output_path": None}, "must be text"),
+    ("timers.throughput.enabled", "?", "must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "rule"), NONSENSE)
+def test_nonsense_is_named(path: str, value: Any, rule: str) -> None:
+    found = problems(nested(path, value))
+    assert len(found) == 1
+    assert found[0][0].startswith(path)
+    assert rule in found[0][1]
+    assert found[0][2]
+
+
+# config, key path of the problem, words of the fix
+UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
+    ({"gradient_cliping": 1}, "gradient_cliping", 'did you mean "gradient_clipping"?'),
+    ({"Train_Batch_Size": 1}, "Train_Batch_Size", 'did you mean "train_batch_size"?'),
+    ({"zero_optimisation": {}}, "zero_optimisation", 'did you mean "zero_optimization"?'),
+    ({"zero_optimization": {"stages": 1}}, "zero_optimization.stages", 'did you mean "stage"?'),
+    ({"reduce_bucket_size": 1}, "reduce_bucket_size", "did you mean zero_optimization.reduce_bucket_size?"),
+    ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale", "did you mean fp16.loss_scale?"),
+    ({"zero_optimization": {"offload_param": {"devise": 1}}}, "zero_optimization.offload_param.devise", '"device"?'),
+    ({"zero_optimization.reduce_bukket": 1}, "zero_optimization.reduce_bukket", ""),
+    ({"zero_optimization": {"scheduler": {}}}, "zero_optimization.scheduler", "did you mean scheduler?"),
+    ({"hf_zero": {"fast": True}}, "hf_zero.fast", "remove it"),
+    ({"xyzzy": 1}, "xyzzy", "remove it"),
+]
+
+
+@pytest.mark.parametrize(("config", "path", "fix"), UNKNOWN)
+def test_unknown_keys_are_suggested(config: dict[str, Any], path: str, fix: str) -> None:
+    found = problems(config)
+    assert [problem[0] for problem in found] == [path]
+    assert "there is no such key" in found[0][1] or path.startswith("hf_zero")
+    assert fix in found[0][2]
+
+
+def test_dotted_literal_keys_have_no_effect_and_are_noted() -> None:
+    dotted = {"zero_optimization.reduce_bucket_size": 1234.5, "zero_optimization.stage3_prefetch_bucket_size": 0.9}
+    resolved = resolve({**BASE, **dotted}, world_size=1)
+    assert resolved.zero.bucket_numel == 500_000_000
+    assert [note.split(":")[0] for note in resolved.notes] == list(dotted)
+
+
+def test_remarks_as_keys_are_noted() -> None:
+    resolved = resolve({**BASE, "_comment": "mine", "//": "x", "$schema": "y"}, world_size=1)
+    assert [note.split(":")[0] for note in resolved.notes] == ["_comment", "//", "$schema"]
+
+
+@pytest.mark.parametrize(("legacy", "stage"), [(True, 1), (False, 0)])
+def test_boolean_zero_optimization(legacy: bool, stage: int) -> None:
+    resolved = resolve({**BASE, "zero_optimization": legacy, "allgather_size": 1000}, world_size=1)
+    assert resolved.zero.stage == stage and resolved.zero.bucket_numel == 1000
+    assert any("old form" in note for note in resolved.notes)
+
+
+def test_old_names_are_read_as_the_new_ones() -> None:
+    found = problems({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert found[0][:2] == ("zero_optimization.offload_optimizer.device", "offload is not built yet")
+    found = problems({"zero_optimization": {"stage": 2, "cpu_offload_param": True}})
+    assert found[0][0] == "zero_optimization.offload_param.device" and "needs stage 3" in found[0][1]
+    resolved = given("zero_optimization", {"stage": 2, "cpu_offload": False, "cpu_offload_use_pin_memory": True})
+    assert resolved.zero.stage == 2
+    resolved = given("zero_optimization", {"stage": 1, "stage3_gather_fp16_weights_on_model_save": True})
+    assert any("16bit" in note for note in resolved.notes)
+
+
+BOTH: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+        "zero_optimization.cpu_offload",
+        "keep only offload_optimizer",
+    ),
+    (
+        {
+            "zero_optimization": {
+                "stage3_gather_fp16_weights_on_model_save": True,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            }
+        },
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "keep only stage3_gather_16bit",
+    ),
+    ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bfloat16", "keep only bf16"),
+    (
+        {"aio": {"queue_depth": 4}, "zero_optimization": {"aio": {"queue_depth": 8}}},
+        "zero_optimization.aio",
+        "keep only",
+    ),
+    ({"zero_optimization": {}, "allgather_size": 5e8}, "allgather_size", "allgather_bucket_size"),
+    ({"zero_optimization": {"cpu_offload": "yes"}}, "zero_optimization.cpu_offload", "use offload_optimizer"),
+]
+
+
+@pytest.mark.parametrize(("config", "path", "fix"), BOTH)
+def test_old_and_new_together_is_an_error(config: dict[str, Any], path: str, fix: str) -> None:
+    found = problems(config)
+    assert [problem[0] for problem in found] == [path]
+    assert fix in found[0][2]
+
+
+def test_aio_inside_zero_optimization_is_read_as_top_level() -> None:
+    resolved = given("zero_optimization", {"stage": 2, "aio": {"block_size": 262144, "thread_count": 1}})
+    assert any("read as the top-level section aio" in note for note in resolved.notes)
+
+
+def test_dicts_that_only_python_can_make() -> None:
+    around: dict[str, Any] = {"train_batch_size": 8}
+    around["amp"] = {"inner": around}
+    assert "nested in itself" in problems(around)[0][1]
+    assert problems({"pipeline": {1: 2}})[0][1] == "keys must be text"
+
+
+def test_error_survives_pickling() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**BASE, "x": 1, "gradient_clipping": -1}, world_size=1)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert copy.problems == caught.value.problems and str(copy) == str(caught.value)
+
+
+def test_every_field_says_what_it_does() -> None:
+    for path in all_paths(Root):
+        *parents, name = path.split(".")
+        section = section_of(Root, parents)
+        assert section is not None
+        field, verdict = section.model_fields[name], verdict_of(section.model_fields[name])
+        assert field.description, path
+        assert verdict.why or verdict.kind in ("honoured", "detail", "check"), path
+        assert subsection(field) is None or subsection(field).__doc__, path  # type: ignore[union-attr]

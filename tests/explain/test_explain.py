@@ -1,0 +1,149 @@
+"""python -m hf_zero explain: the rows, the problems, the exit status, and what it does not need."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hf_zero.__main__ import main
+from hf_zero.config import Views, examine, load_config
+from hf_zero.explain.report import report_on, show
+from tests.support.launch import ROOT
+
+GOOD = """{
+  // a comment
+  "train_batch_size": "auto",
+  "train_micro_batch_size_per_gpu": "auto",
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 0.5,
+  "bf16": {"enabled": "auto"},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+  "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": "auto",
+    "contiguous_gradients": true, "sub_group_size": 1e9}
+}"""
+
+
+@pytest.fixture
+def ds_json(tmp_path: Path) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text(GOOD)
+    return path
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
+    code = main(["explain", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def rows(content: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
+    return {row["key"]: (row["value"], row["source"], row["effect"]) for row in content["settings"]}
+
+
+def test_every_key_with_value_source_and_effect(
+    ds_json: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"n_embd": 10}')
+    flags = ("--gradient_accumulation_steps", 2, "--max_grad_norm=0.5", "--bf16", "--my_own_flag", 7)
+    code, content = explained(capsys, ds_json, *flags, "--model", tmp_path, "--world-size", 4)
+    table = rows(content)
+    assert code == 0 and content["problems"] == [] and content["stage"] == 2
+    assert table["train_batch_size"][:2] == (64, "--gradient_accumulation_steps")
+    assert table["gradient_clipping"][:2] == (0.5, f"{ds_json}:6")
+    assert table["bf16.enabled"][:2] == (True, "--bf16")
+    assert table["optimizer.params.lr"] == (5e-5, "TrainingArguments.learning_rate (its default)", "argument of AdamW")
+    assert table["zero_optimization.reduce_bucket_size"][:2] == (100, "model.config.n_embd = 10")
+    assert table["zero_optimization.overlap_comm"][:2] == ("auto", "nobody fills this: the default")
+    assert table["zero_optimization.contiguous_gradients"][2].startswith("no effect: gradients always go")
+    assert table["zero_optimization.sub_group_size"][2] == "no effect at stage 2 (works at 3)"
+    assert table["gradient_allreduce_op"][:2] == ("mean", "default")
+    assert "zero_optimization.stage3_prefetch_bucket_size" not in table
+    assert content["notes"][-1] == "--my_own_flag: not a flag of TrainingArguments, left aside"
+
+
+def test_without_flags_and_model_the_rest_is_still_open(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, content = explained(capsys, ds_json)
+    table = rows(content)
+    assert code == 0
+    assert table["train_batch_size"][:2] == ("auto", "filled when training starts (or give Trainer's flags)")
+    assert table["zero_optimization.reduce_bucket_size"][1] == "filled when training starts (or give --model)"
+
+
+def test_all_shows_what_does_nothing_at_this_stage(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, content = explained(capsys, ds_json, "--all")
+    effect = rows(content)["zero_optimization.stage3_max_live_parameters"][2]
+    assert effect == "no effect at stage 2 (works at 3)"
+
+
+def test_problems_come_together_with_status_1(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ds_json.write_text(GOOD.replace("2,", "3,", 1))
+    code, content = explained(capsys, ds_json, "--gradient_accumulation_steps", 2)
+    assert code == 1
+    found = {problem["key"]: problem for problem in content["problems"]}
+    assert set(found) == {"gradient_accumulation_steps", "gradient_clipping"}
+    clash = found["gradient_accumulation_steps"]
+    assert clash["value"] == 3 and clash["source"] == f"{ds_json}:5"
+    assert clash["other"] == {
+        "name": "gradient_accumulation_steps", "value": 2, "source": "--gradient_accumulation_steps",
+    }  # fmt: skip
+    assert clash["rule"] and clash["fix"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent.json"], "there is no such file"),
+        (['{"a": 1'], "a comma or } must follow"),
+        (["{}", "--model", "absent/config.json"], "its configuration cannot be read"),
+        (["{}", "--learning_rate", "fast"], "invalid float value"),
+    ],
+)
+def test_what_cannot_be_read_is_a_problem_too(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, content = explained(capsys, *words)
+    assert code == 1 and message in json.dumps(content["problems"])
+
+
+def test_the_table_for_people(ds_json: Path) -> None:
+    report = report_on(examine(load_config(ds_json), Views(world_size=1), complete=False), name="ds.json")
+    page = io.StringIO()
+    show(report, Console(file=page, width=160))
+    text = page.getvalue()
+    for words in ("key", "value", "source", "effect", "zero_optimization.stage", "1_000_000_000", "no problems"):
+        assert words in text
+
+
+def test_problems_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", '{"train_batch_size": [1], "zero_optimisation": {}}']) == 1
+    text = capsys.readouterr().out
+    assert "problem 1: train_batch_size = [1]  [line 1 of the config text]" in text
+    assert 'did you mean "zero_optimization"?' in text and "2 problems" in text
+
+
+WITHOUT = """
+import sys
+from hf_zero.__main__ import main
+code = main(["explain", "configs/zero2.json"])
+assert code == 0
+heavy = [name for name in ("torch", "transformers", "accelerate", "numpy") if name in sys.modules]
+assert not heavy, heavy
+"""
+
+
+def test_it_needs_neither_torch_nor_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "no problems" in done.stdout
+
+
+def test_the_door(ds_json: Path) -> None:
+    words = [sys.executable, "-m", "hf_zero", "explain", str(ds_json), "--world-size", "0"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "world_size = 0" in done.stdout
