@@ -1,0 +1,28 @@
+"""Optimizers: shard in, shard out; found by their ds.json `type`, or given by the user."""
+
+from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
+from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.lamb import FusedLamb
+from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
+from hf_zero.optim.muon import Muon
+from hf_zero.optim.native import runs_natively
+from hf_zero.optim.registry import build_optimizer, updater_for
+from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, Updater, WholeStepUpdater
+
+__all__ = [
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "FusedAdam",
+    "FusedLamb",
+    "FusedLion",
+    "MasterShard",
+    "MasterTensor",
+    "Muon",
+    "Peers",
+    "Updater",
+    "WholeStepUpdater",
+    "build_optimizer",
+    "runs_natively",
+    "updater_for",
+]

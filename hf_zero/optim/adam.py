@@ -1,0 +1,101 @@
+"""Adam and AdamW under DeepSpeed's names, and when the fused step may stand in for torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hf_zero.kernels.adam import AdamRule, adam
+from hf_zero.kernels.vectors import Vectors
+from hf_zero.optim.elementwise import ElementwiseOptimizer, Family, Scale, check_rates, refuse_amsgrad
+
+
+class AdamFamily(Family):
+    """Adam and AdamW; which of the two, and whether bias is corrected, is read off optimizer and group."""
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+    ) -> None:
+        adam(vectors, rule_of(optimizer, group), step, scale)
+
+
+class FusedAdam(ElementwiseOptimizer):
+    """Adam (L2 decay) or AdamW (`adam_w_mode`, the default) with the arguments ds.json gives.
+
+    Defaults differ from torch's in one place: `weight_decay` is 0. `amsgrad` is not supported.
+    """
+
+    family = AdamFamily()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse_amsgrad(type(self).__name__, amsgrad)
+        check_rates(type(self).__name__, betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.adam_w_mode = adam_w_mode
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": tuple(betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+        )
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """The same under the name and arguments of DeepSpeed's CPU Adam: `adamw_mode`, states in fp32 unless told not to.
+
+    Here it runs on any device.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+        self.fp32_optimizer_states = fp32_optimizer_states
+        self.state_dtype = torch.float32 if fp32_optimizer_states else None
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamRule:
+    """The group's current hyper-parameters."""
+    if "adam_w_mode" in group:
+        decoupled = bool(group["adam_w_mode"])
+    elif isinstance(optimizer, FusedAdam):
+        decoupled = optimizer.adam_w_mode
+    else:
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    return AdamRule(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=decoupled,
+        bias_correction=group.get("bias_correction", True),
+    )

@@ -1,0 +1,195 @@
+"""Optimizers whose update looks at one element at a time: alone on parameters, and fused on flat shards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.vectors import Vectors
+from hf_zero.layout import Interval, Piece
+from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
+
+Scale = Tensor | float
+
+
+class Family(ABC):
+    """One update rule: which states it has, and how a kernel runs it. Has no state of its own."""
+
+    @abstractmethod
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names in `optimizer.state[parameter]`, in the kernel's order."""
+
+    @abstractmethod
+    def update(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+    ) -> None:
+        """Run the kernel with the group's present hyper-parameters (schedulers change them between steps)."""
+
+    def state_of(self, optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The parameter's state, made at its first update: `step` (0-dim fp32) and zeros under each name."""
+        state: dict[str, Any] = optimizer.state[parameter]
+        for name in self.state_names(group):
+            if state.get(name) is None:
+                dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
+                state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        elif not isinstance(state["step"], Tensor):
+            state["step"] = torch.tensor(float(state["step"]))  # as DeepSpeed's files have it
+        return state
+
+    def vectors(
+        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, narrow: Tensor | None
+    ) -> Vectors:
+        """What the kernel gets for one parameter or shard; all are 1-D views."""
+        states = tuple(state[name].view(-1) for name in self.state_names(group))
+        return Vectors(weight=weight, gradient=gradient, states=states, narrow=narrow)
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """A torch optimizer over one family, usable alone."""
+
+    family: Family
+    state_dtype: torch.dtype | None = None  # None: the parameter's own
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+        state = self.family.state_of(self, parameter, group)
+        state["step"] += 1
+        weight = parameter.detach().reshape(-1)
+        gradient = parameter.grad
+        assert gradient is not None
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        vectors = self.family.vectors(state, group, weight, gradient.reshape(-1), None)
+        self.family.update(self, group, vectors, int(state["step"]), 1.0)
+        if weight.data_ptr() != parameter.data_ptr():  # not contiguous: `weight` is a copy
+            parameter.copy_(weight.view(parameter.shape))
+
+
+def check_rates(name: str, betas: Sequence[float] = (), **numbers: float) -> None:
+    """Raise ValueError unless all numbers are at least 0 and all betas in [0, 1)."""
+    if any(not number >= 0 for number in numbers.values()) or any(not 0 <= beta < 1 for beta in betas):
+        given = ", ".join(f"{key}={value}" for key, value in numbers.items())
+        rule = f"{', '.join(numbers)} >= 0" + (" and betas in [0, 1)" if betas else "")
+        got = given + (f", betas={tuple(betas)}" if betas else "")
+        raise ValueError(f"{name} needs {rule}, got {got}")
+
+
+def refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise ValueError(
+            f"amsgrad=True is not supported by {name}; use torch_adam: true with Adam or AdamW, or another optimizer"
+        )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Updates each piece of a shard has seen: bias correction is per parameter, and not all are used each step."""
+
+    steps: list[int] = field(default_factory=list)
+
+    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[tuple[Interval, int]]:
+        """Count one step for the used pieces; returns maximal (interval, step) runs to update, padding included.
+
+        `start` is what a piece has seen when nothing is known about it (a loaded state).
+        """
+        self.steps = self.steps or [start] * len(pieces)
+        runs: list[tuple[Interval, int]] = []
+        joins_previous = False
+        for position, piece in enumerate(pieces):
+            if piece.parameter not in used:
+                joins_previous = False
+                continue
+            self.steps[position] += 1
+            step = self.steps[position]
+            interval = Interval(piece.in_shard, piece.in_shard + piece.numel)
+            if joins_previous and runs[-1][1] == step:
+                runs[-1] = (Interval(runs[-1][0].start, interval.stop), step)
+            else:
+                runs.append((interval, step))
+            joins_previous = True
+        return runs
+
+
+def with_padding(runs: Sequence[tuple[Interval, int]], shard: MasterShard) -> list[tuple[Interval, int]]:
+    """Every run up to where the next piece begins, or to the shard's end.
+
+    Vectorised kernels round the last few elements of a vector differently. Padding has zeros only, so with it those
+    elements are nobody's, and a weight's bits do not depend on how the weights were cut into shards.
+    """
+    starts = [piece.in_shard for piece in shard.pieces]
+    longer = []
+    for interval, step in runs:
+        stop = next((start for start in starts if start >= interval.stop), shard.master.numel())
+        longer.append((Interval(interval.start, stop), step))
+    return longer
+
+
+class ElementwiseUpdater(Updater):
+    """One family on flat shards, in one pass over memory: see the kernel's file for what it does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], family: Family) -> None:
+        super().__init__(optimizer, shards)
+        self._family = family
+        self._counters = [Counters() for _ in self.shards]
+
+    def state_replaced(self) -> None:
+        """Count on from the `step` in the optimizer's state, which has been loaded."""
+        self._counters = [Counters() for _ in self.shards]
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._family.state_names(group)
+
+    def parameter_steps(self) -> dict[int, int]:
+        counted = zip(self.shards, self._counters, strict=True)
+        return {
+            piece.parameter: steps
+            for shard, counters in counted
+            for piece, steps in zip(shard.pieces, counters.steps, strict=False)
+        }
+
+    def restore_steps(self, steps: Mapping[int, int]) -> None:
+        for shard, counters in zip(self.shards, self._counters, strict=True):
+            known = self.optimizer.state.get(shard.tensors[0].parameter, {}).get("step", 0)
+            counters.steps = [steps.get(piece.parameter, int(known)) for piece in shard.pieces]
+
+    @torch.no_grad()
+    def step(self, gradients: ShardGradients) -> Iterator[int]:
+        # Schedulers warn unless they see that the optimizer they watch has stepped.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for index, reduced in enumerate(gradients.reduced):
+            if reduced is not None:
+                self.update_shard(index, reduced, gradients)
+                yield index
+
+    def update_shard(self, index: int, reduced: Tensor, gradients: ShardGradients) -> None:
+        """Update one shard with its reduced gradient."""
+        shard = self.shards[index]
+        group = self.optimizer.param_groups[shard.group]
+        state = self._family.state_of(self.optimizer, shard.tensors[0].parameter, group)
+        runs = self._counters[index].advance(shard.pieces, gradients.used, int(state["step"]))
+        if not runs:
+            return
+        runs = with_padding(runs, shard)
+        state["step"].fill_(max(step for _, step in runs))
+        vectors = self._family.vectors(state, group, shard.master, reduced, shard.narrow)
+        for interval, step in runs:
+            part = vectors.part(interval.start, interval.numel)
+            self._family.update(self.optimizer, group, part, step, gradients.scale)

@@ -1,0 +1,220 @@
+"""LAMB: alone on parameters, and on flat shards with the trust ratio of whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
+from hf_zero.kernels.vectors import Vectors
+from hf_zero.layout import Piece
+from hf_zero.optim.elementwise import check_rates, refuse_amsgrad
+from hf_zero.optim.updater import MasterShard, Peers, ShardGradients, Updater
+
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+class FusedLamb(torch.optim.Optimizer):
+    """LAMB with the arguments of DeepSpeed's. Here it also runs on a CPU.
+
+    Attributes:
+        lamb_coeffs: trust ratios of the last step, one 0-dim tensor per parameter that was updated.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        refuse_amsgrad("FusedLamb", amsgrad)
+        check_rates("FusedLamb", betas, lr=lr, eps=eps, weight_decay=weight_decay)
+        if max_grad_norm:
+            raise ValueError(f"FusedLamb(max_grad_norm={max_grad_norm}): set gradient_clipping in ds.json instead")
+        self.lamb_coeffs: list[Tensor] = []
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": tuple(betas),
+                "eps": eps,
+                "eps_inside_sqrt": eps_inside_sqrt,
+                "weight_decay": weight_decay,
+                "max_coeff": max_coeff,
+                "min_coeff": min_coeff,
+            },
+        )
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Trust ratios of the last step."""
+        return [float(coefficient) for coefficient in self.lamb_coeffs]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.lamb_coeffs = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter, parameter.grad)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        state = state_of(self, parameter)
+        state["step"] += 1
+        weight = parameter.detach().reshape(-1)
+        states = tuple(state[name].view(-1) for name in _STATES)
+        vectors = Vectors(weight=weight, gradient=gradient.reshape(-1), states=states)
+        rule, segments = rule_of(group), [(0, weight.numel())]
+        ratios = rule.trust_ratios(lamb_moments(vectors, rule, segments))
+        lamb_apply(vectors, rule, rule.rate(int(state["step"])) * ratios, segments)
+        self.lamb_coeffs.append(ratios[0])
+        if weight.data_ptr() != parameter.data_ptr():
+            parameter.copy_(weight.view(parameter.shape))
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """The parameter's state, made at its first update."""
+    state: dict[str, Any] = optimizer.state[parameter]
+    for name in _STATES:
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    if not isinstance(state.get("step"), Tensor):
+        state["step"] = torch.tensor(float(state.get("step", 0)))
+    return state
+
+
+def rule_of(group: dict[str, Any]) -> LambRule:
+    """The group's current hyper-parameters."""
+    return LambRule(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        max_coeff=group["max_coeff"],
+        min_coeff=group["min_coeff"],
+        bias_correction=group["bias_correction"],
+        eps_inside_sqrt=group["eps_inside_sqrt"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One shard between the two passes of a step."""
+
+    index: int
+    vectors: Vectors
+    rule: LambRule
+    pieces: tuple[Piece, ...]
+    rates: tuple[float, ...]
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        return [(piece.in_shard, piece.numel) for piece in self.pieces]
+
+
+class LambUpdater(Updater):
+    """LAMB on flat shards in two passes, with one small sum over ranks between them.
+
+    The message holds two squared norms for every parameter; ranks add what they own of it, so that the trust ratio is
+    that of the whole parameter at every stage.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shards: Sequence[MasterShard],
+        peers: Peers | None,
+    ) -> None:
+        """`peers` is None where every rank owns whole parameters."""
+        super().__init__(optimizer, shards)
+        self._peers = peers
+        self._steps: dict[tuple[int, int], int] = {}
+
+    def state_replaced(self) -> None:
+        self._steps.clear()
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return _STATES
+
+    def parameter_steps(self) -> dict[int, int]:
+        return {
+            piece.parameter: self._steps[index, piece.in_shard]
+            for index, shard in enumerate(self.shards)
+            for piece in shard.pieces
+            if (index, piece.in_shard) in self._steps
+        }
+
+    def restore_steps(self, steps: Mapping[int, int]) -> None:
+        self._steps = {
+            (index, piece.in_shard): steps[piece.parameter]
+            for index, shard in enumerate(self.shards)
+            for piece in shard.pieces
+            if piece.parameter in steps
+        }
+
+    @torch.no_grad()
+    def step(self, gradients: ShardGradients) -> Iterator[int]:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not gradients.used:
+            return
+        work = [
+            self._prepare(index, shard, reduced, gradients)
+            for index, (shard, reduced) in enumerate(zip(self.shards, gradients.reduced, strict=True))
+            if reduced is not None
+        ]
+        device = self.shards[0].master.device
+        squares = torch.zeros(max(gradients.used) + 1, 2, dtype=torch.float64, device=device)
+        for item in work:
+            if item.pieces:
+                places = torch.tensor([piece.parameter for piece in item.pieces], device=device)
+                squares[places] += lamb_moments(item.vectors, item.rule, item.segments, gradients.scale)
+        if self._peers is not None:
+            self._peers.add_up(squares)
+        for item in work:
+            self._apply(item, squares)
+            yield item.index
+
+    def _prepare(self, index: int, shard: MasterShard, reduced: Tensor, gradients: ShardGradients) -> _Work:
+        state = state_of(self.optimizer, shard.tensors[0].parameter)
+        rule = rule_of(self.optimizer.param_groups[shard.group])
+        pieces = tuple(piece for piece in shard.pieces if piece.parameter in gradients.used)
+        known = int(state["step"])
+        rates, steps = [], [known]
+        for piece in pieces:
+            step = self._steps.get((index, piece.in_shard), known) + 1
+            self._steps[index, piece.in_shard] = step
+            steps.append(step)
+            rates.append(rule.rate(step))
+        for piece in shard.pieces:
+            self._steps.setdefault((index, piece.in_shard), known)
+        state["step"].fill_(max(steps))
+        states = tuple(state[name].view(-1) for name in _STATES)
+        vectors = Vectors(weight=shard.master, gradient=reduced, states=states, narrow=shard.narrow)
+        return _Work(index, vectors, rule, pieces, tuple(rates))
+
+    @staticmethod
+    def _apply(item: _Work, squares: Tensor) -> None:
+        if not item.pieces:
+            return
+        places = torch.tensor([piece.parameter for piece in item.pieces], device=squares.device)
+        rates = torch.tensor(item.rates, dtype=squares.dtype, device=squares.device)
+        lamb_apply(item.vectors, item.rule, rates * item.rule.trust_ratios(squares[places]), item.segments)

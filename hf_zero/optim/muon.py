@@ -1,0 +1,193 @@
+"""Muon: momentum made orthogonal, for matrices; Adam for everything else. Alone, and on shards of matrices.
+
+    M = M + (1 - momentum) * (G - M)           U = (1 - momentum) * G + momentum * M
+    O = orthogonal(U) * sqrt(max(1, rows / columns))
+    p = p * (1 - lr * weight_decay) - lr * O
+
+`orthogonal` is five Newton-Schulz steps of fifth order (Jordan et al. 2024, kellerjordan.github.io/posts/muon). It
+needs the whole matrix, so shards of U are gathered, and every rank makes orthogonal what it owns a part of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.optim.adam import AdamFamily
+from hf_zero.optim.elementwise import ElementwiseUpdater, check_rates
+from hf_zero.optim.updater import MasterShard, Peers, ShardGradients, Updater
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_STEPS = 5
+_NOT_MATRICES = ("embed", "lm_head")
+_METHODS = ("gram", "standard")
+_MUON_LR, _ADAM_LR = 0.02, 3e-4
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """A matrix (or a batch of them) with the same singular vectors, and singular values near 1; in bf16 on a GPU."""
+    x = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    result: Tensor = (x.mT if is_tall else x).to(matrix.dtype)
+    return result
+
+
+def direction(update: Tensor) -> Tensor:
+    """O of a whole tensor: four dimensions count as (first, rest), three as a batch of matrices."""
+    matrix = update.flatten(1) if update.dim() == 4 else update
+    rows, columns = matrix.shape[-2:]
+    return (orthogonal(matrix) * math.sqrt(max(1.0, rows / columns))).view(update.shape)
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon updates this parameter; embeddings and output layers are left to Adam."""
+    return parameter.dim() >= 2 and not any(part in name for part in _NOT_MATRICES)
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups with `use_muon` hold matrices; the others get Adam. `muon_groups` makes both from plain groups."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        **options: Any,
+    ) -> None:
+        muon_lr = options.pop("muon_lr", None)
+        adam_lr = options.pop("adam_lr", None)
+        decoupled = options.pop("adam_w_mode", True)
+        method = options.pop("ns_method", "gram")
+        if options:
+            raise TypeError(f"Muon got unknown arguments: {', '.join(sorted(options))}")
+        if method not in _METHODS:
+            raise ValueError(f'Muon(ns_method={method!r}): "gram" and "standard" exist, and give the same result')
+        muon_lr = next(rate for rate in (muon_lr, lr, _MUON_LR) if rate is not None)
+        adam_lr = next(rate for rate in (adam_lr, lr, _ADAM_LR) if rate is not None)
+        check_rates("Muon", (momentum, *betas), muon_lr=muon_lr, adam_lr=adam_lr, eps=eps, weight_decay=weight_decay)
+        groups: list[dict[str, Any]] = [
+            dict(group) if isinstance(group, dict) else {"params": [group]} for group in params
+        ]
+        for group in groups:
+            group.setdefault("use_muon", False)
+            group.setdefault("lr", muon_lr if group["use_muon"] else adam_lr)
+        defaults = {"lr": adam_lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas)}
+        super().__init__(groups, {**defaults, "eps": eps, "adam_w_mode": decoupled, "use_muon": False})
+        self._adam = AdamFamily()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    (self._step_matrix if group["use_muon"] else self._step_other)(group, parameter)
+        return loss
+
+    def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        update = momentum_update(momentum_of(self, parameter), parameter.grad.to(parameter.dtype), group["momentum"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction(update), alpha=float(group["lr"]))
+
+    def _step_other(self, group: dict[str, Any], parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        state = self._adam.state_of(self, parameter, group)
+        state["step"] += 1
+        weight = parameter.detach().reshape(-1)
+        vectors = self._adam.vectors(state, group, weight, parameter.grad.reshape(-1), None)
+        self._adam.update(self, group, vectors, int(state["step"]), 1.0)
+        if weight.data_ptr() != parameter.data_ptr():
+            parameter.copy_(weight.view(parameter.shape))
+
+
+def muon_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Each group in two: its matrices, and the rest. `names`: id of a parameter -> its name in the model."""
+    split = []
+    for group in groups:
+        members = list(group["params"])
+        matrices = [parameter for parameter in members if is_matrix(names.get(id(parameter), ""), parameter)]
+        chosen = {id(parameter) for parameter in matrices}
+        rest = [parameter for parameter in members if id(parameter) not in chosen]
+        for params, use_muon in ((matrices, True), (rest, False)):
+            if params:
+                split.append({**group, "params": params, "use_muon": use_muon})
+    return split
+
+
+def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    state: dict[str, Any] = optimizer.state[parameter]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    buffer: Tensor = state["momentum_buffer"]
+    return buffer
+
+
+def momentum_update(buffer: Tensor, gradient: Tensor, momentum: float) -> Tensor:
+    """Move the momentum in place; returns U."""
+    buffer.lerp_(gradient, 1 - momentum)
+    return gradient.lerp(buffer, momentum)
+
+
+class MuonUpdater(Updater):
+    """Muon on flat shards: momentum where it lies, then one gather of U per shard of matrices."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], peers: Peers) -> None:
+        super().__init__(optimizer, shards)
+        self._peers = peers
+        self._others = ElementwiseUpdater(optimizer, shards, AdamFamily())
+
+    def state_replaced(self) -> None:
+        self._others.state_replaced()
+
+    def parameter_steps(self) -> dict[int, int]:
+        return self._others.parameter_steps()
+
+    def restore_steps(self, steps: Mapping[int, int]) -> None:
+        self._others.restore_steps(steps)
+
+    @torch.no_grad()
+    def step(self, gradients: ShardGradients) -> Iterator[int]:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for index, (shard, reduced) in enumerate(zip(self.shards, gradients.reduced, strict=True)):
+            if reduced is None:
+                continue
+            if self.optimizer.param_groups[shard.group]["use_muon"]:
+                self._update_matrices(shard, reduced, gradients)
+            else:
+                self._others.update_shard(index, reduced, gradients)
+            yield index
+
+    def _update_matrices(self, shard: MasterShard, reduced: Tensor, gradients: ShardGradients) -> None:
+        group = self.optimizer.param_groups[shard.group]
+        buffer = momentum_of(self.optimizer, shard.tensors[0].parameter).view(-1)
+        used = [piece for piece in shard.pieces if piece.parameter in gradients.used]
+        update = torch.zeros_like(shard.master)
+        for piece in used:
+            gradient = reduced.narrow(0, piece.in_shard, piece.numel).to(update.dtype) * gradients.scale
+            part = momentum_update(buffer.narrow(0, piece.in_shard, piece.numel), gradient, group["momentum"])
+            update.narrow(0, piece.in_shard, piece.numel).copy_(part)
+        whole = self._peers.gather_whole(shard, update)
+        lr = float(group["lr"])
+        for piece in used:
+            orthogonalised = direction(whole[piece.parameter]).reshape(-1)
+            part = shard.master.narrow(0, piece.in_shard, piece.numel)
+            part.mul_(1 - lr * group["weight_decay"])
+            part.sub_(orthogonalised.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
+            if shard.narrow is not None:
+                shard.narrow.narrow(0, piece.in_shard, piece.numel).copy_(part)

@@ -1,0 +1,78 @@
+"""Which dtype everything has: parameters, masters, gradients under way and gradients being accumulated."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.config import PrecisionPolicy
+
+_BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of one engine. None stands for "the dtype of the parameter in question"."""
+
+    model: torch.dtype | None
+    communication: torch.dtype | None
+    accumulation: torch.dtype | None
+
+    def parameter_dtype(self, original: torch.dtype) -> torch.dtype:
+        """Dtype a floating parameter is trained in; integer and complex ones are left alone."""
+        return self.model if self.model is not None and original.is_floating_point else original
+
+    def communication_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        return self.communication or parameter
+
+    def accumulation_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        return self.accumulation or parameter
+
+
+def precision_from(policy: PrecisionPolicy) -> Precision:
+    """Turn the resolved names into dtypes. "fp32" as the model's precision leaves every parameter as it is."""
+    return Precision(
+        model=None if policy.model == "fp32" else _BY_NAME[policy.model],
+        communication=None if policy.communication is None else _BY_NAME[policy.communication],
+        accumulation=None if policy.accumulation is None else _BY_NAME[policy.accumulation],
+    )
+
+
+class ForwardPrecision:
+    """How forward runs: under torch.autocast, with inputs cast to the model's dtype, or as it is."""
+
+    def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
+        self._autocast = policy.autocast
+        self._inputs = _BY_NAME[policy.model] if policy.auto_cast_inputs else None
+        self._device = device.type
+
+    def context(self) -> AbstractContextManager[object]:
+        if self._autocast is None:
+            return nullcontext()
+        name = self._autocast.dtype
+        if name == "fp32":
+            return torch.autocast(self._device, enabled=False)
+        return torch.autocast(self._device, dtype=None if name is None else _BY_NAME[name])
+
+    def cast(self, arguments: Any) -> Any:
+        """Floating tensors in `arguments`, also inside lists, tuples and dicts, in the model's dtype."""
+        if self._inputs is None:
+            return arguments
+        if isinstance(arguments, torch.Tensor):
+            return arguments.to(self._inputs) if arguments.is_floating_point() else arguments
+        if isinstance(arguments, dict):
+            return type(arguments)({key: self.cast(value) for key, value in arguments.items()})
+        if isinstance(arguments, tuple) and hasattr(arguments, "_fields"):
+            return type(arguments)(*(self.cast(value) for value in arguments))
+        if isinstance(arguments, (list, tuple)):
+            return type(arguments)(self.cast(value) for value in arguments)
+        return arguments
+
+
+def master_dtype(parameter: torch.dtype) -> torch.dtype:
+    """Dtype in which a parameter is updated: 16-bit weights keep an fp32 master, wider ones are their own."""
+    return torch.float32 if parameter in _NARROW else parameter

@@ -1,0 +1,86 @@
+"""What all our schedules share: a counter of updates, and rates written into the optimizer's groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+Rate = float | Sequence[float]  # one for all parameter groups, or one for each
+
+
+class HasParamGroups(Protocol):
+    """A torch optimizer, or a wrapper that shows the groups of one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+class Schedule(Protocol):
+    """What the engine needs of a schedule, ours or torch's."""
+
+    def step(self) -> None: ...
+    def get_last_lr(self) -> list[float]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class StepSchedule:
+    """Writes the rate of update number `last_batch_iteration` into every parameter group; -1: before the first."""
+
+    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
+        self.optimizer = optimizer
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[float] | None = None
+        if last_batch_iteration == -1:
+            self._apply(self._rates_at_start())
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance by one update, or go to the update given."""
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
+        self._apply(self.get_lr())
+
+    def get_lr(self) -> list[float]:
+        """The rate of each parameter group at the present update."""
+        if self.last_batch_iteration < 0:
+            logger.warning("%s: the learning rate was asked for before the first step", type(self).__name__)
+            return self._rates_at_start()
+        return self._rates(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:
+        """The rates last written; a schedule that was only loaded has written none."""
+        # Trainer looks for these very words in the message.
+        assert self._last_lr is not None, "need to call step() first"
+        return self._last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Only the counter: the rates themselves come back with the optimizer's groups."""
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+
+    def _apply(self, rates: list[float]) -> None:
+        # The groups are read anew each time: loading a state dict into a torch optimizer replaces them.
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._last_lr = rates
+
+    def _rates_at_start(self) -> list[float]:
+        raise NotImplementedError
+
+    def _rates(self, iteration: int) -> list[float]:
+        raise NotImplementedError
+
+
+def per_group(rate: Rate, num_groups: int, name: str) -> list[float]:
+    if isinstance(rate, (list, tuple)):
+        if len(rate) != num_groups:
+            raise ValueError(f"{name} lists {len(rate)} rates for {num_groups} parameter groups; give one for each")
+        return [float(entry) for entry in rate]
+    assert isinstance(rate, (int, float))
+    return [float(rate)] * num_groups

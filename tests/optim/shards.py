@@ -1,0 +1,103 @@
+"""Flat shards in one process: a few parameters laid out for several ranks, each rank with an updater of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.layout import Interval, Piece
+from hf_zero.optim.registry import adopt_masters, updater_for
+from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, ShardGradients
+
+PATIENCE_S = 30.0
+
+
+class Sum:
+    """Adds up what the ranks' threads bring, as an all-reduce does."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=PATIENCE_S)
+        self._brought: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, values: Tensor) -> None:
+        with self._lock:
+            self._brought.append(values.clone())
+        self._barrier.wait()
+        values.copy_(torch.stack(self._brought).sum(dim=0))
+        if self._barrier.wait() == 0:
+            self._brought = []
+        self._barrier.wait()
+
+
+def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, narrow: Tensor | None) -> MasterShard:
+    """Rank's equal part of `flat`, which holds parameters of these sizes one after the other."""
+    length = flat.numel() // world
+    assert length * world == flat.numel()
+    mine = Interval(rank * length, (rank + 1) * length)
+    pieces, start = [], 0
+    for index, size in enumerate(sizes):
+        common = Interval(start, start + size).intersect(mine)
+        if common is not None:
+            pieces.append(Piece(index, common.start - mine.start, common.start - start, common.numel))
+        start += size
+    master = flat.narrow(0, mine.start, length).clone()
+    return MasterShard(
+        bucket=0,
+        part=Interval(0, length),
+        group=0,
+        master=master,
+        narrow=None if narrow is None else narrow.narrow(0, mine.start, length),
+        tensors=(MasterTensor(nn.Parameter(master), Interval(0, length)),),
+        pieces=tuple(pieces),
+    )
+
+
+def run_sharded(
+    kind: Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+    weights: Sequence[Tensor],
+    steps: Sequence[Sequence[Tensor]],
+    world: int,
+) -> list[Tensor]:
+    """The weights after updates with `steps` (gradients by step and parameter), updated by `world` ranks."""
+    sizes = [weight.numel() for weight in weights]
+    padding = -sum(sizes) % world
+    flat = torch.cat([weight.reshape(-1) for weight in weights] + [torch.zeros(padding)])
+    add_up = Sum(world)
+    results: list[Tensor | None] = [None] * world
+
+    def gather(shard: MasterShard, values: Tensor) -> dict[int, Tensor]:
+        whole = torch.zeros(flat.numel())
+        whole.narrow(0, ranks[threading.get_ident()] * shard.part.numel, shard.part.numel).copy_(values)
+        add_up(whole)
+        parts = whole[: sum(sizes)].split(sizes)
+        return {index: part.view(weights[index].shape) for index, part in enumerate(parts)}
+
+    ranks: dict[int, int] = {}
+
+    def run(rank: int) -> None:
+        ranks[threading.get_ident()] = rank
+        shard = shard_of(rank, world, sizes, flat, None)
+        optimizer = kind([nn.Parameter(weight.clone()) for weight in weights], **options)
+        adopt_masters(optimizer, [shard], optimizer.param_groups)
+        updater = updater_for(optimizer, [shard], Peers(add_up, gather) if world > 1 else None)
+        assert type(updater).__name__ != "WholeStepUpdater"
+        for gradients in steps:
+            whole = torch.cat([gradient.reshape(-1) for gradient in gradients] + [torch.zeros(padding)])
+            mine = whole.narrow(0, rank * shard.part.numel, shard.part.numel)
+            assert list(updater.step(ShardGradients([mine * 4], frozenset(range(len(sizes))), 0.25))) == [0]
+        results[rank] = shard.master
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    done = torch.cat([result for result in results if result is not None])
+    parts = done[: sum(sizes)].split(sizes)
+    return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
