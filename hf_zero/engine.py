@@ -1,0 +1,404 @@
+"""ZeroEngine: the wrapped model that a training loop drives with forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint import service as checkpoint
+from hf_zero.checkpoint.background import BackgroundSave
+from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.view import CheckpointView
+from hf_zero.checkpoint.whole_weights import save_whole_weights
+from hf_zero.comm import collectives_for, get_rank, ledger
+from hf_zero.config import Resolved
+from hf_zero.config.checkpoint_policy import CheckpointPolicy, checkpoint_policy
+from hf_zero.engine_settings import EngineSettings
+from hf_zero.log import logger
+from hf_zero.precision import ForwardPrecision
+from hf_zero.timing import PhaseTimer
+from hf_zero.zero.assemble import Assembly
+from hf_zero.zero.consolidate import WHOLE_WEIGHTS_ARE_OFF, consolidated_state_dict
+from hf_zero.zero.optimizer import ZeroOptimizer
+from hf_zero.zero.parameter_offload import ParameterOffload
+from hf_zero.zero.store import ParameterStore
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What `initialize` builds before there is an engine. No assembly means: no optimizer, forward only.
+
+    The store is the assembly's, or at stage 3 without an optimizer one of its own.
+    """
+
+    module: nn.Module
+    resolved: Resolved
+    device: torch.device
+    assembly: Assembly | None
+    store: ParameterStore | None
+    parameter_offload: ParameterOffload | None
+    lr_scheduler: Any | None
+    client_optimizer: torch.optim.Optimizer | None
+
+
+class ZeroEngine(EngineSettings):
+    """A model whose `backward` reduces gradients and whose `step` updates a sharded optimizer.
+
+        outputs = engine(**batch)
+        engine.backward(outputs.loss)
+        engine.step()                    # acts once per gradient_accumulation_steps
+
+    The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
+    (updates, skipped ones included), `skipped_steps`, `micro_steps`, `global_samples`.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts.resolved, parts.assembly)
+        self.module = parts.module
+        self.config = parts.resolved.raw
+        self.device = parts.device
+        # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
+        self.optimizer: Any = parts.assembly.optimizer if parts.assembly else parts.parameter_offload
+        self.lr_scheduler = parts.lr_scheduler
+        self.client_optimizer = parts.client_optimizer
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._store = parts.store
+        self._explicit_boundary: bool | None = None
+        self._syncs = True
+        self._background_save = BackgroundSave()
+        self._has_scaled = False
+        self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)
+        self._timer = PhaseTimer(enabled=parts.resolved.logging.wall_clock_breakdown, device=parts.device)
+
+    # Training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model; its output is returned untouched."""
+        with self._timer.phase("forward"), self._forward_precision.context():
+            return self.module(*self._forward_precision.cast(args), **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute gradients of `loss` and reduce them over ranks as the stage demands.
+
+        Args:
+            loss: 0-dim tensor.
+            scale_wrt_gas: divide the loss by gradient_accumulation_steps; False when the caller has done so.
+
+        Returns:
+            The loss, divided if it was, without the loss scale.
+        """
+        parts = self._training_parts("backward")
+        reducer = parts.reducer
+        if scale_wrt_gas and self._accumulation_steps > 1:
+            loss = loss / self._accumulation_steps
+        with self._timer.phase("backward"), ledger.phase("backward"):
+            reducer.begin(boundary=self._syncs and self.is_gradient_accumulation_boundary())
+            self._scaled(loss).backward(retain_graph=retain_graph)
+            parts.store.end_backward()
+            reducer.finish()
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss for a `backward()` of the caller's own; with a loss scale, only this or `backward` will do."""
+        self._training_parts("scale")
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._has_scaled = True
+        factor = self._training_parts("backward").optimizer.loss_factor
+        # In fp32, because a scale of 65536 is more than fp16 holds.
+        return loss if factor == 1.0 else loss.float() * factor
+
+    def step(self) -> None:
+        """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
+        optimizer = self._training_parts("step").optimizer
+        if not self._syncs:
+            raise RuntimeError(
+                "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
+                "the last micro-batch of a step"
+            )
+        at_boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not at_boundary:
+            return
+        self._check_scaled(optimizer)
+        scale = optimizer.loss_scale
+        self._background_save.check()
+        with self._timer.phase("step"):
+            optimizer.step()
+        self._count_step(skipped=optimizer.overflow)
+        if optimizer.overflow:
+            self._report_skip(optimizer, scale)
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._report()
+
+    def _check_scaled(self, optimizer: ZeroOptimizer) -> None:
+        if optimizer.loss_factor != 1.0 and not self._has_scaled:
+            raise RuntimeError(
+                "step() without a scaled loss: with fp16, or a division before the reduction, call "
+                "engine.backward(loss), or engine.scale(loss).backward(); a plain loss.backward() makes gradients "
+                f"that step() would divide by {optimizer.loss_factor:g}"
+            )
+        self._has_scaled = False
+
+    def _report_skip(self, optimizer: ZeroOptimizer, scale: float) -> None:
+        if self._resolved.precision.loss_scale is None:
+            logger.warning(
+                "step %d skipped on all ranks: the gradient norm is %s", self.global_steps, optimizer.grad_norm
+            )
+            return
+        after = optimizer.loss_scale
+        logger.info(
+            "step %d skipped on all ranks: overflow at loss scale %g, %s",
+            self.global_steps,
+            scale,
+            f"now {after:g}" if after != scale else "which stays",
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those already reduced or accumulated."""
+        if self._assembly is not None:
+            self._assembly.reducer.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing (stages 0 and 1); stage 2 reduces every micro-batch all the same."""
+        previous, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = previous
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward is the last of its step; from then on nothing is counted."""
+        self._explicit_boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the backward under way, or the next one, is followed by an update."""
+        if self._explicit_boundary is not None:
+            return self._explicit_boundary
+        return (self.micro_steps + 1) % self._accumulation_steps == 0
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm before clipping of the last step; None before the first."""
+        return self._assembly.optimizer.grad_norm if self._assembly is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary changed the weights."""
+        return self._assembly is not None and self.global_steps > 0 and not self._assembly.optimizer.overflow
+
+    # Module surface
+
+    def train(self, mode: bool = True) -> ZeroEngine:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> ZeroEngine:
+        return self.train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> ZeroEngine:
+        """Accepts what is already true. Moving or casting weights that live in flat buffers raises RuntimeError."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if self._store is None:
+            self.module.to(*args, **kwargs)
+            return self
+        current = {parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point()}
+        moves = device is not None and (device.type, device.index or 0) != (self.device.type, self.device.index or 0)
+        if moves or (dtype is not None and current != {dtype}):
+            raise RuntimeError(
+                f"engine.to({device or ''}{' ' if device and dtype else ''}{dtype or ''}) would cut the weights off "
+                "from the optimizer that trains them. Set bf16 in the config, choose the device before initialize(), "
+                "or call engine.destroy() first when training is over."
+            )
+        return self
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the wrapped model in place with torch.compile."""
+        options = dict(compile_kwargs or {})
+        if backend is not None:
+            options["backend"] = backend
+        self.module.compile(**options)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_modules" in self.__dict__ and "module" in self._modules:
+                return getattr(self._modules["module"], name)
+            raise
+
+    def destroy(self) -> None:
+        """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
+        self._background_save.wait()
+        if self._assembly is not None:
+            self._assembly.reducer.clear()
+            self._assembly.reducer.remove_hooks()
+        if self._store is not None:
+            self._store.release()
+        self._assembly = self._store = None
+        self.optimizer = self.client_optimizer = self.lr_scheduler = None
+
+    # Whole weights
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's state dict with whole weights, on every rank. Collective at stage 3."""
+        if self._resolved.zero.stage < 3:
+            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+            dropped = frozen if exclude_frozen_parameters else set()
+            return {name: value for name, value in self.module.state_dict().items() if name not in dropped}
+        return consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters, everywhere=True)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights in host memory of rank 0; None on the others. Collective. The name is accelerate's.
+
+        Raises:
+            ValueError: when stage3_gather_16bit_weights_on_model_save is false.
+        """
+        if not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(WHOLE_WEIGHTS_ARE_OFF)
+        found = consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
+        return found if get_rank() == 0 else None
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole weights in the model's dtype as one torch file; False when gathering is off. Collective."""
+        if self._resolved.zero.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning("save_16bit_model wrote nothing: %s", WHOLE_WEIGHTS_ARE_OFF)
+            return False
+        path, collectives = Path(save_dir) / save_filename, collectives_for(self.device)
+        save_whole_weights(self.module, path, collectives, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint of everything that training needs, in DeepSpeed's format. Collective.
+
+        Args:
+            tag: folder inside `save_dir`; default global_step{N}.
+            client_state: plain values that `load_checkpoint` gives back.
+            save_latest: let `latest` name this checkpoint, so that it is the one loaded by default.
+
+        Raises:
+            CheckpointError: on every rank, when any could not write; earlier checkpoints are untouched.
+        """
+        request = checkpoint.SaveRequest(
+            save_dir, tag or f"global_step{self.global_steps}", save_latest, exclude_frozen_parameters
+        )
+        run = checkpoint.RunState(
+            stage=self._resolved.zero.stage,
+            world=self.dp_world_size,
+            global_steps=self.global_steps,
+            skipped_steps=self.skipped_steps,
+            global_samples=self.global_samples,
+            lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            config=self.config,
+            client_state=client_state or {},
+        )
+        with self._timer.phase("save"):
+            subject, policy = self._subject("save_checkpoint"), self._checkpoint_policy
+            checkpoint.save_checkpoint(subject, run, request, policy, self._background_save)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of any stage and number of ranks, ours or DeepSpeed's. Collective.
+
+        Args:
+            tag: default: the checkpoint that `latest` names.
+            load_module_strict: refuse a checkpoint that lacks weights of the model or has others.
+            load_optimizer_states: False takes the weights (from the fp32 masters) and lets the optimizer start anew.
+            load_module_only: weights alone: no optimizer, schedule, counters.
+
+        Returns:
+            (folder, client state), or (None, None) with a warning where there is no checkpoint.
+
+        Raises:
+            CheckpointError: when a file is missing, damaged or does not fit; nothing has changed then.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError("load_checkpoint(custom_load_fn=...): weights are matched by name; leave it out")
+        self._background_save.wait()
+        everything = not load_module_only
+        request = checkpoint.LoadRequest(load_dir, tag, load_module_strict, load_optimizer_states and everything)
+        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self._checkpoint_policy)
+        if view is None:
+            return None, None
+        if everything:
+            self._continue_from(view, with_schedule=load_lr_scheduler_states)
+        return str(view.folder.path), view.client_state()
+
+    def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
+        counters = checkpoint.Counters.of(view, self.train_batch_size())
+        self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
+        self.global_samples = counters.global_samples
+        self.micro_steps = self.global_steps * self._accumulation_steps
+        if view.scaler:
+            self._training_parts("load_checkpoint").optimizer.loss_scaler.load_state_dict(view.scaler)
+        state = checkpoint.scheduler_state(view)
+        if with_schedule and self.lr_scheduler is not None and state is not None:
+            self.lr_scheduler.load_state_dict(state)
+
+    @property
+    def _checkpoint_policy(self) -> CheckpointPolicy:
+        return checkpoint_policy(self.config)
+
+    def _subject(self, caller: str) -> Subject:
+        return Subject(
+            module=self.module,
+            assembly=self._training_parts(caller),
+            collectives=collectives_for(self.device),
+            stage=self._resolved.zero.stage,
+            bf16=self.bfloat16_enabled(),
+            sub_group_numel=self._resolved.zero.sub_group_numel,
+            round_robin=self._checkpoint_policy.round_robin,
+            clip_norm=self.gradient_clipping(),
+            scaler=self._training_parts(caller).optimizer.loss_scaler.state_dict() if self.fp16_enabled() else {},
+        )
+
+    def _count_step(self, *, skipped: bool) -> None:
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self.skipped_steps += skipped
+
+    def _report(self) -> None:
+        every = self._resolved.logging.steps_per_print
+        if every and self.global_steps % every == 0:
+            logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )
+        times = self._timer.report()
+        if times:
+            logger.info(times)

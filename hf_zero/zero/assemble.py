@@ -1,0 +1,185 @@
+"""Puts the rooms together: from a model and its param groups to a sharded optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm import Collectives
+from hf_zero.config import ZeroPolicy
+from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
+from hf_zero.optim.native import runs_natively
+from hf_zero.optim.registry import adopt_masters, holds_whole_tensors, refuse_on_flat_shards, updater_for
+from hf_zero.precision import Precision
+from hf_zero.zero.flat_parameters import FlatParameters
+from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.masters import master_shards
+from hf_zero.zero.optimizer import StepRules, ZeroOptimizer
+from hf_zero.zero.peers import peers_of
+from hf_zero.zero.sharded_store import Channels, ShardedParameters, Trained
+from hf_zero.zero.sharding import Sharding
+from hf_zero.zero.store import ParameterStore
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A sharded optimizer and what the engine drives beside it."""
+
+    optimizer: ZeroOptimizer
+    reducer: GradientReducer
+    store: ParameterStore
+    members: tuple[tuple[int, ...], ...] = ()  # of each optimizer group, in its own order, as indices of the layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided before the first tensor moves."""
+
+    zero: ZeroPolicy
+    precision: Precision
+    rules: StepRules
+    channels: Channels
+
+    @property
+    def sharding(self) -> Sharding:
+        collectives = self.channels.reduce
+        return Sharding(stage=self.zero.stage, rank=collectives.rank, world=collectives.world)
+
+
+def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
+    """Bring `module` to `device` and cast its floating parameters, except the `managed` ones (by id).
+
+    Those are cast when they move into flat buffers, so that their masters start from the unrounded values.
+    Buffers keep their dtype.
+    """
+    module.to(device)
+    for parameter in module.parameters():
+        dtype = precision.parameter_dtype(parameter.dtype)
+        if id(parameter) not in managed and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def place_unsharded(module: nn.Module, device: torch.device) -> None:
+    """Bring buffers, and the parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
+    for parameter in module.parameters():
+        if not (parameter.is_floating_point() and parameter.numel()):
+            parameter.data = parameter.data.to(device)
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                inner._buffers[name] = buffer.to(device)
+
+
+def synchronise_unmanaged(module: nn.Module, collectives: Collectives, managed: set[int]) -> None:
+    """Give every rank rank 0's frozen parameters and buffers."""
+    frozen = [parameter.data for parameter in module.parameters() if id(parameter) not in managed]
+    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+    collectives.broadcast([tensor for tensor in frozen if tensor.numel()] + buffers)
+
+
+def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Assembly:
+    """Shard `optimizer`'s trainable parameters by `plan`. Collective.
+
+    Raises:
+        ConfigError: for an optimizer that cannot work on the shards of this stage.
+        RuntimeError: when ranks hold different models, or the optimizer has already been used.
+    """
+    sharding, collectives = plan.sharding, plan.channels.reduce
+    groups = trainable_groups(optimizer.param_groups)
+    trained = _trained(module, groups, plan.precision)
+    if sharding.shards_optimizer:
+        refuse_on_flat_shards(optimizer, plan.zero.stage)
+    _check_same_everywhere(trained.specs, collectives)
+    index_of = trained.index_of()
+    members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
+    store: ParameterStore
+    if sharding.shards_parameters:
+        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels)
+    else:
+        store = FlatParameters(_flat_layout(trained.specs, plan), trained.parameters, sharding, collectives)
+    whole_tensors = not sharding.shards_optimizer and (holds_whole_tensors(optimizer) or not runs_natively(optimizer))
+    shards = master_shards(store, whole_tensors=whole_tensors)
+    adopt_masters(optimizer, shards, groups)
+    reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
+    store.connect(reducer)
+    updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None)
+    wrapped = ZeroOptimizer(store, reducer, updater, sharding, collectives, plan.rules)
+    return Assembly(optimizer=wrapped, reducer=reducer, store=store, members=members)
+
+
+def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
+    """Shard a model that is not trained. Collective."""
+    return ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels)
+
+
+def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`groups` (the same dicts) without frozen and empty parameters, and without groups that are empty then.
+
+    Raises:
+        ValueError: when a parameter stands in two places, or none is left.
+    """
+    kept, seen = [], set()
+    for group in groups:
+        members = [parameter for parameter in group["params"] if parameter.requires_grad and parameter.numel()]
+        for parameter in members:
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} stands in the optimizer's groups twice; list every "
+                    "parameter once (tied weights are one parameter)"
+                )
+            seen.add(id(parameter))
+        group["params"] = members
+        if members:
+            kept.append(group)
+    if not kept:
+        raise ValueError("the optimizer has no trainable parameter: every one is frozen (requires_grad=False) or empty")
+    return kept
+
+
+def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Precision) -> Trained:
+    """Trainable parameters in the model's registration order, then those of other modules in group order."""
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
+    ordered = [parameter for parameter in module.parameters() if id(parameter) in group_of]
+    ordered += [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
+    specs = [
+        ParameterSpec(
+            name=names.get(id(parameter), f"(outside the model) #{index}"),
+            numel=parameter.numel(),
+            group=group_of[id(parameter)],
+            dtype=str(precision.parameter_dtype(parameter.dtype)).removeprefix("torch."),
+        )
+        for index, parameter in enumerate(ordered)
+    ]
+    return Trained(ordered, specs)
+
+
+def _flat_layout(specs: Sequence[ParameterSpec], plan: Plan) -> FlatLayout:
+    numel = effective_bucket_numel(sum(spec.numel for spec in specs), plan.zero.bucket_numel)
+    return plan_layout(specs, world=plan.sharding.world, bucket_numel=numel)
+
+
+def _check_same_everywhere(specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
+    digest = hashlib.sha256(repr(specs).encode()).hexdigest()
+    if len(set(collectives.gather_objects(digest))) == 1:
+        return
+    everyone = collectives.gather_objects([(spec.name, spec.numel, spec.group, spec.dtype) for spec in specs])
+    counts = [len(theirs) for theirs in everyone if isinstance(theirs, list)]
+    raise RuntimeError(
+        "the ranks hold different trainable parameters, so their gradients cannot be added: "
+        f"numbers of parameters by rank {counts}; {_first_difference(everyone)}. Build the same model with the same "
+        "requires_grad flags and optimizer groups on every rank."
+    )
+
+
+def _first_difference(everyone: Sequence[object]) -> str:
+    lists = [theirs for theirs in everyone if isinstance(theirs, list)]
+    for position, entries in enumerate(zip(*lists, strict=False)):
+        if len(set(entries)) > 1:
+            return f"first difference at position {position}: {list(dict.fromkeys(entries))}"
+    return "one rank's list is the beginning of another's"

@@ -1,0 +1,103 @@
+"""Moves parameters into flat buffers, one per bucket, and makes the master weights of the owned part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives, Pending
+from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.precision import master_dtype
+from hf_zero.zero.sharding import Sharding
+from hf_zero.zero.store import ParameterStore, TrainedBucket
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBucket(TrainedBucket):
+    """A bucket held whole: `flat` is 1-D in the model's dtype, every parameter is a view of it."""
+
+    flat: Tensor
+
+
+class FlatParameters(ParameterStore):
+    """Stages 0-2: whole parameters. They keep their identity, names and shapes; only their storage moves."""
+
+    def __init__(
+        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], sharding: Sharding, collectives: Collectives
+    ) -> None:
+        """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
+
+        Args:
+            layout: where each parameter goes; `layout.specs[i]` describes `parameters[i]`.
+            parameters: trainable parameters, already on the training device.
+        """
+        super().__init__(layout, parameters)
+        self._sharding = sharding
+        self._collectives = collectives
+        self._flat = tuple(
+            _flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], sharding, collectives)
+            for bucket in layout.buckets
+        )
+        self.buckets = self._flat
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def publish(self, bucket: int) -> Pending:
+        """Gather the other ranks' parts of the bucket, in place."""
+        return self._collectives.all_gather(self._flat[bucket].flat) if self._sharding.shards_optimizer else Pending()
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Carry what the user wrote into parameters since the last step over to the masters.
+
+        Our own updates go through the flat buffers and leave `parameter._version` alone, so a changed version is an
+        edit: `load_state_dict`, weight surgery, an in-place clamp.
+
+        Raises:
+            RuntimeError: when a parameter is no longer a view of its flat buffer (`model.to(...)`, a replaced
+                `parameter.data`): updates would no longer reach the model.
+        """
+        for bucket in self._flat:
+            for slot, parameter in zip(bucket.bucket.slots, bucket.parameters, strict=True):
+                if parameter.data_ptr() != bucket.flat.data_ptr() + slot.offset * bucket.flat.element_size():
+                    name = self.layout.specs[slot.parameter].name
+                    raise RuntimeError(
+                        f"the storage of parameter {name!r} was replaced after initialize(), so the engine's updates "
+                        "no longer reach it. Change dtype or device, and load weights with assign=True, before "
+                        "initialize(); afterwards write in place (parameter.data.copy_(...), load_state_dict)."
+                    )
+                if parameter._version != self._versions[slot.parameter]:
+                    self._versions[slot.parameter] = parameter._version
+                    self._copy_to_master(bucket, slot.interval, parameter)
+
+    @staticmethod
+    def _copy_to_master(bucket: TrainedBucket, interval: Interval, parameter: nn.Parameter) -> None:
+        common = interval.intersect(bucket.owned)
+        if common is None or bucket.narrow is None:
+            return
+        edited = parameter.detach().view(-1).narrow(0, common.start - interval.start, common.numel)
+        bucket.master.narrow(0, common.start - bucket.owned.start, common.numel).copy_(edited)
+
+
+@torch.no_grad()
+def _flatten(
+    bucket: Bucket, parameters: Sequence[nn.Parameter], sharding: Sharding, collectives: Collectives
+) -> FlatBucket:
+    model_dtype = getattr(torch, bucket.dtype)
+    wide = torch.zeros(bucket.numel, dtype=master_dtype(model_dtype), device=parameters[0].device)
+    for slot, parameter in zip(bucket.slots, parameters, strict=True):
+        wide.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
+    collectives.broadcast([wide])
+    owned = sharding.owned(bucket)
+    flat = wide.to(model_dtype)
+    master = wide.narrow(0, owned.start, owned.numel)
+    if flat is not wide and owned.numel < bucket.numel:
+        master = master.clone()  # or the view would keep the whole wide bucket alive
+    for slot, parameter in zip(bucket.slots, parameters, strict=True):
+        parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
+    weights = flat.narrow(0, owned.start, owned.numel)
+    return FlatBucket(
+        bucket=bucket, owned=owned, weights=weights, master=master, parameters=tuple(parameters), flat=flat
+    )

@@ -1,0 +1,236 @@
+"""Turns gradients into reduced shards while backward is still running.
+
+    backward      e f | c d | a b            gradients arrive, later layers first
+    bucket 0          take, reduce ....      one copy into a buffer, then the collective runs beside backward
+    bucket 1                take, reduce ....
+    bucket 2                      take, reduce ....
+
+All ranks launch buckets in one fixed order, whatever order their own gradients arrive in: a bucket that is complete
+early waits for its predecessors, and what is still missing when backward ends counts as zero. Sharded stages copy into
+a pool of two buffers, so at no time does a second copy of all gradients exist.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives, Pending
+from hf_zero.precision import Precision
+from hf_zero.zero.bucket_gradients import BucketGradients, GradientDtypes
+from hf_zero.zero.sharding import Sharding
+from hf_zero.zero.store import ParameterStore, TrainedBucket
+
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A reduction under way: where its result appears, and the buffer that goes back to the pool afterwards."""
+
+    bucket: BucketGradients
+    pending: Pending
+    result: Tensor
+    pooled: Tensor | None
+
+
+class GradientReducer:
+    """Owns every gradient between autograd and the optimizer."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        sharding: Sharding,
+        collectives: Collectives,
+        precision: Precision,
+        overlap: bool = True,
+    ) -> None:
+        self._sharding = sharding
+        self._collectives = collectives
+        self._overlaps = overlap
+        self.buckets = tuple(BucketGradients(bucket, _dtypes(bucket, precision)) for bucket in store.buckets)
+        self._bucket_of = store.layout.bucket_of()
+        self._parameters = store.parameters
+        self._pool: list[Tensor] = []
+        self._flights: deque[_Flight] = deque()
+        self._order: list[int] = list(range(len(self.buckets)))
+        self._next = 0
+        self._waits = True
+        self._reducing = True
+        self.late: set[int] = set()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_hook(self._arrived, index))
+            for index, parameter in enumerate(store.parameters)
+        ]
+
+    def begin(self, *, boundary: bool) -> None:
+        """A backward is about to start; `boundary` says that a step follows it."""
+        self._land_until(0)  # every bucket must know what it holds; these have had the whole forward to arrive
+        self._reducing = boundary or self._sharding.shards_gradients
+        self._next = 0
+        self._waits = True
+        for bucket in self.buckets:
+            bucket.open()
+
+    def pass_by(self, num_buckets: int) -> None:
+        """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero.
+
+        At stage 3 ranks wait for each other's gathers too. If a rank waited for a reduction that another one starts
+        only at the end of its backward, and that one for a gather of the first, neither would go on.
+        """
+        if self._reducing:
+            self._launch_up_to(num_buckets)
+
+    def avoid_waiting(self) -> None:
+        """In this backward do not wait for reductions, whatever buffers that takes."""
+        self._waits = False
+
+    def finish(self) -> None:
+        """The backward has ended: deal with every bucket that was not complete. Does not wait for reductions."""
+        if self._reducing:
+            self._launch_up_to(len(self.buckets))
+            self.late = {index for index in self.late if self._parameters[index].grad is not None}
+            return
+        for bucket in self.buckets:
+            if bucket.is_open and not bucket.is_empty:
+                bucket.keep_local()
+        for index in self.late:
+            self.buckets[self._bucket_of[index]].keep_local()
+        self.late.clear()
+
+    def complete(self) -> None:
+        """Bring everything that has arrived since the last step into the `reduced` shards, and wait for it."""
+        if not self._reducing:
+            self.begin(boundary=True)  # a step without a boundary backward before it: reduce what was kept local
+        self.finish()
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when every launched reduction has reached its `reduced` shard."""
+        self._land_until(0)
+
+    def reduce_late(self) -> None:
+        """Reduce what came after its bucket was closed. Collective: all ranks call it when any rank is late."""
+        self.begin(boundary=True)
+        self.late.clear()
+        self.finish()
+        self.wait()
+
+    def clear(self) -> None:
+        """Drop all gradients and start over (after a step, or because the user asked for it)."""
+        self.wait()
+        self.late.clear()
+        for bucket in self.buckets:
+            bucket.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.begin(boundary=True)  # so that a plain `loss.backward()` finds an open reducer
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Launch buckets in this order from the next backward on; the same on all ranks."""
+        self._order = list(order)
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _arrived(self, index: int) -> None:
+        bucket = self.buckets[self._bucket_of[index]]
+        if not bucket.is_open:
+            self.late.add(index)
+            return
+        self.late.discard(index)  # a leftover of the last backward is part of this gradient now
+        bucket.arrive(index)
+        if not bucket.is_complete:
+            return
+        if self._reducing:
+            self._launch_complete()
+        else:
+            bucket.keep_local()
+
+    def _launch_complete(self) -> None:
+        ready = self._next
+        while ready < len(self.buckets) and self.buckets[self._order[ready]].is_complete:
+            ready += 1
+        self._launch_up_to(ready)
+
+    def _launch_up_to(self, stop: int) -> None:
+        while self._next < stop:
+            bucket = self.buckets[self._order[self._next]]
+            self._next += 1
+            self._launch(bucket)
+
+    def _launch(self, bucket: BucketGradients) -> None:
+        self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0, waits=self._waits)
+        buffer, pooled = self._collect(bucket)
+        if self._sharding.shards_optimizer:
+            result = self._place_for_result(bucket)
+            pending = self._collectives.reduce_scatter(result, buffer)
+        else:
+            result = buffer
+            pending = self._collectives.all_reduce(buffer)
+        if self._flights and self._waits:
+            self._flights[-1].pending.advance()  # it has had the time of one bucket's backward
+        self._flights.append(_Flight(bucket, pending, result, pooled))
+
+    def _collect(self, bucket: BucketGradients) -> tuple[Tensor, Tensor | None]:
+        """The bucket's gradients in one buffer of the communication dtype, and the pool's part in it if any."""
+        same_dtype = bucket.dtypes.communication == bucket.dtypes.accumulation
+        if bucket.local is not None:
+            bucket.take(bucket.local, add=True)
+            if same_dtype:
+                return bucket.local, None
+            buffer, pooled = self._take_buffer(bucket)
+            return buffer.copy_(bucket.local), pooled
+        if same_dtype and not bucket.has_reduced and not self._sharding.shards_optimizer:
+            bucket.take(bucket.reduced, add=False)
+            return bucket.reduced, None
+        buffer, pooled = self._take_buffer(bucket)
+        bucket.take(buffer, add=False)
+        return buffer, pooled
+
+    def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
+        """The bucket's part of a pooled buffer, and that buffer."""
+        dtype = bucket.dtypes.communication
+        for index, candidate in enumerate(self._pool):
+            if candidate.dtype == dtype:
+                pooled = self._pool.pop(index)
+                break
+        else:
+            longest = max(other.bucket.numel for other in self.buckets if other.dtypes.communication == dtype)
+            pooled = torch.empty(longest, dtype=dtype, device=bucket.flat.device)
+        return pooled.narrow(0, 0, bucket.bucket.numel), pooled
+
+    def _place_for_result(self, bucket: BucketGradients) -> Tensor:
+        if not bucket.has_reduced and bucket.dtypes.communication == bucket.dtypes.accumulation:
+            return bucket.reduced
+        return torch.empty(bucket.flat.owned.numel, dtype=bucket.dtypes.communication, device=bucket.flat.device)
+
+    def _land_until(self, num_left: int, *, waits: bool = True) -> None:
+        """Count the oldest reductions in, until `num_left` are under way or, without `waits`, one is not there yet."""
+        while len(self._flights) > num_left and (waits or self._flights[0].pending.is_ready()):
+            flight = self._flights.popleft()
+            flight.pending.wait()
+            flight.bucket.add_reduced(flight.result)
+            flight.bucket.local = None
+            if flight.pooled is not None and len(self._pool) < MAX_IN_FLIGHT:
+                self._pool.append(flight.pooled)
+
+
+def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:
+    parameter = bucket.dtype
+    return GradientDtypes(
+        communication=precision.communication_dtype(parameter), accumulation=precision.accumulation_dtype(parameter)
+    )
+
+
+def _hook(arrived: Callable[[int], None], index: int) -> Callable[[nn.Parameter], None]:
+    def hook(_parameter: nn.Parameter) -> None:
+        arrived(index)
+
+    return hook

@@ -1,0 +1,411 @@
+"""Stage 3's parameter store: shards at rest, units gathered around their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives, Pending
+from hf_zero.config import GatherPolicy
+from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec, ParameterSpec, lay_rows
+from hf_zero.precision import Precision, master_dtype
+from hf_zero.zero.gatherer import Gatherer, HookedScope
+from hf_zero.zero.leaves import mark_leaves
+from hf_zero.zero.residency import Residency, Use, merge_orders, plan_residency
+from hf_zero.zero.scopes import Scope, assign_units, find_scopes
+from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten, refuse_read, shard_parameter
+from hf_zero.zero.store import ParameterStore, Reductions, TrainedBucket
+from hf_zero.zero.unit import GatherBuffers, Unit, UnitPart
+from hf_zero.zero.watched import unwatch, watch
+
+RESIDENT = "(parameters below stage3_param_persistence_threshold)"
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Collectives of the gradients and the step, of gathers around use, and of gathers that the user asks for."""
+
+    reduce: Collectives
+    gather: Collectives
+    access: Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained: parameters with their specs, in the order of the layout."""
+
+    parameters: Sequence[nn.Parameter]
+    specs: Sequence[ParameterSpec]
+
+    def index_of(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self.parameters)}
+
+
+class ShardedParameters(ParameterStore):
+    """Every floating parameter of a module in shards, trained or not.
+
+    Attributes:
+        gatherer: gathers and releases units around their use.
+        units: in gather order; the resident one, if any, comes last.
+    """
+
+    def __init__(
+        self, module: nn.Module, trained: Trained, precision: Precision, policy: GatherPolicy, channels: Channels
+    ) -> None:
+        """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
+        self._module = module
+        self._trained = trained
+        self._index_of = trained.index_of()
+        self._precision = precision
+        self._channels = channels
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._is_attached = False
+        self._watched: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        _retire_earlier_stores(self._everything())
+        mark_leaves(module, policy)
+        scopes = find_scopes(module)
+        resident = self._choose_resident(policy)
+        self._masters: dict[UnitPart, Tensor] = {}
+        self.units = self._build_units(scopes, resident)
+        super().__init__(self._build_layout(), trained.parameters)
+        self.buckets = tuple(self._trained_buckets())
+        self.gatherer = self._build_gatherer(scopes, policy)
+        self._finished_at = sorted(self._first_positions(), reverse=True)
+        self._buffers = GatherBuffers()
+        self._gather_resident()
+        self._versions = {id(handle): handle.parameter._version for handle in self._resident_handles()}
+        self.attach()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    # Building
+
+    def _everything(self) -> list[nn.Parameter]:
+        """The module's parameters, then trained ones of other modules."""
+        known = {id(parameter) for parameter in self._module.parameters()}
+        return [*self._module.parameters(), *(p for p in self._trained.parameters if id(p) not in known)]
+
+    def _choose_resident(self, policy: GatherPolicy) -> set[int]:
+        """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
+        chosen, budget = set(), policy.model_persistence_numel
+        for parameter in self._everything():
+            outside = id(parameter) not in self._names
+            if outside or (parameter.numel() <= policy.persistence_numel and parameter.numel() <= budget):
+                budget -= parameter.numel()
+                chosen.add(id(parameter))
+        return chosen
+
+    def _build_units(self, scopes: Sequence[Scope], resident: set[int]) -> tuple[Unit, ...]:
+        units: list[Unit] = []
+        for scope, members in assign_units(scopes):
+            parts = self._build_parts([p for p in members if id(p) not in resident])
+            if parts:
+                units.append(Unit(len(units), scope.name or type(scope.module).__name__, parts))
+        parts = self._build_parts([p for p in self._everything() if id(p) in resident])
+        if parts:
+            units.append(Unit(len(units), RESIDENT, parts, is_resident=True))
+        return tuple(units)
+
+    def _build_parts(self, parameters: Sequence[nn.Parameter]) -> list[UnitPart]:
+        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.numel():
+                by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
+        return [self._build_part(members, dtype) for dtype, members in by_dtype.items()]
+
+    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> UnitPart:
+        specs = [
+            MemberSpec(index, parameter.numel(), self._group_of(parameter))
+            for index, parameter in enumerate(parameters)
+        ]
+        layout = lay_rows(
+            specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
+        )
+        ordered = [parameters[slot.member] for slot in layout.slots]
+        wide: list[Tensor] = []
+        handles = []
+        for slot, parameter in zip(layout.slots, ordered, strict=True):
+            handle = self._shard(parameter)
+            if slot.offset < layout.trained_numel:
+                wide.append(handle.shard)
+            if handle.shard.dtype != dtype:
+                handle.move(handle.shard.to(dtype))
+            handles.append(handle)
+        part = UnitPart(layout, handles)
+        if wide:
+            self._masters[part] = _master(part, wide)
+        return part
+
+    def _group_of(self, parameter: nn.Parameter) -> int | None:
+        index = self._index_of.get(id(parameter))
+        return None if index is None else self._trained.specs[index].group
+
+    def _shard(self, parameter: nn.Parameter) -> ShardedParameter:
+        handle = of(parameter)
+        if handle is None:
+            if parameter.device != self._device:
+                parameter.data = parameter.data.to(self._device)
+            handle = shard_parameter(parameter, self._channels.reduce)
+        refuse_overwritten([handle])
+        handle.collectives = self._channels.access
+        handle.name = self._names.get(id(parameter), "")
+        handle.owner = self
+        return handle
+
+    def _build_layout(self) -> FlatLayout:
+        buckets: list[Bucket] = []
+        for _, part in self._parts_in_reduce_order():
+            indices = {slot.member: self._spec_of(part, place) for place, slot in enumerate(part.layout.slots)}
+            buckets.append(part.layout.bucket(len(buckets), indices))
+        return FlatLayout(tuple(self._trained.specs), tuple(buckets), self._channels.reduce.world)
+
+    def _spec_of(self, part: UnitPart, place: int) -> int:
+        return self._index_of.get(id(part.members[place].parameter), -1)
+
+    def _parts_in_reduce_order(self) -> Iterator[tuple[Unit, UnitPart]]:
+        """Backward completes the last unit first; resident parameters belong to all units, so they come last."""
+        for unit in sorted(self.units, key=lambda unit: (unit.is_resident, -unit.index)):
+            yield from ((unit, part) for part in unit.parts if part.layout.trained_numel)
+
+    def _trained_buckets(self) -> Iterator[TrainedBucket]:
+        rank = self._channels.reduce.rank
+        for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order(), strict=True):
+            weights = part.shard.narrow(0, 0, part.layout.trained_numel)
+            trained = TrainedBucket(
+                bucket=bucket,
+                owned=Interval(rank * weights.numel(), (rank + 1) * weights.numel()),
+                weights=weights,
+                master=self._masters.pop(part),
+                parameters=tuple(self.parameters[slot.parameter] for slot in bucket.slots),
+            )
+            for slot, member in zip(part.layout.slots, part.members, strict=True):
+                if slot.offset < part.layout.trained_numel:
+                    member.master = trained.master.narrow(0, slot.offset, slot.chunk)
+            yield trained
+
+    def _build_gatherer(self, scopes: Sequence[Scope], policy: GatherPolicy) -> Gatherer:
+        unit_of = {id(m.parameter): unit for unit in self.units if not unit.is_resident for m in unit.members}
+        hooked = _hooked_scopes(scopes, unit_of)
+        self._policy = policy
+        self._unit_of = unit_of
+        residency = self._residency([scope for scope in hooked if scope.position is not None])
+        return Gatherer(self.units, hooked, residency, self._channels.gather)
+
+    def _residency(self, line: Sequence[HookedScope]) -> Residency:
+        return plan_residency(
+            [_use(scope) for scope in line],
+            max_live_numel=self._policy.max_live_numel,
+            max_reuse_numel=self._policy.max_reuse_numel,
+            prefetch_numel=self._policy.prefetch_numel,
+        )
+
+    # Life
+
+    def attach(self) -> None:
+        """Watch the module: hooks around forward, reads of parameters, and state dicts of what is not there."""
+        if self._is_attached:
+            return
+        self._is_attached = True
+        self.gatherer.watch()
+        for module in self._module.modules():
+            if any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False)):
+                watch(module, self._on_read)
+                self._watched.append(module)
+                self._hooks.append(module.register_state_dict_pre_hook(_refuse_state_dict))
+
+    def detach(self) -> None:
+        """Stop watching; parameters stay sharded. `attach` goes on."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        self.gatherer.unwatch()
+        for module in self._watched:
+            unwatch(module)
+        for hook in self._hooks:
+            hook.remove()
+        self._watched, self._hooks = [], []
+
+    def release(self) -> None:
+        self.detach()
+        for unit in self.units:
+            for member in unit.members:
+                member.owner, member.master = None, None
+
+    def end_backward(self) -> None:
+        self.gatherer.end_backward()
+
+    def prepare_update(self) -> None:
+        self.gatherer.settle()
+
+    @property
+    def is_out_of_order(self) -> bool:
+        return self.gatherer.is_out_of_order
+
+    def num_overwritten(self) -> Tensor | float:
+        marks = [handle.mark for handle in self._released_handles()]
+        return torch.stack([mark.float() for mark in marks]).isnan().logical_not().sum() if marks else 0.0
+
+    def refuse_overwritten(self) -> None:
+        refuse_overwritten(list(self._released_handles()))
+
+    def _released_handles(self) -> Iterator[ShardedParameter]:
+        for unit in self.units:
+            if not unit.is_resident:
+                yield from unit.members
+
+    def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
+        """Take over the order in which forward really goes; buckets follow in reverse, as backward will."""
+        if not any_out_of_order:
+            self.gatherer.order_is_settled = True
+            return None
+        self.gatherer.order_is_settled = False
+        orders = self._channels.reduce.gather_objects(self.gatherer.seen)
+        line = self.gatherer.line
+        order = merge_orders([list(seen) for seen in orders], len(line))  # type: ignore[call-overload]
+        self.gatherer.reorder(order, self._residency([line[position] for position in order]))
+        first = self._first_positions()
+        buckets = sorted(range(len(first)), key=lambda bucket: -first[bucket])
+        self._finished_at = sorted(first, reverse=True)
+        return buckets
+
+    def _first_positions(self) -> list[int]:
+        """Where each bucket's unit is used first in forward, so last in backward; -1 for resident parameters."""
+        position_of: dict[Unit, int] = {}
+        for position, scope in enumerate(self.gatherer.line):
+            for unit in scope.units:
+                position_of.setdefault(unit, position)
+        return [position_of.get(unit, -1) for unit, _ in self._parts_in_reduce_order()]
+
+    def connect(self, reducer: Reductions) -> None:
+        def tell(cursor: int | None) -> None:
+            if cursor is None or not self.gatherer.order_is_settled:
+                reducer.avoid_waiting()
+            else:
+                reducer.pass_by(sum(first > cursor for first in self._finished_at))
+
+        self.gatherer.on_progress = tell
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Resident parameters are whole between steps, so they may have been written to; the others cannot be."""
+        for handle in self._resident_handles():
+            version = handle.parameter._version
+            if version != self._versions[id(handle)]:
+                self._versions[id(handle)] = version
+                handle.write(handle.parameter.data)
+
+    def publish(self, bucket: int) -> Pending:
+        """Gather updated resident parameters again; all others wait as shards for their next use."""
+        for index, (unit, part) in enumerate(self._parts_in_reduce_order()):
+            if index == bucket and unit.is_resident:
+                part.start(self._channels.reduce, self._buffers)
+                return _Refill(part, self._buffers)
+        return Pending()
+
+    def _gather_resident(self) -> None:
+        for unit in self.units:
+            if unit.is_resident:
+                unit.start(self._channels.reduce, self._buffers)
+                unit.finish(self._buffers)
+                for member in unit.members:
+                    member.parameter.ds_persist = True  # type: ignore[attr-defined]
+
+    def _resident_handles(self) -> Iterator[ShardedParameter]:
+        for unit in self.units:
+            if unit.is_resident:
+                yield from unit.members
+
+    def _on_read(self, handle: ShardedParameter) -> None:
+        unit = self._unit_of.get(id(handle.parameter))
+        if unit is not None and self.gatherer.is_running:
+            self.gatherer.read(unit)
+
+
+class _Refill(Pending):
+    """A resident part on its way back to being whole."""
+
+    def __init__(self, part: UnitPart, buffers: GatherBuffers) -> None:
+        self._part = part
+        self._buffers = buffers
+
+    def wait(self) -> None:
+        self._part.finish(self._buffers)
+
+
+def _master(part: UnitPart, wide: Sequence[Tensor]) -> Tensor:
+    """Master weights of the trained rows, from chunks that may be wider than the part."""
+    weights = part.shard.narrow(0, 0, part.layout.trained_numel)
+    dtype = master_dtype(weights.dtype)
+    if dtype == weights.dtype:
+        return weights
+    master = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
+    for slot, chunk in zip(part.layout.slots, wide, strict=False):
+        master.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+    return master
+
+
+def _hooked_scopes(scopes: Sequence[Scope], unit_of: Mapping[int, Unit]) -> list[HookedScope]:
+    """Scopes with something to gather, in them or below them, numbered along the line of those with units."""
+    inside = [frozenset(id(module) for module in scope.module.modules()) for scope in scopes]
+    units = [_units_of(scope.parameters, unit_of) for scope in scopes]
+    positions: dict[int, int] = {}
+    for index, own in enumerate(units):
+        if own:
+            positions[index] = len(positions)
+    hooked = []
+    for index, scope in enumerate(scopes):
+        reach = tuple(
+            position for other, position in positions.items() if id(scopes[other].module) in inside[index]
+        )
+        if reach:
+            hooked.append(
+                HookedScope(
+                    name=scope.name or type(scope.module).__name__,
+                    module=scope.module,
+                    units=units[index],
+                    position=positions.get(index),
+                    reach=reach,
+                    inside=inside[index],
+                    reads_in_backward=scope.is_container or not isinstance(scope.module, nn.Embedding),
+                    is_container=scope.is_container,
+                )
+            )
+    return hooked
+
+
+def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -> tuple[Unit, ...]:
+    found = {unit.index: unit for unit in (unit_of.get(id(p)) for p in parameters) if unit is not None}
+    return tuple(found[index] for index in sorted(found))
+
+
+def _use(scope: HookedScope) -> Use:
+    return Use(
+        units=tuple(unit.index for unit in scope.units),
+        numel=sum(unit.numel for unit in scope.units),
+        has_trained=any(part.layout.trained_numel for unit in scope.units for part in unit.parts),
+        reads_in_backward=scope.reads_in_backward,
+    )
+
+
+def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
+    """An engine that was built on the same parameters before hands them over."""
+    owners = {id(h.owner): h.owner for h in map(of, parameters) if h is not None and h.owner is not None}
+    for owner in owners.values():
+        owner.release()
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, _keep_vars: bool) -> None:
+    for parameter in module._parameters.values():
+        handle = of(parameter) if parameter is not None else None
+        if handle is not None and not handle.is_available:
+            handle.name = handle.name or prefix
+            refuse_read(handle, "put into a state dict")

@@ -1,0 +1,42 @@
+"""What each ZeRO stage shards, as data (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_zero.layout import Bucket, Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Which of the three states a rank holds only in part.
+
+    | stage | optimizer state | gradients between micro-batches | reduction of a bucket          | after the step |
+    |-------|-----------------|---------------------------------|--------------------------------|----------------|
+    | 0     | whole           | whole                           | all-reduce at the boundary     | nothing        |
+    | 1     | shard           | whole                           | reduce-scatter at the boundary | all-gather     |
+    | 2     | shard           | shard                           | reduce-scatter in every backward | all-gather   |
+    | 3     | shard           | shard                           | reduce-scatter in every backward | nothing      |
+
+    At stage 3 parameters are shards too, gathered around their use.
+    """
+
+    stage: int
+    rank: int
+    world: int
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.stage >= 1 and self.world > 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.stage >= 2 and self.world > 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.stage >= 3 and self.world > 1
+
+    def owned(self, bucket: Bucket) -> Interval:
+        """The part of `bucket` this rank updates."""
+        return bucket.shard(self.rank) if self.shards_optimizer else Interval(0, bucket.numel)

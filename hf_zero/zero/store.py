@@ -1,0 +1,115 @@
+"""What every stage's parameter store offers to reductions and to the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Pending
+from hf_zero.layout import Bucket, FlatLayout, Interval
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBucket:
+    """The trained part of one bucket on this rank.
+
+    Attributes:
+        owned: the interval of the bucket that this rank updates.
+        weights: 1-D, the owned interval in the model's dtype.
+        master: 1-D, the owned interval in the master dtype; `weights` itself where that is wide enough.
+        parameters: the bucket's parameters, in the order of `bucket.slots`.
+    """
+
+    bucket: Bucket
+    owned: Interval
+    weights: Tensor
+    master: Tensor
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def narrow(self) -> Tensor | None:
+        """Where rounded weights go after an update; None when the master is the weight itself."""
+        return None if self.master.dtype == self.weights.dtype else self.weights
+
+
+class Reductions(Protocol):
+    """What a store may tell the owner of the gradients."""
+
+    def pass_by(self, num_buckets: int) -> None:
+        """No gradient for the first `num_buckets` buckets is to be expected any more in this backward."""
+
+    def avoid_waiting(self) -> None:
+        """Other ranks may be far behind in this backward: waiting for their reductions could wait for ever."""
+
+
+class ParameterStore(ABC):
+    """Holds the weights of an engine in the form its stage demands.
+
+    Attributes:
+        layout: of the trained parameters; `layout.specs[i]` describes `parameters[i]`.
+        parameters: the model's trained parameters.
+        buckets: their buckets, in the order in which gradients are reduced.
+    """
+
+    def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter]) -> None:
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.buckets: tuple[TrainedBucket, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].device
+
+    @abstractmethod
+    def adopt_edits(self) -> None:
+        """Carry what the user wrote into parameters since the last step over to the masters."""
+
+    @abstractmethod
+    def publish(self, bucket: int) -> Pending:
+        """Bring the updated weights of a bucket to where the next forward pass finds them. Collective."""
+
+    def connect(self, reducer: Reductions) -> None:
+        """Tell `reducer` how far backward has come, where the store knows."""
+        return None
+
+    def end_backward(self) -> None:
+        """A backward pass has ended on this rank."""
+        return None
+
+    def prepare_update(self) -> None:
+        """Weights are about to change: nothing may keep showing old ones."""
+        return None
+
+    @property
+    def is_out_of_order(self) -> bool:
+        """Whether this rank uses parameters in another order than the one in which they are gathered."""
+        return False
+
+    def num_overwritten(self) -> Tensor | float:
+        """How many parameters were written to where a write is lost (0-dim, on the device: reading it would wait)."""
+        return 0.0
+
+    def refuse_overwritten(self) -> None:
+        """Raise, naming them, if there are any."""
+        return None
+
+    def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
+        """All ranks know whether any is out of order; a new order of the buckets where that changes. Collective."""
+        return None
+
+    def release(self) -> None:
+        """Let go of the model, which stays usable."""
+        return None

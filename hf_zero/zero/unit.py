@@ -1,0 +1,188 @@
+"""A unit of stage 3: parameters that are gathered and released together, with one collective per dtype.
+
+    between uses    shard            one row per rank, this rank has its own
+    gathering       W rows           in one buffer from a pool, or each where its rank has put it
+    in use          full             every parameter whole and aligned; `parameter.data` is a view of it
+
+`full` is one storage object for the unit's whole life, emptied and refilled: views that autograd saved (`weight.t()`)
+are right again once the unit is gathered for backward, and memory that is released really is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Collectives, Rows
+from hf_zero.kernels.rows import read_rows
+from hf_zero.layout import RowLayout
+from hf_zero.zero.sharded_parameter import ShardedParameter
+
+
+class GatherBuffers:
+    """Receive buffers that rotate: fresh ones would be paged in anew at every gather."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._longest: dict[torch.dtype, int] = {}
+
+    def expect(self, numel: int, dtype: torch.dtype) -> None:
+        self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer of at least `numel` elements."""
+        free = self._free.get(like.dtype)
+        if free:
+            return free.pop()
+        longest = max(numel, self._longest.get(like.dtype, 0))
+        return torch.empty(longest, dtype=like.dtype, device=like.device)
+
+    def give(self, rows: Rows) -> None:
+        """`rows` have been read."""
+        rows.give_back()
+        if rows.buffer is not None:
+            self._free.setdefault(rows.buffer.dtype, []).append(rows.buffer)
+
+    def drop(self) -> None:
+        """Free what nobody uses."""
+        self._free.clear()
+
+
+class UnitPart:
+    """The parameters of one dtype in a unit."""
+
+    def __init__(self, layout: RowLayout, members: Sequence[ShardedParameter]) -> None:
+        """`members` stand in the order of `layout.slots`. Their chunks move into one tensor, `shard`."""
+        first = members[0].shard
+        self.layout = layout
+        self.members = tuple(members)
+        self.shard = torch.zeros(layout.row_numel, dtype=first.dtype, device=first.device)
+        for slot, member in zip(layout.slots, members, strict=True):
+            member.adopt(self.shard.narrow(0, slot.offset, slot.chunk))
+        self._full = torch.empty(layout.full_numel, dtype=first.dtype, device=first.device)
+        self._views = tuple(
+            self._full.narrow(0, slot.full_offset, slot.numel).view(member.shape)
+            for slot, member in zip(layout.slots, members, strict=True)
+        )
+        self._by_row: list[_RowPlan] = []  # made at the first gather whose rows do not lie in one buffer
+        self._num_bytes = self._full.untyped_storage().nbytes()
+        self._full.untyped_storage().resize_(0)
+        self._rows: Rows | None = None
+
+    def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
+        self._rows = collectives.gather_rows(self.shard, lambda numel: buffers.take(numel, self.shard))
+
+    def finish(self, buffers: GatherBuffers) -> None:
+        """Wait for the gather and unpack it; parameters that somebody holds keep what they show."""
+        rows = self._land()
+        storage = self._full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._num_bytes)
+        self._unpack(rows)
+        buffers.give(rows)
+        for member, view in zip(self.members, self._views, strict=True):
+            member.whole = view
+            if not member.holds:
+                member.show(view)
+
+    def _unpack(self, rows: Rows) -> None:
+        if rows.flat is None:
+            self._by_row = self._by_row or [_RowPlan(self.layout, self._full, r) for r in range(self.layout.world)]
+            for rank, plan in enumerate(self._by_row):
+                plan.read(rows.row(rank))
+            return
+        flat = rows.flat.view(self.layout.world, -1)
+        for slot, view in zip(self.layout.slots, self._views, strict=True):
+            read_rows(view.view(-1), flat[:, slot.offset : slot.offset + slot.chunk])
+
+    def discard(self, buffers: GatherBuffers) -> None:
+        """Wait for a gather whose result nobody wants here; other ranks did."""
+        buffers.give(self._land())
+
+    def release(self) -> None:
+        for member in self.members:
+            member.whole = None
+            if not member.holds:
+                member.hide()
+        self._full.untyped_storage().resize_(0)
+
+    def _land(self) -> Rows:
+        assert self._rows is not None, "finish without start"
+        self._rows.wait()
+        rows, self._rows = self._rows, None
+        return rows
+
+
+class _RowPlan:
+    """Where the chunks of one rank's row go, as views that are made once: per gather that leaves one call."""
+
+    def __init__(self, layout: RowLayout, full: Tensor, rank: int) -> None:
+        self._places: list[Tensor] = []
+        self._sizes: list[int] = []  # of a row's sections: chunk, what follows it, chunk, ...
+        ends = [*(slot.offset for slot in layout.slots[1:]), layout.row_numel]
+        for slot, end in zip(layout.slots, ends, strict=True):
+            start = min(rank * slot.chunk, slot.numel)
+            numel = min(slot.chunk, slot.numel - start)
+            self._places.append(full.narrow(0, slot.full_offset + start, numel))
+            self._sizes += [numel, end - slot.offset - numel]
+
+    def read(self, row: Tensor) -> None:
+        torch._foreach_copy_(self._places, row.split_with_sizes(self._sizes)[::2])
+
+
+class Unit:
+    """Parameters that are gathered, used and released together.
+
+    Attributes:
+        index: place in the fixed order in which all ranks gather units.
+        numel: elements that a gather makes live.
+        is_resident: stays gathered; it is gathered again only after its weights were updated.
+    """
+
+    def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_resident: bool = False) -> None:
+        self.index = index
+        self.name = name
+        self.parts = tuple(parts)
+        self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
+        self.is_resident = is_resident
+        self.is_gathered = False
+        self.is_in_flight = False
+
+    @property
+    def members(self) -> tuple[ShardedParameter, ...]:
+        return tuple(member for part in self.parts for member in part.members)
+
+    def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
+        """Begin to gather. Buffers outlive the mode they are made in, so inference mode is left for it."""
+        with torch.inference_mode(False), torch.no_grad():
+            for part in self.parts:
+                part.start(collectives, buffers)
+        self.is_in_flight = True
+
+    def finish(self, buffers: GatherBuffers) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._land(lambda part: part.finish(buffers))
+        self.is_gathered = True
+
+    def discard(self, buffers: GatherBuffers) -> None:
+        self._land(lambda part: part.discard(buffers))
+
+    def release(self) -> None:
+        assert not self.is_resident, "resident units stay"
+        if self.is_gathered:
+            for part in self.parts:
+                part.release()
+            self.is_gathered = False
+
+    def _land(self, land: Callable[[UnitPart], None]) -> None:
+        try:
+            for part in self.parts:
+                land(part)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"gathering the parameters of {self.name!r} failed on this rank: another rank has stopped, or runs "
+                f"modules in a different order ({error})"
+            ) from error
+        self.is_in_flight = False
