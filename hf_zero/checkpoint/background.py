@@ -1,0 +1,79 @@
+"""Writes a checkpoint beside training: a copy in host memory, a thread, and an error that surfaces at the next step."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.stream import Streamed
+
+
+class BackgroundSave:
+    """At most one save under way. The thread is waited for at exit: what was begun is finished."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Run `write` in a thread; waits for the save before."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                write()
+            except CheckpointError as error:
+                self._error = error
+            except Exception as error:
+                self._error = CheckpointError("background save", f"failed ({type(error).__name__}: {error})")
+
+        # Not a daemon: the interpreter lets it end before it exits.
+        self._thread = threading.Thread(target=run, name="hf_zero_save", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointError: when the last save failed and nobody has been told yet.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed, once; does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+
+def in_host_memory(value: Any) -> Any:
+    """`value` with every tensor in it copied, so that training may go on; tied tensors stay one."""
+    return _copied(value, {})
+
+
+def _copied(value: Any, known: dict[object, Any]) -> Any:
+    if isinstance(value, Tensor):
+        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), str(value.device))
+        if value.numel() == 0 or key not in known:
+            known[key] = value.detach().to("cpu", copy=True)
+        return known[key]
+    if isinstance(value, Streamed):
+        if id(value) not in known:
+            known[id(value)] = value.materialise()
+        return known[id(value)]
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, _copied(entry, known)) for key, entry in value.items())
+    if isinstance(value, Mapping):
+        return {key: _copied(entry, known) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry, known) for entry in value)
+    return value

@@ -1,0 +1,210 @@
+"""From sharded fp32 masters to ordinary weights: the whole tensors, and files streamed from the shards."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint.durable import PARTIAL, Written, into_place, sync_folder, write_small
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.safetensors_file import write_safetensors
+from hf_zero.checkpoint.stream import Streamed, streamed
+from hf_zero.checkpoint.torch_file import write_torch_file
+from hf_zero.checkpoint.view import CheckpointView
+
+Progress = Callable[[int], None]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+# What a Hugging Face model needs beside its weights; Trainer keeps it in the checkpoint's folder.
+_MODEL_FILES = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Whole tensors by name, still in the shards, and second names of tied ones."""
+
+    tensors: Mapping[str, Streamed]
+    aliases: Mapping[str, str]
+    num_parameters: int  # elements of all parameters, tied ones once, buffers left out
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(content.num_bytes for content in self.tensors.values())
+
+
+def weights_of(
+    view: CheckpointView, *, dtype: torch.dtype | None = torch.float32, exclude_frozen: bool = False
+) -> Weights:
+    """Everything a `state_dict` of the model holds, in DeepSpeed's order: buffers, frozen, trainable, tied names.
+
+    Args:
+        dtype: of all floating tensors; None keeps frozen parameters as they were saved and the rest in fp32.
+    """
+
+    def target(original: torch.dtype, keep: bool = False) -> torch.dtype:
+        if not original.is_floating_point or (dtype is None and keep):
+            return original
+        return dtype or torch.float32
+
+    tensors = {name: streamed(value, target(value.dtype)) for name, value in view.buffers.items()}
+    parameters: dict[str, Streamed] = {}
+    if not exclude_frozen:
+        parameters.update(
+            {name: pieces.to_stream(target(pieces.dtype, keep=True)) for name, pieces in view.frozen.items()}
+        )
+    parameters.update({name: view.master(name).to_stream(dtype or torch.float32) for name in view.shapes})
+    aliases = {alias: owner for alias, owner in view.aliases.items() if owner in parameters}
+    return Weights({**tensors, **parameters}, aliases, sum(content.numel for content in parameters.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to write where.
+
+    Attributes:
+        output: a .bin, .pt or .safetensors file, or a folder of shards.
+        safetensors: format of a folder's shards.
+        shard_bytes: largest shard of a folder.
+    """
+
+    output: Path
+    safetensors: bool = False
+    shard_bytes: int | None = 5 * 10**9
+    extras_from: tuple[Path, ...] = field(default=())
+
+    @property
+    def is_file(self) -> bool:
+        return self.output.suffix in (".bin", ".pt", ".pth", ".safetensors")
+
+    @property
+    def writes_safetensors(self) -> bool:
+        return self.output.suffix == ".safetensors" if self.is_file else self.safetensors
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size in bytes: "5GB" is 5000000000, "5GiB" 5368709120.
+
+    Raises:
+        ValueError: for anything that is not a positive number with a known unit.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = found[2].upper() if found else "?"
+    size = int(float(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
+    if size < 1:
+        raise ValueError(f"max shard size {text!r} is not a size: write a positive number and a unit, such as 5GB")
+    return size
+
+
+def write_weights(weights: Weights, target: Target, progress: Progress | None = None) -> list[Path]:
+    """Write one file, or a folder of shards with its index. Final names appear only when all is written.
+
+    Raises:
+        CheckpointError: when the output exists as something else, or what was written is not what was asked for.
+    """
+    if target.is_file:
+        if target.output.is_dir():
+            raise CheckpointError(target.output, "is a folder, and a file is to be written there", "remove it first")
+        target.output.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(target.output, list(weights.tensors), weights, target, progress)
+        return [target.output]
+    return _write_folder(weights, target, progress)
+
+
+def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Target, progress: Progress | None) -> None:
+    tensors = {name: weights.tensors[name] for name in names}
+    aliases = {alias: owner for alias, owner in weights.aliases.items() if owner in tensors}
+
+    def write(partial: Path) -> Written:
+        if target.writes_safetensors:
+            # Tied names stand once; the metadata says which (safetensors.torch.load_model reads that).
+            return write_safetensors(partial, tensors, {"format": "pt", **aliases}, progress)
+        return write_torch_file(partial, {**tensors, **{a: tensors[owner] for a, owner in aliases.items()}}, progress)
+
+    written = into_place(path, write)
+    payload = sum(content.num_bytes for content in tensors.values())
+    if not path.stat().st_size == written.num_bytes >= payload:
+        raise CheckpointError(path, f"has {path.stat().st_size} bytes and should have {written.num_bytes}", "try again")
+
+
+def _write_folder(weights: Weights, target: Target, progress: Progress | None) -> list[Path]:
+    folder = target.output
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(folder, "is a file, and a folder is to be written there", "choose another name")
+    staging = (folder if folder.is_dir() else folder.absolute().parent) / f".{folder.name or 'weights'}{PARTIAL}"
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    staging.mkdir(parents=True)
+    try:
+        names = _write_shards(staging, weights, target, progress)
+        _copy_model_files(target.extras_from, staging)
+        if folder.is_dir():
+            _move_in(staging, folder, names)
+        else:
+            staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    sync_folder(folder)
+    sync_folder(folder.absolute().parent)
+    return [folder / name for name in names]
+
+
+def _write_shards(folder: Path, weights: Weights, target: Target, progress: Progress | None) -> list[str]:
+    """The shards, and the index as the last name where there is more than one."""
+    stem, suffix = _stem(target)
+    shards = list(_shards(weights, target.shard_bytes))
+    names = [f"{stem}{suffix}"]
+    if len(shards) > 1:
+        names = [f"{stem}-{i:05d}-of-{len(shards):05d}{suffix}" for i in range(1, len(shards) + 1)]
+    for name, members in zip(names, shards, strict=True):
+        _write_file(folder / name, members, weights, target, progress)
+    if len(shards) > 1:
+        place = {member: name for name, members in zip(names, shards, strict=True) for member in members}
+        if not target.safetensors:
+            place.update({alias: place[owner] for alias, owner in weights.aliases.items()})
+        index = {"metadata": {"total_size": weights.num_bytes}, "weight_map": dict(sorted(place.items()))}
+        names.append(f"{stem}{suffix}.index.json")
+        write_small(folder / names[-1], (json.dumps(index, indent=2) + "\n").encode())
+    return names
+
+
+def _stem(target: Target) -> tuple[str, str]:
+    return ("model", ".safetensors") if target.safetensors else ("pytorch_model", ".bin")
+
+
+def _move_in(staging: Path, folder: Path, names: Sequence[str]) -> None:
+    """Into a folder that holds other things. Weights of an earlier run go first: mixed with ours they would load."""
+    stem, suffix = _stem(Target(folder, safetensors=names[0].endswith(".safetensors")))
+    stale = [folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"]
+    for path in [*stale, *folder.glob(f"{stem}-*-of-*{suffix}")]:
+        path.unlink(missing_ok=True)
+    for name in names:
+        (staging / name).rename(folder / name)
+    for name in _MODEL_FILES:
+        if (staging / name).is_file() and not (folder / name).exists():
+            (staging / name).rename(folder / name)
+
+
+def _shards(weights: Weights, limit: int | None) -> Iterator[list[str]]:
+    """Names in order, cut before the limit is passed; a larger tensor goes alone."""
+    chosen: list[str] = []
+    filled = 0
+    for name, content in weights.tensors.items():
+        if chosen and limit is not None and filled + content.num_bytes > limit:
+            yield chosen
+            chosen, filled = [], 0
+        chosen.append(name)
+        filled += content.num_bytes
+    yield chosen
+
+
+def _copy_model_files(sources: Sequence[Path], folder: Path) -> None:
+    for name in _MODEL_FILES:
+        for source in sources:
+            if (source / name).is_file() and not (folder / name).exists():
+                shutil.copyfile(source / name, folder / name)

@@ -1,0 +1,275 @@
+"""Loading: any checkpoint into a live training of any stage and world, each rank reading the intervals it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
+from hf_zero.layout import chunk_numel
+from hf_zero.log import logger
+from hf_zero.optim import MasterShard
+from hf_zero.zero.consolidate import persistent_buffers
+from hf_zero.zero.sharded_parameter import of
+
+Parts = Callable[[int, int], Iterator[Tensor]]
+_MANY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Where everything comes from, decided and checked before the first element is copied.
+
+    Attributes:
+        weights: trained parameters (by index of the layout) and frozen ones (by name) -> elements [start, stop).
+        groups: the saved group that each optimizer group continues; None where the optimizer starts anew.
+    """
+
+    view: CheckpointView
+    weights: Mapping[int, Parts]
+    frozen: Mapping[str, Parts]
+    buffers: Mapping[str, Tensor]
+    groups: Sequence[Group | None]
+
+
+def plan_load(subject: Subject, view: CheckpointView, *, strict: bool, with_optimizer: bool) -> LoadPlan:
+    """Match the checkpoint with the model.
+
+    Raises:
+        CheckpointError: when a weight is missing (strict), unexpected (strict), or has another shape, or when the
+            optimizer state is not that of this optimizer.
+    """
+    source = _Weights(view)
+    names, shapes = subject.names, subject.shapes
+    weights = {i: parts for i, name in enumerate(names) if (parts := source.find(name, shapes[i])) is not None}
+    frozen = {
+        name: parts for name, p in subject.frozen().items() if (parts := source.find(name, tuple(p.shape))) is not None
+    }
+    own_buffers = dict(persistent_buffers(subject.module))
+    buffers = {name: view.buffers[name] for name in own_buffers if name in view.buffers}
+    if strict:
+        wanted = {*names, *subject.frozen(), *own_buffers}
+        found = {*(names[i] for i in weights), *frozen, *buffers}
+        _refuse_differences(view, wanted - found, source.names() - wanted - set(subject.aliases()))
+    for name, value in buffers.items():
+        if value.shape != own_buffers[name].shape:
+            raise _other_shape(view, name, tuple(value.shape), tuple(own_buffers[name].shape))
+    groups = _match_groups(subject, view) if with_optimizer else [None] * len(subject.assembly.members)
+    return LoadPlan(view, weights, frozen, buffers, groups)
+
+
+@torch.no_grad()
+def apply(subject: Subject, plan: LoadPlan) -> None:
+    """Carry the plan out. Collective: ranks then show each other the weights they read."""
+    store = subject.assembly.store
+    store.prepare_update()
+    store.adopt_edits()
+    _write_unsharded(subject, plan)
+    for shard in subject.assembly.optimizer.shards:
+        _write_masters(shard, plan)
+    for index in range(len(store.buckets)):
+        store.publish(index).wait()
+    if any(group is not None for group in plan.groups):
+        _write_optimizer(subject, plan)
+
+
+class _Weights:
+    """Whole weights of a view by name, whatever they were in the checkpoint."""
+
+    def __init__(self, view: CheckpointView) -> None:
+        self._view = view
+
+    def names(self) -> set[str]:
+        view = self._view
+        return {*view.shapes, *view.frozen, *view.buffers}
+
+    def find(self, name: str, shape: tuple[int, ...]) -> Parts | None:
+        view = self._view
+        owner = name if name in view.shapes or name in view.frozen else view.aliases.get(name, "")
+        if not owner:  # the model may call the first name of a tied pair what the checkpoint calls the second
+            owner = next((alias for alias, main in view.aliases.items() if main == name), "")
+        if owner in view.shapes:
+            line, index = view.lines[MASTER], view.indices[owner]
+            have, parts = view.shapes[owner], lambda start, stop: iter(line.parts(index, start, stop))
+        elif owner in view.frozen:
+            pieces = view.frozen[owner]
+            have, parts = pieces.shape, lambda start, stop: _slice(pieces.parts, start, stop)
+        else:
+            return None
+        if tuple(have) != shape:
+            raise _other_shape(view, name, tuple(have), shape)
+        return parts
+
+
+def _slice(parts: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
+    cursor = 0
+    for part in parts:
+        low, high = max(start, cursor), min(stop, cursor + part.numel())
+        if low < high:
+            yield part.narrow(0, low - cursor, high - low)
+        cursor += part.numel()
+
+
+def _refuse_differences(view: CheckpointView, missing: set[str], unexpected: set[str]) -> None:
+    problems = []
+    if missing:
+        problems.append(f"lacks {_list(missing)}, which the model has")
+    if unexpected:
+        problems.append(f"holds {_list(unexpected)}, which the model does not have")
+    if problems:
+        raise CheckpointError(
+            view.folder.path,
+            " and ".join(problems),
+            "build the model that was saved, or load with load_module_strict=False",
+        )
+
+
+def _list(names: set[str]) -> str:
+    shown = ", ".join(repr(name) for name in sorted(names)[:_MANY])
+    return shown + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+
+
+def _other_shape(view: CheckpointView, name: str, have: tuple[int, ...], want: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(
+        view.folder.path,
+        f"{name!r} has the shape {have} there and {want} in the model",
+        "build the model that was saved",
+    )
+
+
+def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
+    """The saved group of each of ours: the one that holds its first parameter."""
+    if not view.groups:
+        raise CheckpointError(
+            view.folder.path,
+            "holds no optimizer state that can be assigned to parameters",
+            "load with load_optimizer_states=False to take the weights alone",
+        )
+    holder = {name: group for group in view.groups for name in group.names}
+    names, updater = subject.names, subject.assembly.optimizer.updater
+    found: list[Group | None] = []
+    for members, options in zip(subject.assembly.members, subject.assembly.optimizer.param_groups, strict=True):
+        group = next((holder[names[index]] for index in members if names[index] in holder), None)
+        if group is None:
+            logger.warning("%s: no state for the parameters of one optimizer group; it starts anew", view.folder.path)
+        wanted = updater.state_names(options)
+        if wanted and view.states() and not set(wanted) & set(view.states()):
+            raise CheckpointError(
+                view.folder.path,
+                f"holds the optimizer states {', '.join(view.states())}; {type(updater.optimizer).__name__} has "
+                f"{', '.join(wanted)}",
+                "continue with the optimizer that was saved, or load with load_optimizer_states=False",
+            )
+        found.append(group)
+    return found
+
+
+def _write_unsharded(subject: Subject, plan: LoadPlan) -> None:
+    own_buffers = dict(persistent_buffers(subject.module))
+    for name, value in plan.buffers.items():
+        own_buffers[name].copy_(value)
+    frozen = subject.frozen()
+    for name, parts in plan.frozen.items():
+        _write_frozen(frozen[name], parts)
+
+
+def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
+    handle = of(parameter)
+    if handle is None:
+        _fill(parameter.detach().view(-1), parts(0, parameter.numel()))
+    elif handle.is_available:
+        whole = torch.empty(handle.numel, dtype=handle.shard.dtype, device=handle.shard.device)
+        _fill(whole, parts(0, handle.numel))
+        handle.write(whole.view(handle.shape))
+    else:
+        chunk = chunk_numel(handle.numel, handle.collectives.world)
+        start = min(handle.collectives.rank * chunk, handle.numel)
+        stop = min(start + chunk, handle.numel)
+        _fill(handle.shard.narrow(0, 0, stop - start), parts(start, stop))
+
+
+def _fill(target: Tensor, parts: Iterator[Tensor]) -> None:
+    cursor = 0
+    for part in parts:
+        target.narrow(0, cursor, part.numel()).copy_(part)
+        cursor += part.numel()
+    assert cursor == target.numel(), f"{cursor} of {target.numel()} elements"
+
+
+def _write_masters(shard: MasterShard, plan: LoadPlan) -> None:
+    for piece in shard.pieces:
+        parts = plan.weights.get(piece.parameter)
+        if parts is not None:
+            target = shard.master.narrow(0, piece.in_shard, piece.numel)
+            _fill(target, parts(piece.in_parameter, piece.in_parameter + piece.numel))
+    if shard.narrow is not None:
+        shard.narrow.copy_(shard.master)
+
+
+def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
+    updater, names, view = subject.assembly.optimizer.updater, subject.names, plan.view
+    steps: dict[int, int] = {}
+    for shard in updater.shards:
+        group = plan.groups[shard.group]
+        if group is None:
+            continue
+        common = group.scalars.get(ds.STEP)
+        if common is not None:
+            steps.update({p.parameter: int(view.steps.get(names[p.parameter], common)) for p in shard.pieces})
+        _write_shard_state(subject, shard, group, view, steps)
+    for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
+        if group is not None:
+            _write_options(options, group.options)
+    if type(updater.optimizer).__module__.startswith("torch.optim"):
+        updater.optimizer.__setstate__({})  # turns plain numbers into the tensors that this class wants
+    updater.state_replaced()
+    if steps:
+        updater.restore_steps(steps)
+
+
+def _write_shard_state(
+    subject: Subject, shard: MasterShard, group: Group, view: CheckpointView, steps: Mapping[int, int]
+) -> None:
+    optimizer, names = subject.assembly.optimizer.updater.optimizer, subject.names
+    options = subject.assembly.optimizer.param_groups[shard.group]
+    wanted = subject.assembly.optimizer.updater.state_names(options)
+    kinds = [kind for kind in view.states() if wanted is None or kind in wanted]
+    for tensor in shard.tensors:
+        state: dict[str, Any] = {}
+        inside = [piece for piece in shard.pieces if tensor.interval.start <= piece.in_shard < tensor.interval.stop]
+        for kind in kinds:
+            value = torch.zeros_like(tensor.parameter, memory_format=torch.contiguous_format)
+            flat = value.view(-1)
+            for piece in inside:
+                name = names[piece.parameter]
+                if name in view.indices:
+                    target = flat.narrow(0, piece.in_shard - tensor.interval.start, piece.numel)
+                    view.read_into(target, name, kind, piece.in_parameter)
+            state[kind] = value
+        if kinds or group.scalars:
+            state.update(group.scalars)
+        if ds.STEP in state:
+            state[ds.STEP] = float(max((steps.get(piece.parameter, 0) for piece in inside), default=0))
+        if state:
+            state = {key: torch.tensor(value) if key == ds.STEP else value for key, value in state.items()}
+            optimizer.state[tensor.parameter] = state
+
+
+def _write_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Hyper-parameters of a group, in place: schedulers hold on to the dictionary."""
+    for key, value in saved.items():
+        if key not in options or key == ds.PARAMS:
+            continue
+        if isinstance(options[key], Tensor):
+            options[key].fill_(value)
+        elif isinstance(options[key], tuple) and isinstance(value, list):
+            options[key] = tuple(value)
+        else:
+            options[key] = value

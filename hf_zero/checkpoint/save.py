@@ -1,0 +1,245 @@
+"""Saving: this rank's files of a checkpoint, in DeepSpeed's layout, from a live training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.exchange import Exchange, Placed, join
+from hf_zero.checkpoint.shard_states import GroupSummary, ShardState, buffers_of, read_shards, summarise
+from hf_zero.checkpoint.states import (
+    GroupState,
+    ModelWeights,
+    OptimizerPart,
+    Partition,
+    RunState,
+    model_states,
+    optimizer_states_0,
+    optimizer_states_1_2,
+    optimizer_states_3,
+    ours,
+)
+from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.subject import Subject
+from hf_zero.layout.memory import extents_in_memory
+from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
+from hf_zero.layout.reshard import Extent, reshard
+from hf_zero.zero.consolidate import persistent_buffers, state_dict_order
+from hf_zero.zero.sharded_parameter import cut_chunk, of
+
+
+@torch.no_grad()
+def files_of(
+    subject: Subject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool = False
+) -> dict[str, Any]:
+    """This rank's files, name -> content; tensors are still where training keeps them. Collective.
+
+    Args:
+        writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
+    """
+    subject.assembly.store.adopt_edits()
+    collected = _Collected.of(subject)
+    weights = _weights(subject, exclude_frozen=exclude_frozen)
+    if subject.stage == 0:
+        return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
+    if subject.stage == 3:
+        return _stage_3(subject, run, collected, weights)
+    return _stages_1_2(subject, run, collected, weights, writes_shared_file=writes_shared_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """States of this rank's shards, and what all ranks know of the groups."""
+
+    states: Sequence[ShardState]
+    groups: Sequence[GroupSummary]
+
+    @classmethod
+    def of(cls, subject: Subject) -> _Collected:
+        updater = subject.assembly.optimizer.updater
+        states = read_shards(updater)
+        return cls(states, summarise(updater, states, len(subject.assembly.members), subject.collectives))
+
+    def part(self, subject: Subject) -> OptimizerPart:
+        """What the groups of all files share."""
+        names = subject.names
+        steps = {}
+        for group in self.groups:
+            common = group.scalars.get(ds.STEP, 0)
+            steps.update({names[index]: seen for index, seen in group.steps.items() if seen != common})
+        return OptimizerPart(
+            options=[
+                {key: value for key, value in group.items() if key != ds.PARAMS}
+                for group in subject.assembly.optimizer.param_groups
+            ],
+            overflow=subject.assembly.optimizer.overflow,
+            clip_grad=subject.clip_norm,
+            scaler=subject.scaler,
+            steps=steps,
+        )
+
+    def kinds(self) -> dict[str, torch.dtype]:
+        """All kinds of state of any group, in an order that all ranks share."""
+        found: dict[str, torch.dtype] = {}
+        for group in self.groups:
+            for kind, dtype in group.kinds.items():
+                found[kind] = torch.promote_types(found.get(kind, dtype), dtype)
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One flat tensor of a file: its optimizer group, and its length as master and as moment."""
+
+    group: int
+    master_numel: int
+    moment_numel: int
+
+
+def _group_states(
+    subject: Subject, collected: _Collected, targets: Sequence[_Target], wanted: Sequence[Extent]
+) -> list[GroupState]:
+    """Fill the targets of this rank from the shards of all. Collective.
+
+    Args:
+        wanted: what lies where in the targets of all ranks; buffers are numbered as `targets`.
+    """
+    assembly, collectives = subject.assembly, subject.collectives
+    sharded = assembly.optimizer.sharding.shards_optimizer
+    layout = assembly.store.layout
+    source = [e for rank in range(collectives.world) for e in extents_in_memory(layout, rank, sharded=sharded)]
+    exchange = Exchange(reshard(source, wanted), collectives)
+    shards = assembly.optimizer.shards
+    wide = torch.float32
+    for shard in shards:
+        wide = torch.promote_types(wide, shard.master.dtype)
+    masters = _joined(exchange.fill([s.master.to(wide) for s in shards]), [t.master_numel for t in targets], wide)
+    moments: list[dict[str, Streamed]] = [{} for _ in targets]
+    for kind, dtype in collected.kinds().items():
+        placed = exchange.fill(buffers_of(kind, dtype, shards, collected.states))
+        flats = _joined(placed, [target.moment_numel for target in targets], dtype)
+        for target, mine, flat in zip(targets, moments, flats, strict=True):
+            if kind in collected.groups[target.group].kinds:
+                mine[kind] = flat
+    return [
+        GroupState(master, mine, _scalars(subject, collected.groups[target.group].scalars))
+        for target, master, mine in zip(targets, masters, moments, strict=True)
+    ]
+
+
+def _scalars(subject: Subject, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Counters in the form of the optimizer: torch's own keep them as tensors, DeepSpeed's (and ours) as numbers.
+
+    DeepSpeed hands them on as they are when it converts a checkpoint to its universal form.
+    """
+    optimizer = subject.assembly.optimizer.updater.optimizer
+    if ds.STEP not in scalars or not type(optimizer).__module__.startswith("torch.optim"):
+        return dict(scalars)
+    return {**scalars, ds.STEP: torch.tensor(float(scalars[ds.STEP]))}
+
+
+def _joined(placed: Mapping[int, Sequence[Placed]], lengths: Sequence[int], dtype: torch.dtype) -> list[Streamed]:
+    return [join(placed.get(number, ()), numel, dtype) for number, numel in enumerate(lengths)]
+
+
+def _members(subject: Subject) -> list[tuple[Member, ...]]:
+    specs = subject.assembly.store.layout.specs
+    return [tuple(Member(index, specs[index].numel) for index in group) for group in subject.assembly.members]
+
+
+def _stages_1_2(
+    subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights, *, writes_shared_file: bool
+) -> dict[str, Any]:
+    rank, world, names = subject.collectives.rank, subject.collectives.world, subject.names
+    orders = [round_robin(m, world) if subject.round_robin else m for m in _members(subject)]
+    lines = [GroupPartition(members, world) for members in orders]
+    targets = [
+        _Target(group, line.partition_numel - line.padding(rank), line.partition_numel)
+        for group, line in enumerate(lines)
+    ]
+    wanted = [e for r in range(world) for group, line in enumerate(lines) for e in line.extents(r, group)]
+    groups = _group_states(subject, collected, targets, wanted)
+    partitions = [Partition(tuple(names[m.parameter] for m in line.members), line) for line in lines]
+    part = collected.part(subject)
+    files = {ds.optimizer_file(rank, bf16=subject.bf16): optimizer_states_1_2(run, rank, part, partitions, groups)}
+    if writes_shared_file:
+        shapes = subject.shapes
+        in_order = [{names[m.parameter]: shapes[m.parameter] for m in line.members} for line in lines]
+        files[ds.model_file(rank, subject.stage)] = model_states(run, weights, in_order)
+    return files
+
+
+def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
+    rank, world, names, shapes = subject.collectives.rank, subject.collectives.world, subject.names, subject.shapes
+    subs: list[SubGroup] = []
+    targets: list[_Target] = []
+    numbers: list[list[int]] = []
+    for group, members in enumerate(_members(subject)):
+        mine = sub_groups(members, world, max(1, subject.sub_group_numel))
+        numbers.append(list(range(len(subs), len(subs) + len(mine))))
+        subs += mine
+        targets += [_Target(group, sub.numel, sub.numel) for sub in mine]
+    wanted = [e for r in range(world) for number, sub in enumerate(subs) for e in sub.extents(r, number)]
+    groups = _group_states(subject, collected, targets, wanted)
+    in_order = [{names[m.parameter]: shapes[m.parameter] for m in sub.members} for sub in subs]
+    return {
+        ds.optimizer_file(rank, bf16=subject.bf16): optimizer_states_3(run, collected.part(subject), numbers, groups),
+        ds.model_file(rank, 3): model_states(run, weights, in_order),
+    }
+
+
+def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
+    """Every rank holds everything, and one writes it: nothing travels."""
+    shards, names, shapes = subject.assembly.optimizer.shards, subject.names, subject.shapes
+    states: dict[str, GroupState] = {}
+    for shard, state in zip(shards, collected.states, strict=True):
+        group = collected.groups[shard.group]
+        for piece in shard.pieces:
+            name, shape = names[piece.parameter], shapes[piece.parameter]
+            moments = {
+                kind: tensor.narrow(0, piece.in_shard, piece.numel).view(shape)
+                for kind, tensor in state.moments.items()
+            }
+            scalars = {**state.scalars}
+            if piece.parameter in group.steps:
+                scalars[ds.STEP] = group.steps[piece.parameter]
+            master = shard.master.narrow(0, piece.in_shard, piece.numel).view(shape)
+            states[name] = GroupState(master, moments, _scalars(subject, scalars))
+    has_masters = any(shard.narrow is not None for shard in shards)
+    part, in_order = collected.part(subject), subject.group_shapes()
+    optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
+    return {ds.model_file(0, 0): {**model_states(run, weights, in_order, optimizer), ds.HF_ZERO: ours(part)}}
+
+
+def _weights(subject: Subject, *, exclude_frozen: bool) -> ModelWeights:
+    frozen, aliases = subject.frozen(), subject.aliases()
+    dropped = {*frozen, *(alias for alias, owner in aliases.items() if owner in frozen)} if exclude_frozen else set()
+    buffers = dict(persistent_buffers(subject.module))
+    sharded = subject.stage == 3
+    parameters: dict[str, Tensor] = {
+        name: torch.empty(0, dtype=parameter.dtype) if sharded else parameter.detach()
+        for name, parameter in subject.module.named_parameters(remove_duplicate=False)
+    }
+    known = {**parameters, **buffers}
+    module = {name: known[name] for name in state_dict_order(subject.module) if name in known and name not in dropped}
+    rank, world = subject.collectives.rank, subject.collectives.world
+    return ModelWeights(
+        module=module,
+        buffer_names=[name for name in module if name in buffers],
+        shared={} if sharded and rank else aliases,
+        frozen_shapes={name: tuple(parameter.shape) for name, parameter in frozen.items()},
+        frozen=None
+        if exclude_frozen
+        else {name: _fragment(p, rank, world) if sharded else p.detach() for name, p in frozen.items()},
+    )
+
+
+def _fragment(parameter: torch.nn.Parameter, rank: int, world: int) -> Tensor:
+    """This rank's chunk of a frozen parameter of stage 3."""
+    handle = of(parameter)
+    return handle.shard if handle is not None else cut_chunk(parameter.detach(), rank, world)

@@ -1,0 +1,160 @@
+"""What the engine calls: save a live training under a tag, load a checkpoint into it. Both are collective."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.background import BackgroundSave, in_host_memory
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.folder import Folder, list_files, tag_in_latest
+from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
+from hf_zero.checkpoint.opening import view_of
+from hf_zero.checkpoint.save import files_of
+from hf_zero.checkpoint.states import RunState
+from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
+from hf_zero.checkpoint.verify import check_together, name_alternative, together
+from hf_zero.checkpoint.view import CheckpointView
+from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
+from hf_zero.config.checkpoint_policy import CheckpointPolicy
+from hf_zero.log import logger
+
+Directory = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Arguments of one save."""
+
+    directory: Directory
+    tag: str
+    save_latest: bool = True
+    exclude_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """Arguments of one load."""
+
+    directory: Directory
+    tag: str | None = None
+    strict: bool = True
+    optimizer: bool = True
+
+
+def save_checkpoint(
+    subject: Subject, run: RunState, request: SaveRequest, policy: CheckpointPolicy, background: BackgroundSave
+) -> Path:
+    """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
+
+    With `policy.in_background` it returns as soon as everything is copied to host memory.
+
+    Raises:
+        CheckpointError: when it could not be written; earlier checkpoints are as they were.
+    """
+    background.wait()
+    collectives = subject.collectives
+    tag = _common_tag(request.tag, policy, collectives)
+    is_leader = get_local_rank() == 0 if policy.node_local else collectives.rank == 0
+    place = Destination(
+        root=Path(request.directory),
+        tag=tag,
+        is_leader=is_leader,
+        node=node_name(node_local=policy.node_local),
+        save_latest=request.save_latest,
+        adds_script=subject.stage > 0,
+    )
+    with ledger.phase("checkpoint"):
+        files = together(
+            lambda: files_of(subject, run, writes_shared_file=is_leader, exclude_frozen=request.exclude_frozen),
+            collectives,
+        )
+        if policy.in_background:
+            copies, beside = in_host_memory(files), background_collectives()
+            background.start(lambda: _write(place, copies, beside))
+        else:
+            _write(place, files, collectives)
+    return place.final
+
+
+def _write(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
+    write_checkpoint(place, files, collectives)
+    logger.info("checkpoint %s is complete", place.final)
+
+
+def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) -> str:
+    tags = collectives.gather_objects(tag)
+    if len(set(tags)) > 1:
+        problem = f"the ranks name the checkpoint differently: {', '.join(map(repr, tags))}"
+        if policy.tag_validation == "Fail":
+            raise ValueError(f"save_checkpoint(tag=...): {problem} (checkpoint.tag_validation is Fail); give one tag")
+        if policy.tag_validation == "Warn":
+            logger.warning("%s; rank 0's is taken", problem)
+    first = str(tags[0])
+    if not first or first.startswith(("/", ".")) or ".." in first.split("/"):
+        raise ValueError(f"save_checkpoint(tag={first!r}): a tag is the name of a folder inside save_dir")
+    return first
+
+
+def load_checkpoint(subject: Subject, request: LoadRequest, policy: CheckpointPolicy) -> CheckpointView | None:
+    """Load a checkpoint of any stage, world size and writer; None (and a warning) where there is none.
+
+    Raises:
+        CheckpointError: on all ranks, naming the file that is missing, damaged or does not fit; nothing has changed.
+    """
+    collectives, root = subject.collectives, Path(request.directory)
+    if collectives.rank == 0:
+        for leftover in leftovers(root):
+            logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)
+    tag = request.tag or together(lambda: _latest(root, policy), collectives)
+    if tag is None:
+        logger.warning("%s has no file %r: nothing is loaded. Name a tag to load without it.", root, ds.LATEST)
+        return None
+    with ledger.phase("checkpoint"):
+        try:
+            folder = together(lambda: list_files(root / str(tag), str(tag)), collectives)
+            check_together(folder, collectives)
+            plan = together(lambda: _plan(subject, folder, request), collectives)
+        except CheckpointError as error:
+            raise name_alternative(error, root, str(tag), collectives) from error
+        apply(subject, plan)
+    logger.info("checkpoint %s (stage %d, %d ranks) is loaded", folder.path, plan.view.stage, plan.view.world)
+    return plan.view
+
+
+def _latest(root: Path, policy: CheckpointPolicy) -> str | None:
+    universal = root / ds.LATEST_UNIVERSAL
+    if policy.load_universal and universal.is_file():
+        return tag_in_latest(root, universal.name)
+    return tag_in_latest(root)
+
+
+def _plan(subject: Subject, folder: Folder, request: LoadRequest) -> LoadPlan:
+    view = view_of(folder, subject.group_shapes())
+    return plan_load(subject, view, strict=request.strict, with_optimizer=request.optimizer)
+
+
+def scheduler_state(view: CheckpointView) -> Mapping[str, Any] | None:
+    """The saved state of the learning-rate schedule."""
+    found = view.meta.get(ds.LR_SCHEDULER)
+    return found if isinstance(found, Mapping) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Where the saved training stood."""
+
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+
+    @classmethod
+    def of(cls, view: CheckpointView, train_batch_size: int) -> Counters:
+        steps = int(view.meta.get(ds.GLOBAL_STEPS, 0))
+        samples = int(view.meta.get(ds.GLOBAL_SAMPLES, steps * train_batch_size))
+        return cls(steps, int(view.meta.get(ds.SKIPPED_STEPS, 0)), samples)

@@ -1,0 +1,123 @@
+"""The optimizer's state of this rank, shard by shard: read for saving, put back when loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.deepspeed_format import STEP
+from hf_zero.checkpoint.plain import plain
+from hf_zero.checkpoint.state_dicts import COUNTERS
+from hf_zero.comm import Collectives
+from hf_zero.optim import MasterShard, Updater
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """State of one master shard: per element as 1-D tensors as long as the shard, and single values."""
+
+    moments: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class GroupSummary:
+    """What all ranks together know of one optimizer group.
+
+    Attributes:
+        kinds: names of the states per element, with their dtypes.
+        scalars: single values, from the shard that has seen most updates.
+        steps: updates seen, by parameter (index of the layout).
+    """
+
+    kinds: dict[str, torch.dtype] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: GroupSummary) -> None:
+        for kind, dtype in other.kinds.items():
+            self.kinds[kind] = torch.promote_types(self.kinds.get(kind, dtype), dtype)
+        if other.scalars.get(STEP, 0) >= self.scalars.get(STEP, 0) and other.scalars:
+            self.scalars = other.scalars
+        for parameter, steps in other.steps.items():
+            self.steps[parameter] = max(steps, self.steps.get(parameter, 0))
+
+
+def read_shards(updater: Updater) -> list[ShardState]:
+    """State of every shard of this rank.
+
+    Raises:
+        RuntimeError: for an optimizer that keeps states of other shapes than its parameters'.
+    """
+    return [_read(updater.optimizer, shard) for shard in updater.shards]
+
+
+def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
+    moments: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for tensor in shard.tensors:
+        for kind, value in optimizer.state.get(tensor.parameter, {}).items():
+            if is_per_element(kind, value, tensor.parameter):
+                flat = value.detach().reshape(-1)
+                if tensor.interval.numel == shard.master.numel():
+                    moments[kind] = flat
+                else:
+                    whole = moments.setdefault(kind, torch.zeros_like(shard.master, dtype=value.dtype))
+                    whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
+            elif isinstance(value, Tensor) and value.numel() != 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} keeps a state {kind!r} of shape {tuple(value.shape)} for a parameter "
+                    f"of shape {tuple(tensor.parameter.shape)}; checkpoints hold states of one value per element only. "
+                    "Save the weights alone (save_only_model, save_16bit_model), or use another optimizer."
+                )
+            else:
+                found = value.item() if isinstance(value, Tensor) else plain(value)
+                scalars[kind] = max(found, scalars.get(kind, found)) if kind == STEP else found
+    return ShardState(moments, scalars)
+
+
+def is_per_element(kind: str, value: Any, parameter: Tensor) -> bool:
+    """Whether a state holds one value per element of its parameter."""
+    return (
+        isinstance(value, Tensor)
+        and value.numel() == parameter.numel()
+        and kind not in COUNTERS
+        and (value.ndim > 0 or parameter.ndim == 0)
+    )
+
+
+def summarise(
+    updater: Updater, states: Sequence[ShardState], num_groups: int, collectives: Collectives
+) -> list[GroupSummary]:
+    """What all ranks together know, by optimizer group. Collective."""
+    mine = [GroupSummary() for _ in range(num_groups)]
+    counted = updater.parameter_steps()
+    for shard, state in zip(updater.shards, states, strict=True):
+        kinds = {kind: tensor.dtype for kind, tensor in state.moments.items()}
+        steps = {}
+        if STEP in state.scalars:
+            steps = {p.parameter: counted.get(p.parameter, int(state.scalars[STEP])) for p in shard.pieces}
+        mine[shard.group].add(GroupSummary(kinds, dict(state.scalars), steps))
+    total = [GroupSummary() for _ in range(num_groups)]
+    for theirs in collectives.gather_objects(mine):
+        assert isinstance(theirs, list)
+        for group, other in zip(total, theirs, strict=True):
+            group.add(other)
+    return total
+
+
+def buffers_of(
+    kind: str, dtype: torch.dtype, shards: Sequence[MasterShard], states: Sequence[ShardState]
+) -> list[Tensor]:
+    """One kind of state of all shards; where there is none yet, zeros without memory."""
+    found = []
+    for shard, state in zip(shards, states, strict=True):
+        value = state.moments.get(kind)
+        if value is None:
+            value = torch.zeros(1, dtype=dtype, device=shard.master.device).expand(shard.master.numel())
+        found.append(value.to(dtype))
+    return found

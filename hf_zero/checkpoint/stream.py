@@ -1,0 +1,147 @@
+"""Tensors on their way to a file: made of parts, cast chunk by chunk, written from a few threads at known offsets."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint import crc
+
+CHUNK_BYTES = 4 << 20  # what one thread holds while it casts
+NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A tensor as it will stand in a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
+
+    The parts stay where they are (mapped files, flat buffers, a GPU) until their bytes are written.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        have = sum(part.numel() for part in self.parts)
+        assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The elements in order, as contiguous 1-D CPU tensors of at most CHUNK_BYTES."""
+        limit = max(1, CHUNK_BYTES // self.dtype.itemsize)
+        for part in self.parts:
+            for chunk in part.detach().split(limit) if part.numel() else ():
+                yield chunk.to(device="cpu", dtype=self.dtype).contiguous()
+
+    def materialise(self) -> Tensor:
+        """The whole tensor in memory."""
+        whole = torch.empty(self.numel, dtype=self.dtype)
+        cursor = 0
+        for chunk in self.chunks():
+            whole[cursor : cursor + chunk.numel()] = chunk
+            cursor += chunk.numel()
+        return whole.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Awaited:
+    """A tensor whose bytes come later, in any order; its place in the file is known already."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def streamed(tensor: Tensor, dtype: torch.dtype | None = None) -> Streamed:
+    """`tensor` itself as one part."""
+    return Streamed(dtype or tensor.dtype, tuple(tensor.shape), (tensor.detach().reshape(-1),))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes with a place in the file."""
+
+    offset: int
+    content: Streamed | Awaited | bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.num_bytes
+
+
+def write_records(file: int, records: Sequence[Record], progress: Callable[[int], None] | None = None) -> list[int]:
+    """Write all records to the open descriptor `file`; returns their CRC-32s in order.
+
+    `progress` is called with every number of bytes written, from any thread.
+    """
+
+    def write(record: Record) -> int:
+        return _write_record(file, record, progress)
+
+    if len(records) < 2 or sum(record.num_bytes for record in records) < CHUNK_BYTES:
+        return [write(record) for record in records]
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_write") as pool:
+        return list(pool.map(write, records))
+
+
+def _write_record(file: int, record: Record, progress: Callable[[int], None] | None) -> int:
+    checksum, offset = 0, record.offset
+    for block in _blocks(record.content):
+        checksum = zlib.crc32(block, checksum)
+        write_at(file, block, offset)
+        offset += len(block)
+        if progress is not None:
+            progress(len(block))
+    return checksum
+
+
+def _blocks(content: Streamed | Awaited | bytes) -> Iterator[memoryview]:
+    if isinstance(content, bytes):
+        yield memoryview(content)
+        return
+    assert isinstance(content, Streamed), "bytes that have not come cannot be written"
+    for chunk in content.chunks():
+        yield chunk.view(torch.uint8).numpy().data
+
+
+def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
+    """All of `block`, however often the system has to be asked."""
+    rest = memoryview(block)
+    while rest:
+        done = os.pwrite(file, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> int:
+    """CRC-32 of the file that `records` fill; gaps between them are zero bytes."""
+    total, cursor = 0, 0
+    for record, checksum in sorted(zip(records, checksums, strict=True), key=lambda pair: pair[0].offset):
+        gap = record.offset - cursor
+        assert gap >= 0, "records overlap"
+        if gap:
+            total = crc.combine(total, zlib.crc32(bytes(gap)), gap)
+        total = crc.combine(total, checksum, record.num_bytes)
+        cursor = record.offset + record.num_bytes
+    return total

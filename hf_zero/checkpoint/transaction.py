@@ -1,0 +1,166 @@
+"""Writes a checkpoint so that every earlier one survives whatever happens: write aside, fsync, rename, `latest` last.
+
+    1  the leader makes  root/.TAG.partial                                    everybody waits
+    2  every rank writes its files there, fsynced                             everybody reports: files or an error
+    3  the leader adds the manifest, renames the folder to root/TAG
+    4  the leader replaces  root/latest                                       everybody learns that it is done
+
+A kill at any moment leaves an old `latest` that names a whole folder, and at most one folder that begins with a dot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.durable import PARTIAL, Written, sync_folder, write_small
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.manifest import write_manifest
+from hf_zero.checkpoint.script import ZERO_TO_FP32
+from hf_zero.checkpoint.torch_file import write_torch_file
+from hf_zero.comm import Collectives
+from hf_zero.log import logger
+
+_REPLACED = ".replaced"
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
+_HERE = -100  # AT_FDCWD
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a checkpoint goes.
+
+    Attributes:
+        is_leader: whether this rank makes folders and renames them: rank 0, or one rank per node under
+            `use_node_local_storage`.
+        node: equal for ranks that share a folder.
+        save_latest: whether `latest` shall name this checkpoint.
+        adds_script: whether a zero_to_fp32.py goes beside it.
+    """
+
+    root: Path
+    tag: str
+    is_leader: bool
+    node: str
+    save_latest: bool
+    adds_script: bool
+
+    @property
+    def final(self) -> Path:
+        return self.root / self.tag
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_name(f".{self.final.name}{PARTIAL}")
+
+
+def node_name(*, node_local: bool) -> str:
+    """What ranks that share a folder have in common."""
+    return socket.gethostname() if node_local else ""
+
+
+def write_checkpoint(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
+    """Write this rank's `files` (name -> content) as its part of one checkpoint. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when it failed on any; the folder of the tag is then as it was before.
+    """
+    _all_or_nothing(place, collectives, "make the folder", lambda: _prepare(place))
+    reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(place, files))
+    _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, reports))
+
+
+def _all_or_nothing(
+    place: Destination, collectives: Collectives, what: str, act: Callable[[], Any]
+) -> list[tuple[str, Any]]:
+    """Run `act` on every rank and wait for all; returns (node, result) of every rank."""
+    problem, result = "", None
+    try:
+        result = act()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    outcomes: Sequence[Any] = collectives.gather_objects((place.node, result, problem))
+    failed = [(rank, text) for rank, (_, _, text) in enumerate(outcomes) if text]
+    if failed:
+        if place.is_leader:
+            shutil.rmtree(place.partial, ignore_errors=True)
+        rank, text = failed[0]
+        raise CheckpointError(
+            place.final,
+            f"was not written: rank {rank} could not {what} ({text})",
+            "free disk space or give a folder that can be written to; earlier checkpoints are untouched",
+        )
+    return [(node, value) for node, value, _ in outcomes]
+
+
+def _prepare(place: Destination) -> None:
+    if not place.is_leader:
+        return
+    place.final.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in leftovers(place.root):
+        logger.warning("%s is left of a save that did not end; it is not a checkpoint and can be deleted", leftover)
+    shutil.rmtree(place.partial, ignore_errors=True)
+    place.partial.mkdir()
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Folders of saves that were killed."""
+    return sorted(root.glob(f".*{PARTIAL}")) if root.is_dir() else []
+
+
+def _write_files(place: Destination, files: Mapping[str, Any]) -> list[Written]:
+    return [write_torch_file(place.partial / name, content) for name, content in files.items()]
+
+
+def _finish(place: Destination, reports: Sequence[tuple[str, list[Written]]]) -> None:
+    if not place.is_leader:
+        return
+    write_manifest(place.partial, [file for node, files in reports if node == place.node for file in files])
+    sync_folder(place.partial)
+    move_into_place(place.partial, place.final)
+    if place.adds_script:
+        _add_script(place.root)
+    if place.save_latest:
+        write_small(place.root / ds.LATEST, place.tag.encode())
+
+
+def move_into_place(new: Path, final: Path) -> None:
+    """Give `new` its name; a folder that has it already is exchanged in one step where the system can, then removed."""
+    if not final.exists():
+        new.rename(final)
+    elif _exchange(new, final):
+        sync_folder(final.parent)
+        shutil.rmtree(new)
+    else:
+        old = final.with_name(f".{final.name}{_REPLACED}{PARTIAL}")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        new.rename(final)
+        sync_folder(final.parent)
+        shutil.rmtree(old)
+    sync_folder(final.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one system call; False where there is no such call."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return bool(call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), ctypes.c_uint(_EXCHANGE)) == 0)
+
+
+def _add_script(root: Path) -> None:
+    source = ZERO_TO_FP32.encode()
+    path = root / ds.SCRIPT
+    if not path.is_file() or path.read_bytes() != source:
+        write_small(path, source)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

@@ -1,0 +1,135 @@
+"""Any checkpoint as what it means: parameters, each an interval line that can be read anywhere without the rest."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.folder import Folder
+from hf_zero.checkpoint.stream import Streamed
+from hf_zero.layout.reshard import Extent
+
+MASTER = "fp32"
+"""Name of the state that is the weight itself, in update precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One optimizer group: its parameters in the order of the file, its hyper-parameters, its counters."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Where one whole tensor lies: 1-D parts that follow one another, in `shape`."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype if self.parts else torch.float32
+
+    def to_stream(self, dtype: torch.dtype | None = None) -> Streamed:
+        return Streamed(dtype or self.dtype, self.shape, self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """All state of one kind of all trainable parameters: extents of elements in mapped tensors."""
+
+    extents: Mapping[int, Sequence[Extent]]  # by parameter, in order
+    buffers: Mapping[tuple[int, int], Tensor]  # by (rank, buffer)
+
+    def parts(self, parameter: int, start: int, stop: int) -> list[Tensor]:
+        """Views of the elements [start, stop) of one parameter, in order."""
+        found = []
+        for extent in self.extents[parameter]:
+            low, high = max(start, extent.start), min(stop, extent.stop)
+            if low < high:
+                buffer = self.buffers[extent.rank, extent.buffer]
+                found.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    """A checkpoint of any stage, world size and writer. Tensors are views of memory-mapped files.
+
+    Attributes:
+        stage: 0 to 3.
+        world: number of ranks that wrote it.
+        shapes: trainable parameters, in the order of the groups.
+        frozen: parameters that were not trained, whole.
+        buffers: persistent buffers by name.
+        aliases: second names of tied parameters -> the name that holds the weights.
+        groups: optimizer groups; empty when the checkpoint holds no optimizer.
+        lines: state kind ("fp32", "exp_avg", ...) -> where its elements lie.
+        steps: updates seen by a parameter, where they differ from the group's counter.
+        meta: everything in the model file but the weights.
+        scaler: state of the loss scaler as plain values; empty when there was none.
+    """
+
+    folder: Folder
+    stage: int
+    world: int
+    shapes: Mapping[str, tuple[int, ...]]
+    frozen: Mapping[str, Pieces]
+    buffers: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    groups: tuple[Group, ...]
+    lines: Mapping[str, Line]
+    meta: Mapping[str, Any]
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
+    indices: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "indices", {name: index for index, name in enumerate(self.shapes)})
+
+    def states(self) -> tuple[str, ...]:
+        """Kinds of state beside the weights."""
+        return tuple(kind for kind in self.lines if kind != MASTER)
+
+    def read(self, name: str, state: str = MASTER, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of one parameter's state, 1-D, in memory."""
+        stop = math.prod(self.shapes[name]) if stop is None else stop
+        parts = self.lines[state].parts(self.indices[name], start, stop)
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def read_into(self, target: Tensor, name: str, state: str = MASTER, start: int = 0) -> None:
+        """Fill the 1-D `target` from element `start` on."""
+        cursor = 0
+        for part in self.lines[state].parts(self.indices[name], start, start + target.numel()):
+            target.narrow(0, cursor, part.numel()).copy_(part)
+            cursor += part.numel()
+        assert cursor == target.numel(), f"{name}: {cursor} of {target.numel()} elements"
+
+    def master(self, name: str) -> Pieces:
+        """A trainable parameter's weights in update precision."""
+        shape = self.shapes[name]
+        return Pieces(tuple(shape), tuple(self.lines[MASTER].parts(self.indices[name], 0, math.prod(shape))))
+
+    def client_state(self) -> dict[str, Any]:
+        """What `load_checkpoint` returns to its caller."""
+        return {key: value for key, value in self.meta.items() if key not in ds.NOT_CLIENT_STATE}
+
+
+def by_parameter(extents: Iterable[Extent]) -> dict[int, list[Extent]]:
+    """Runs of each parameter, in order."""
+    found: dict[int, list[Extent]] = defaultdict(list)
+    for extent in extents:
+        found[extent.parameter].append(extent)
+    for mine in found.values():
+        mine.sort(key=lambda extent: extent.start)
+    return dict(found)

@@ -1,0 +1,79 @@
+"""`python -m hf_zero.zero_to_fp32 CHECKPOINT_DIR OUTPUT`: ordinary weights from a sharded checkpoint, streamed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from hf_zero.checkpoint import CheckpointError, CheckpointView, open_checkpoint
+from hf_zero.checkpoint.consolidate import DTYPES, Target, Weights, weights_of, write_weights
+from hf_zero.checkpoint.fp32 import target_for
+from hf_zero.checkpoint.manifest import check_folder
+from hf_zero.checkpoint.view import MASTER
+
+_OUTPUT = (
+    "OUTPUT ending in .bin or .pt is one torch file, in .safetensors one safetensors file; anything else is a folder "
+    "with shards and an index, as from_pretrained reads it"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    say = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    try:
+        view = open_checkpoint(options.checkpoint_dir, options.tag)
+        if options.verify:
+            check_folder(view.folder.path)
+        target = target_for(view, Path(options.output), options.safetensors, options.max_shard_size)
+        weights = weights_of(view, dtype=DTYPES[options.dtype], exclude_frozen=options.exclude_frozen)
+        _announce(say, view, weights, options)
+        _write_with_progress(weights, target)
+    except (CheckpointError, ValueError, OSError, TypeError) as error:
+        Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"zero_to_fp32: {error}")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hf_zero.zero_to_fp32", description=__doc__, epilog=_OUTPUT)
+    parser.add_argument("checkpoint_dir", help="the folder that holds the checkpoint, such as output/checkpoint-100")
+    parser.add_argument("output", metavar="OUTPUT", help="file or folder to write")
+    parser.add_argument("-t", "--tag", help="which checkpoint in the folder; default: the one that `latest` names")
+    # The spellings with underscores are those of DeepSpeed's script.
+    parser.add_argument("--safetensors", "--safe_serialization", action="store_true", help="shards as safetensors")
+    parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", help="of a folder's shards (5GB)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of all floating tensors (fp32)")
+    parser.add_argument(
+        "--exclude-frozen", "--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out"
+    )
+    parser.add_argument("--verify", action="store_true", help="check the checksums of all files first")
+    parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _announce(say: Console, view: CheckpointView, weights: Weights, options: argparse.Namespace) -> None:
+    say.print(f"Processing zero checkpoint at {view.folder.tag}")
+    say.print(f"Detected checkpoint of type zero stage {view.stage}, world_size: {view.world}")
+    if MASTER not in view.lines or not view.shapes:
+        say.print("It holds no fp32 master weights with names; the model's own weights are written")
+    say.print(f"Saving {options.dtype} state dict to {options.output} (total_numel={weights.num_parameters})")
+
+
+def _write_with_progress(weights: Weights, target: Target) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    screen = Console(stderr=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=screen, transient=True, disable=not screen.is_terminal
+    ) as progress:
+        task = progress.add_task("writing", total=weights.num_bytes)
+        write_weights(weights, target, lambda num_bytes: progress.advance(task, num_bytes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

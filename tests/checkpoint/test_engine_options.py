@@ -1,0 +1,294 @@
+"""What save_checkpoint and load_checkpoint can be asked for, and what they refuse before anything has changed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint import CheckpointError, open_checkpoint
+from hf_zero.engine import ZeroEngine
+from hf_zero.entry import initialize
+from tests.checkpoint.training import new_engine, settings, train
+from tests.support.ranks import RankFailure, run_ranks
+
+
+def weights(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, ZeroEngine]:
+    """A folder with checkpoints of steps 2 and 4, and the engine that wrote them."""
+    engine = new_engine(2, 1)
+    train(engine, 0, 1, range(2))
+    engine.save_checkpoint(str(tmp_path))
+    train(engine, 0, 1, range(2, 4))
+    engine.save_checkpoint(str(tmp_path))
+    return tmp_path, engine
+
+
+def other_engine(stage: int = 2, **sections: Any) -> ZeroEngine:
+    engine = new_engine(stage, 1, seed=7, **sections)
+    train(engine, 0, 1, range(30, 31))
+    return engine
+
+
+def test_weights_without_optimizer_states(saved: tuple[Path, ZeroEngine]) -> None:
+    engine = other_engine()
+    moments = [state["exp_avg"].clone() for state in engine.optimizer.state.values()]
+    engine.load_checkpoint(str(saved[0]), load_optimizer_states=False)
+    assert same(weights(engine), weights(saved[1])) and engine.global_steps == 4
+    kept = [state["exp_avg"] for state in engine.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
+
+
+def test_the_module_alone(saved: tuple[Path, ZeroEngine]) -> None:
+    engine = other_engine()
+    rate = engine.get_lr()
+    engine.load_checkpoint(str(saved[0]), load_module_only=True)
+    assert same(weights(engine), weights(saved[1])) and engine.global_steps == 1 and engine.get_lr() == rate
+
+
+def test_a_tag_chooses_and_latest_can_be_left(saved: tuple[Path, ZeroEngine]) -> None:
+    root, writer = saved
+    writer.save_checkpoint(str(root), tag="kept/aside", save_latest=False, client_state={"epoch": 3})
+    assert (root / "latest").read_text() == "global_step4"
+    engine = other_engine()
+    assert engine.load_checkpoint(str(root), "global_step2")[0] == str(root / "global_step2")
+    assert engine.global_steps == 2
+    state = engine.load_checkpoint(str(root), "kept/aside")[1]
+    assert state is not None and state["epoch"] == 3 and engine.global_steps == 4
+    with pytest.raises(ValueError, match="a tag is the name of a folder inside save_dir"):
+        writer.save_checkpoint(str(root), tag="../escaped")
+
+
+def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
+    new_engine(2, 1).save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    assert open_checkpoint(tmp_path).frozen == {}
+    engine = other_engine()
+    frozen = engine.module.frozen.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"lacks 'frozen.bias', 'frozen.weight', which the model has"):
+        engine.load_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path), load_module_strict=False)
+    assert torch.equal(engine.module.frozen.weight, frozen)
+
+
+class Other(nn.Module):
+    """Shares one name with AwkwardMLP, in another shape, and has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+
+def test_another_model_is_refused_and_stays_as_it_is(saved: tuple[Path, ZeroEngine]) -> None:
+    engine = initialize(model=Other(), config=settings(2, 1))[0]
+    before = weights(engine)
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=r"'head.weight' has the shape \(3, 13\) there and \(3, 4\) in"):
+            engine.load_checkpoint(str(saved[0]), load_module_strict=strict)
+    assert same(before, weights(engine)) and engine.global_steps == 0
+
+
+def test_the_states_of_another_optimizer_are_refused(saved: tuple[Path, ZeroEngine]) -> None:
+    engine = other_engine(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, scheduler={"type": None})
+    with pytest.raises(CheckpointError, match=r"holds the optimizer states exp_avg, exp_avg_sq; SGD has momentum_buf"):
+        engine.load_checkpoint(str(saved[0]))
+    engine.load_checkpoint(str(saved[0]), load_optimizer_states=False)
+
+
+@pytest.mark.parametrize("kind", ["Lion", "Lamb", "Adagrad", "SGD", "RMSprop", "RAdam"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_other_optimizers_resume_to_the_bit(kind: str, stage: int, tmp_path: Path) -> None:
+    params = {"lr": 1e-2, **({"momentum": 0.9} if kind in ("SGD", "RMSprop") else {})}
+    sections = {"optimizer": {"type": kind, "params": params}, "scheduler": {"type": None}}
+    engine = new_engine(stage, 1, **sections)
+    train(engine, 0, 1, range(3))
+    engine.save_checkpoint(str(tmp_path))
+    resumed = other_engine(stage, **sections)
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, 0, 1, range(3, 6)) == train(engine, 0, 1, range(3, 6))
+
+
+def test_fp16_continues_with_its_scale(tmp_path: Path) -> None:
+    sections = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2, "auto_cast": True}}
+    engine = new_engine(2, 1, **sections)
+    scales = []
+    for step in range(5):
+        if step == 2:
+            engine.save_checkpoint(str(tmp_path))
+        half_precision_steps(engine, range(step, step + 1))
+        scales.append(engine.optimizer.loss_scale)
+    resumed = new_engine(2, 1, seed=5, **sections)
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.optimizer.loss_scale == scales[1]
+    half_precision_steps(resumed, range(2, 5))
+    assert resumed.optimizer.loss_scale == scales[4] != scales[1]
+    assert same(weights(resumed), weights(engine))
+
+
+def half_precision_steps(engine: ZeroEngine, steps: range) -> None:
+    from tests.support.models import mlp_batches
+
+    for step in steps:
+        (batch,) = mlp_batches(1, 12, seed=step)
+        engine.backward(engine(**{key: value.half() for key, value in batch.items()}))
+        engine.step()
+
+
+def test_damage_is_named_with_an_intact_checkpoint_and_nothing_changes(saved: tuple[Path, ZeroEngine]) -> None:
+    root, _ = saved
+    victim = root / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    engine = other_engine()
+    before = weights(engine)
+    with pytest.raises(CheckpointError, match=rf"{victim.name}: differs from its checksum.*\n.*Intact: .*global_step2"):
+        engine.load_checkpoint(str(root))
+    assert same(before, weights(engine)) and engine.global_steps == 1
+    engine.load_checkpoint(str(root), "global_step2")
+    assert engine.global_steps == 2
+
+
+def test_optimizer_files_cost_twelve_bytes_per_parameter(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).bfloat16()
+    engine = initialize(model=model, config={**settings(2, 1), "bf16": {"enabled": True}})[0]
+    engine.backward(engine(torch.ones(12, 512, dtype=torch.bfloat16)).sum())
+    engine.step()
+    engine.save_checkpoint(str(tmp_path))
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*optim_states.pt"))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert 12 * count <= size <= 12 * count + 1_000_000
+
+
+def run_killed_while_saving(rank: int, root: str) -> None:
+    """Rank 1 is gone in the middle of writing its second checkpoint."""
+    engine = new_engine(2, 2)
+    train(engine, rank, 2, range(2))
+    engine.save_checkpoint(root)
+    train(engine, rank, 2, range(2, 3))
+    if rank == 1:
+        original = os.pwrite
+
+        def killed(file: int, block: Any, offset: int) -> int:
+            original(file, bytes(block)[: len(block) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+            return 0
+
+        os.pwrite = killed  # type: ignore[assignment]
+    engine.save_checkpoint(root)
+
+
+def test_a_rank_killed_while_saving_costs_only_that_checkpoint(tmp_path: Path, caplog: Any) -> None:
+    with pytest.raises(RankFailure, match="rank 1"):
+        run_ranks(run_killed_while_saving, 2, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert (tmp_path / ".global_step3.partial").is_dir() and not (tmp_path / "global_step3").exists()
+    engine = other_engine()
+    with caplog.at_level("WARNING", logger="hf_zero"):
+        assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "global_step2")
+    assert ".global_step3.partial is left of a save that did not end; it is ignored" in caplog.text
+
+
+def run_different_tags(rank: int, root: str, rule: str) -> list[str]:
+    engine = new_engine(1, 2, checkpoint={"tag_validation": rule})
+    engine.save_checkpoint(root, tag=f"step-of-{rank}")
+    return sorted(path.name for path in Path(root).iterdir())
+
+
+def test_ranks_that_name_the_tag_differently(tmp_path: Path) -> None:
+    expected = ["latest", "step-of-0", "zero_to_fp32.py"]
+    assert run_ranks(run_different_tags, 2, str(tmp_path), "Warn") == [expected] * 2
+    with pytest.raises(RankFailure, match="'step-of-0', 'step-of-1' .checkpoint.tag_validation is Fail"):
+        run_ranks(run_different_tags, 2, str(tmp_path), "fail")
+
+
+BACKGROUND = {"hf_zero": {"checkpoint": {"async": True}}}
+
+
+def run_background(rank: int, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
+    """Two saves with training beside them; the files must hold what was true when each was asked for."""
+    engine = new_engine(stage, 2, **sections)
+    train(engine, rank, 2, range(3))
+    engine.save_checkpoint(root)
+    train(engine, rank, 2, range(3, 5))
+    engine.save_checkpoint(root)
+    losses = train(engine, rank, 2, range(5, 8))
+    engine.destroy()  # waits
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_save_in_the_background_holds_the_state_of_its_moment(stage: int, tmp_path: Path) -> None:
+    behind, at_once = str(tmp_path / "a"), str(tmp_path / "b")
+    losses = run_ranks(run_background, 2, stage, behind, BACKGROUND)
+    assert losses == run_ranks(run_background, 2, stage, at_once, {})
+    for tag in ("global_step3", "global_step5"):
+        first, second = open_checkpoint(behind, tag), open_checkpoint(at_once, tag)
+        for name in first.shapes:
+            for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(first.read(name, kind), second.read(name, kind)), (tag, name, kind)
+    assert (tmp_path / "a" / "latest").read_text() == "global_step5"
+
+
+def test_a_failure_in_the_background_surfaces_at_the_next_step(tmp_path: Path, monkeypatch: Any) -> None:
+    engine = new_engine(2, 1, **BACKGROUND)
+    train(engine, 0, 1, range(1))
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        engine.save_checkpoint(str(tmp_path))
+        engine._background_save._thread.join()  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="global_step1: was not written: rank 0 could not write its files"):
+        train(engine, 0, 1, range(1, 2))
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    assert open_checkpoint(tmp_path).meta["global_steps"] == 1
+
+
+def run_whole_weights(rank: int, stage: int, root: str) -> bool:
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 20}
+    engine = new_engine(stage, 2, bf16={"enabled": True}, zero_optimization=zero)
+    train(engine, rank, 2, range(2))
+    engine.save_16bit_model(root)
+    expected = engine.module_state_dict()
+    saved = torch.load(Path(root) / "pytorch_model.bin", weights_only=True)
+    assert list(saved) == list(expected) and saved["tie.weight"].data_ptr() == saved["tied.weight"].data_ptr()
+    engine.save_16bit_model(root, "trained.bin", exclude_frozen_parameters=True)
+    trained = torch.load(Path(root) / "trained.bin", weights_only=True)
+    assert set(expected) - set(trained) == {"frozen.weight", "frozen.bias"}
+    return same(saved, expected) and same(trained, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_weights_are_written_as_they_are_gathered(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(run_whole_weights, 2, stage, str(tmp_path)) == [True, True]
+
+
+def run_unwritable(rank: int, root: str) -> None:
+    engine = new_engine(2, 2)
+    blocked = Path(root) / "file"
+    blocked.touch()
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: was not written \((NotADirectory|FileExists)Error"):
+        engine.save_16bit_model(str(blocked))
+    train(engine, rank, 2, range(1))  # nobody is left waiting
+
+
+def test_a_folder_that_cannot_be_written_to_fails_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(run_unwritable, 2, str(tmp_path))

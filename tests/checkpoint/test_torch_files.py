@@ -1,0 +1,162 @@
+"""Torch files as we write and read them: torch agrees, DeepSpeed's classes are inert, strangers are refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_zero.checkpoint import CheckpointError, inert
+from hf_zero.checkpoint.crc import combine
+from hf_zero.checkpoint.safetensors_file import write_safetensors
+from hf_zero.checkpoint.stream import Streamed, streamed
+from hf_zero.checkpoint.torch_file import write_torch_file
+from hf_zero.checkpoint.torch_reader import check_records, read_torch_file
+
+WEIGHT = torch.arange(35.0).view(5, 7)
+
+
+def content() -> dict[str, Any]:
+    return {
+        "weight": WEIGHT,
+        "tied": WEIGHT.detach(),
+        "transposed": WEIGHT.t(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, dtype=torch.bfloat16),
+        "counts": torch.arange(3),
+        "flags": torch.tensor([True, False]),
+        "parts": Streamed(torch.bfloat16, (4, 5), (torch.arange(12.0), torch.arange(8.0))),
+        "shape": torch.Size((2, 3)),
+        "stage": inert.ZeroStageEnum(2),
+        "scaler": inert.DynamicLossScaler(cur_scale=512.0),
+        "slices": [OrderedDict(a=inert.fragment_address(3, 4))],
+        "plain": {"text": "ä", "numbers": [1, 2.5, None, True]},
+    }
+
+
+def test_torch_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    written = write_torch_file(path, content())
+    data = path.read_bytes()
+    assert (written.num_bytes, written.crc32) == (len(data), zlib.crc32(data))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    check_records(path)
+    allowed = [(known, f"{home}.{known.__name__}") for known, home in inert.HOMES.items()]
+    with torch.serialization.safe_globals(allowed):
+        by_torch = [torch.load(path, weights_only=True, mmap=mmap) for mmap in (True, False)]
+    for read in (*by_torch, read_torch_file(path)):
+        expected = content()
+        parts = expected.pop("parts").materialise()
+        assert torch.equal(read.pop("parts"), parts)
+        for key, value in expected.items():
+            same = torch.equal(value, read[key]) if isinstance(value, torch.Tensor) else value == read[key]
+            assert same, key
+        assert read["weight"].data_ptr() == read["tied"].data_ptr() and read["weight"].data_ptr() % 64 == 0
+        assert type(read["stage"]) is inert.ZeroStageEnum
+
+
+def test_the_pickle_names_deepspeeds_modules_never_ours(tmp_path: Path) -> None:
+    write_torch_file(tmp_path / "file.pt", content())
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        pickled = archive.read("file/data.pkl")
+    assert b"hf_zero" not in pickled
+    assert b"deepspeed.runtime.zero.config\nZeroStageEnum" in pickled
+
+
+def test_an_existing_file_is_never_written_into(tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        write_torch_file(tmp_path / "file.pt", {})
+    assert (tmp_path / "file.pt").read_bytes() == b"precious"
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksums_combine(first: bytes, second: bytes) -> None:
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_safetensors_files(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    tensors = {key: value for key, value in content().items() if isinstance(value, torch.Tensor) and key != "tied"}
+    path = tmp_path / "x.safetensors"
+    written = write_safetensors(path, {k: streamed(v) for k, v in tensors.items()}, {"format": "pt"})
+    assert written.crc32 == zlib.crc32(path.read_bytes())
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == set(tensors) and file.metadata() == {"format": "pt"}
+        for key, value in tensors.items():
+            assert torch.equal(file.get_tensor(key), value), key
+
+
+class Evil:
+    """A pickle that runs a command when it is loaded carelessly."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_a_pickle_that_runs_code_is_refused_by_name(tmp_path: Path, zip_format: bool) -> None:
+    path, marker = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "ran"
+    torch.save({"module": {}, "note": Evil(marker)}, path, _use_new_zipfile_serialization=zip_format)
+    with pytest.raises(CheckpointError, match=r"model_states.pt: asks to run or build \w+\.system.*\n.*fix: if it"):
+        read_torch_file(path)
+    assert not marker.exists()
+
+
+def test_a_bare_pickle_is_refused(tmp_path: Path) -> None:
+    path, marker = tmp_path / "x.pt", tmp_path / "ran"
+    path.write_bytes(pickle.dumps(Evil(marker)))
+    with pytest.raises(CheckpointError, match=r"x.pt: "):
+        read_torch_file(path)
+    assert not marker.exists()
+
+
+def test_files_of_the_old_stream_format_are_read(tmp_path: Path) -> None:
+    torch.save({"weight": WEIGHT}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_torch_file(tmp_path / "x.pt")["weight"], WEIGHT)
+
+
+def test_missing_truncated_and_flipped_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with pytest.raises(CheckpointError, match="x.pt: this file of the checkpoint is missing"):
+        read_torch_file(path)
+    write_torch_file(path, content())
+    whole = path.read_bytes()
+    for length in (0, 3, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="x.pt: "):
+            read_torch_file(path)
+    place = whole.index(WEIGHT.numpy().tobytes()) + 5
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    with pytest.raises(CheckpointError, match="'x/data/0' differs from its checksum"):
+        check_records(path)
+
+
+def test_compressed_oversized_and_double_records_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\0" * 1_000_000)  # a thousand times larger in memory than on disk
+    with pytest.raises(CheckpointError, match="'x/data.pkl' is compressed or larger than the file"):
+        read_torch_file(path)
+    path.unlink()
+    write_torch_file(path, {"weight": WEIGHT})
+    data = bytearray(path.read_bytes())
+    directory = data.rindex(b"PK\x01\x02")
+    data[directory + 20 : directory + 28] = b"\xf0\xff\xff\x7f" * 2  # both sizes of the last record
+    path.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="larger than the file"):
+        read_torch_file(path)

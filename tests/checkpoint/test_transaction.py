@@ -1,0 +1,155 @@
+"""Nothing that happens while a checkpoint is written costs an earlier one, and no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.checkpoint import CheckpointError, open_checkpoint
+from hf_zero.checkpoint.manifest import check_folder, intact_alternatives
+from hf_zero.checkpoint.transaction import leftovers
+from tests.checkpoint.writer import Setting, example, write
+
+OLD, NEW = Setting(2, 1, tag="global_step3"), Setting(2, 1, tag="global_step4")
+# Every call that changes something on disk; one of them is the last thing a killed process does.
+CHANGES = ("mkdir", "open", "pwrite", "fsync", "replace", "rename", "rmdir", "unlink", "chmod")
+
+
+def dies_at(call: int, act: Callable[[], Any]) -> bool:
+    """Run `act` in a copy of this process that is gone right before its `call`-th change; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        _die_at(call)
+        try:
+            act()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def _die_at(call: int) -> None:
+    left = [call]
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("new_tag", [pytest.param("global_step4", marks=pytest.mark.slow), "global_step3"])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_latest(
+    tmp_path: Path, new_tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`global_step3` again: saving under a tag that exists already must not lose the old content either."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # counted all the same; nobody pulls the plug here
+    first, second = example(), example()
+    call, outcomes = 0, set()
+    while True:
+        call += 1
+        root = tmp_path / str(call)
+        write(root, first, OLD)
+        was_killed = dies_at(call, lambda: write(root, second, Setting(2, 1, tag=new_tag)))  # noqa: B023
+        view = open_checkpoint(root)
+        check_folder(view.folder.path)
+        scale = view.read("scale").item()
+        assert scale in (first.trainable["scale"].item(), second.trainable["scale"].item())
+        outcomes.add(scale)
+        assert all(path.name.startswith(".") for path in leftovers(root))
+        # The next save works, and cleans up.
+        write(root, second, Setting(2, 1, tag=new_tag))
+        check_folder(open_checkpoint(root).folder.path)
+        assert leftovers(root) == []
+        if not was_killed:
+            break
+        shutil.rmtree(root)
+    assert call > 20 and len(outcomes) == 2
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])
+def test_a_rank_that_cannot_write_fails_all_and_leaves_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: OSError
+) -> None:
+    write(tmp_path, example(), Setting(3, 2))
+    original = os.pwrite
+
+    def fails(file: int, block: Any, offset: int) -> int:
+        if "rank_1" in os.readlink(f"/proc/self/fd/{file}"):
+            raise failure
+        return original(file, block, offset)
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(CheckpointError, match=r"global_step4: was not written: rank 1 could not write its files .*OSE"):
+        write(tmp_path, example(), Setting(3, 2, tag="global_step4"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step3", "latest", "zero_to_fp32.py"]
+    check_folder(open_checkpoint(tmp_path).folder.path)
+
+
+def test_what_cannot_be_read_back_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    contents = example()
+    contents.client_state["when"] = Path("x")
+    with pytest.raises(
+        CheckpointError, match=r"would hold pathlib\.\w+, which torch.load\(weights_only=True\) refuses"
+    ):
+        write(tmp_path, contents, OLD)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_damage_is_noticed_and_the_file_named(tmp_path: Path, stage: int) -> None:
+    source = write(tmp_path / "a", example(torch.float32), Setting(stage, 2, torch.float32))
+    victims = sorted(path.name for path in source.iterdir())
+    dice = random.Random(stage)
+    for round_ in range(60):
+        copy = tmp_path / "b" / "global_step3"
+        shutil.rmtree(copy.parent, ignore_errors=True)
+        shutil.copytree(source, copy)
+        victim = copy / dice.choice(victims)
+        data = bytearray(victim.read_bytes())
+        if round_ % 4 == 0:
+            victim.unlink()
+        elif round_ % 4 == 1:
+            victim.write_bytes(data[: dice.randrange(len(data))])
+        else:
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            victim.write_bytes(data)
+        with pytest.raises(CheckpointError) as error:
+            check_folder(copy)
+            open_checkpoint(copy)
+        assert str(copy) in str(error.value)
+        if "manifest" not in victim.name:
+            assert victim.name in str(error.value), round_
+
+
+def test_a_foreign_file_is_noticed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", example(), Setting(2, 2))
+    other = write(tmp_path / "b", example(), Setting(2, 2))
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(other / name, folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}: differs from its checksum"):
+        check_folder(folder)
+    shutil.copy(folder / name, other / name.replace("rank_1", "rank_2"))
+    with pytest.raises(CheckpointError, match="rank_2_mp_rank_00_optim_states.pt: does not belong to this checkpoint"):
+        check_folder(other)
+
+
+def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
+    folders = [write(tmp_path, example(), Setting(2, 1, tag=f"global_step{step}")) for step in (1, 2, 3)]
+    for age, folder in enumerate(folders):
+        os.utime(folder, (1000 + age, 1000 + age))
+    next(folders[1].glob("*optim_states.pt")).write_bytes(b"damaged")
+    assert intact_alternatives(tmp_path, "global_step3") == [folders[0]]
+    assert intact_alternatives(tmp_path, "global_step1") == [folders[2]]

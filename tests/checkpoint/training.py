@@ -1,0 +1,55 @@
+"""A small training that runs under any stage, world and precision: what resume tests compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_zero.engine import ZeroEngine
+from hf_zero.entry import initialize
+from tests.support.models import AwkwardMLP, mlp_batches
+
+GLOBAL_ROWS = 12  # divisible by every world from 1 to 4
+
+
+def settings(stage: int, world: int, **sections: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 150, "stage3_param_persistence_threshold": 20, "sub_group_size": 100}
+    return {
+        "train_micro_batch_size_per_gpu": GLOBAL_ROWS // world,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
+        **sections,
+    }
+
+
+def new_engine(stage: int, world: int, *, seed: int = 0, **sections: Any) -> ZeroEngine:
+    """Two param groups, in an order that is not the model's; a frozen layer, a tied pair, a scalar, a buffer."""
+    model = AwkwardMLP(seed)
+    model.register_buffer("seen", torch.zeros(3))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decayed = [parameter for _, parameter in reversed(named) if parameter.ndim > 1]
+    others = [parameter for _, parameter in named if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return initialize(model=model, model_parameters=groups, config=settings(stage, world, **sections))[0]
+
+
+def train(engine: ZeroEngine, rank: int, world: int, steps: range) -> list[float]:
+    """The global losses of these steps; the same batches whatever the world."""
+    losses = []
+    for step in steps:
+        (batch,) = mlp_batches(1, GLOBAL_ROWS, seed=100 + step)
+        mine = {key: value.chunk(world)[rank] for key, value in batch.items()}
+        if engine.bfloat16_enabled():
+            mine = {key: value.bfloat16() for key, value in mine.items()}
+        engine.module.seen += 1.0
+        loss = engine(**mine, flag=step % 3 == 1)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().float()
+        if world > 1:
+            torch.distributed.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
