@@ -1,0 +1,7 @@
+"""deepspeed.runtime.zero: names that pickled checkpoints refer to."""
+
+from __future__ import annotations
+
+from hf_zero.integration.alias import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, {}, submodules=("config", "partition_parameters"))

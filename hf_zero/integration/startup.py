@@ -1,0 +1,178 @@
+"""Import hook, live from interpreter start, through which `deepspeed` finds hf_zero; it imports nothing costly.
+
+Who answers to the name:
+  HF_ZERO=0                            never hf_zero
+  HF_ZERO=1 or hf_zero.install()       always hf_zero
+  otherwise                            a real DeepSpeed if one is installed, else hf_zero
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # not typing's own: importing typing alone costs several times the whole budget of this file
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from importlib.metadata import Distribution, DistributionFinder
+    from types import ModuleType
+    from typing import Any
+
+NAME = "deepspeed"
+ALIAS_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
+ALIAS_FILE = os.path.join(ALIAS_FOLDER, "__init__.py")
+# Modules in which hf_zero takes over a few functions, right after they have been loaded (integration/takeovers).
+TAKEN_OVER = frozenset(
+    (
+        "accelerate.accelerator",
+        "accelerate.utils.dataclasses",
+        "accelerate.utils.deepspeed",
+        "peft.utils.other",
+        "transformers.generation.utils",
+        "transformers.integrations.deepspeed",
+        "transformers.modeling_utils",
+    )
+)
+
+
+class AliasFinder:
+    """The one object on sys.meta_path: answers import lookups and distribution metadata for `deepspeed`.
+
+    It stands first and steps aside for a real DeepSpeed by itself. Standing last would be simpler, but there any
+    plain folder called `deepspeed` (people keep their ds.json files in one) hides it as a namespace package.
+    """
+
+    def __init__(self) -> None:
+        self.forced = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name == NAME:
+            return _alias_spec() if self.answers() else None
+        if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
+            return _submodule_spec(name, path)
+        if name in TAKEN_OVER and self.answers():
+            return self._spec_with_takeovers(name, path)
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        if context.name not in (None, NAME) and str(context.name).lower() != NAME:
+            return []
+        if not self.answers():
+            return []
+        from hf_zero.integration.distribution import AliasDistribution
+
+        return [AliasDistribution()]
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached: part of the protocol of sys.meta_path."""
+
+    def answers(self) -> bool:
+        """Whether `deepspeed` means hf_zero at this moment."""
+        switch = _switch()
+        if switch is False:
+            return False
+        loaded = sys.modules.get(NAME)
+        if loaded is not None:
+            return is_ours(loaded)
+        return self.forced or switch is True or not self._real_is_installed()
+
+    def _spec_with_takeovers(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+        """The spec that others find, with our functions put in place after the module's own code has run."""
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(name, path)
+            if spec is not None:
+                break
+        else:
+            return None
+        loader: Any = spec.loader
+        execute = getattr(loader, "exec_module", None)
+        if execute is not None:
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _take_over(module)
+
+            try:
+                loader.exec_module = exec_module
+            except AttributeError:
+                return spec  # a loader that cannot be changed: the module stays as it is
+        return spec
+
+    def _real_is_installed(self) -> bool:
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is self or find_spec is None:
+                continue
+            spec = find_spec(NAME, None)
+            # No origin: a namespace package, that is a folder that merely has the name.
+            if spec is not None and spec.origin is not None:
+                return True
+        return False
+
+
+FINDER = AliasFinder()
+
+
+def enable() -> None:
+    """Put the finder on sys.meta_path, once, unless HF_ZERO=0."""
+    if _switch() is not False and FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)
+
+
+def install() -> None:
+    """Make `import deepspeed` mean hf_zero in this process, also where a real DeepSpeed is installed."""
+    if _switch() is False:
+        raise RuntimeError("hf_zero.install() was called, but HF_ZERO=0 turns hf_zero off: unset it or set it to 1.")
+    loaded = sys.modules.get(NAME)
+    if loaded is not None and not is_ours(loaded):
+        where = getattr(loaded, "__file__", None) or "an unknown place"
+        raise RuntimeError(
+            f"hf_zero.install() came too late: a real deepspeed was already imported from {where}. Call it before "
+            "anything imports deepspeed, transformers or accelerate, or start the program with HF_ZERO=1."
+        )
+    FINDER.forced = True
+    enable()
+    for name in TAKEN_OVER:
+        module = sys.modules.get(name)
+        if module is not None:
+            _take_over(module)
+
+
+def _take_over(module: ModuleType) -> None:
+    from hf_zero.integration.takeovers import take_over
+
+    take_over(module)
+
+
+def is_ours(module: ModuleType | None) -> bool:
+    """Whether this module is the alias package."""
+    return module is not None and getattr(module, "__file__", None) == ALIAS_FILE
+
+
+def _switch() -> bool | None:
+    """HF_ZERO as the user set it: on, off, or None for unset and for anything unclear (this file must stay silent)."""
+    return {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False}.get(
+        os.environ.get("HF_ZERO", "").strip().lower()
+    )
+
+
+def _alias_spec() -> ModuleSpec | None:
+    from importlib.util import spec_from_file_location
+
+    return spec_from_file_location(NAME, ALIAS_FILE, submodule_search_locations=[ALIAS_FOLDER])
+
+
+def _submodule_spec(name: str, path: Sequence[str] | None) -> ModuleSpec:
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec(name, path)
+    if spec is None:
+        from hf_zero.integration.alias import missing_module
+
+        raise missing_module(name)
+    return spec
+
+
+enable()

@@ -1,0 +1,73 @@
+"""Around Accelerator.prepare's work on ds.json: autos filled and problems named before it, every engine kept after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_zero.config import ConfigError, Problem, Views, examine
+from hf_zero.config.canonical import normalise
+from hf_zero.config.fill import apply, drop_strays, fill
+from hf_zero.integration.engine_choice import joined
+from hf_zero.integration.objects import object_problems
+from hf_zero.integration.takeovers import stepped_aside
+from hf_zero.integration.views import accelerator_view, is_dummy
+from hf_zero.model_view import model_view
+
+
+def around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
+        model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
+        if model is None:
+            return original(self, *args)
+        fill_autos(self, model, args)
+        # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
+        earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
+        try:
+            result = original(self, *args)
+        except BaseException:
+            self.deepspeed_engine_wrapped = earlier
+            raise
+        self.deepspeed_engine_wrapped = joined(earlier, self.deepspeed_engine_wrapped)
+        return result
+
+    return _prepare_deepspeed
+
+
+def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) -> None:
+    """Fill the accelerator's ds.json from the objects given to `prepare`; raise ConfigError for what is wrong."""
+    optimizer = next((x for x in objects if isinstance(x, Optimizer) or is_dummy(x, "DummyOptim")), None)
+    scheduler = next((x for x in objects if is_schedule(x)), None)
+    try:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        views = Views(
+            world_size=accelerator.num_processes,
+            accelerator=accelerator_view(accelerator, objects, optimizer, scheduler),
+            model=model_view(model),
+        )
+    except AttributeError as error:  # an Accelerator of a shape that we do not know: it fills its own autos
+        stepped_aside("Accelerator._prepare_deepspeed", error)
+        return
+    problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
+    problems += examine(config, views).problems
+    if problems:
+        raise ConfigError(problems)
+    apply(config, fill(config, views))
+    drop_strays(config)
+    normalise(config)
+
+
+def is_schedule(thing: Any) -> bool:
+    """Whether `prepare` treats this as a learning rate schedule."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from hf_zero.schedules import VALID_LR_SCHEDULES
+
+    return (
+        isinstance(thing, LRScheduler)
+        or is_dummy(thing, "DummyScheduler")
+        or type(thing).__name__ in VALID_LR_SCHEDULES
+    )

@@ -1,0 +1,160 @@
+"""Real TrainingArguments, accelerators and environments, read into the small views that the resolver takes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from hf_zero.config import AcceleratorView, Given, Source, TrainingView
+from hf_zero.config.fill import same
+
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+_ZERO = "zero_optimization."
+# Config path -> the launcher's name for it (flag and accelerate config file), and the variable it exports.
+LAUNCHED: dict[str, tuple[str, str]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"),
+    f"{_ZERO}stage": ("zero_stage", f"{_PREFIX}ZERO_STAGE"),
+    f"{_ZERO}offload_optimizer.device": ("offload_optimizer_device", f"{_PREFIX}OFFLOAD_OPTIMIZER_DEVICE"),
+    f"{_ZERO}offload_param.device": ("offload_param_device", f"{_PREFIX}OFFLOAD_PARAM_DEVICE"),
+    f"{_ZERO}offload_param.nvme_path": ("offload_param_nvme_path", f"{_PREFIX}OFFLOAD_PARAM_NVME_PATH"),
+    f"{_ZERO}offload_optimizer.nvme_path": ("offload_optimizer_nvme_path", f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH"),
+    f"{_ZERO}stage3_gather_16bit_weights_on_model_save": ("zero3_save_16bit_model", f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL"),
+}
+# What DeepSpeedPlugin takes for an "auto" when neither flag nor variable says anything.
+_PLUGIN_DEFAULTS: dict[str, object] = {
+    f"{_ZERO}stage": 2,
+    f"{_ZERO}offload_optimizer.device": "none",
+    f"{_ZERO}offload_param.device": "none",
+    f"{_ZERO}stage3_gather_16bit_weights_on_model_save": False,
+}
+_NOT_COPIED = ("origins", "total_steps", "batch_size_may_vary", "steps_only")
+
+
+def training_view(
+    arguments: Any, *, total_steps: int | None = None, batch_size_may_vary: bool = False, words: Sequence[str] = ()
+) -> TrainingView:
+    """The view of a TrainingArguments object.
+
+    Args:
+        total_steps: updates of the run; default: max_steps, if that is set.
+        words: the command line, to tell flags from defaults.
+    """
+    names = [field.name for field in fields(TrainingView) if field.name not in _NOT_COPIED]
+    values = {name: getattr(arguments, name) for name in names}
+    if total_steps is None and getattr(arguments, "max_steps", -1) > 0:
+        total_steps = arguments.max_steps
+    given = words or sys.argv[1:]
+    shown = {**values, "max_steps": getattr(arguments, "max_steps", None)}
+    origins = {name: f"--{name}" for name, value in shown.items() if _was_flag(name, value, given)}
+    return TrainingView(**values, total_steps=total_steps, batch_size_may_vary=batch_size_may_vary, origins=origins)
+
+
+def _was_flag(name: str, value: object, words: Sequence[str]) -> bool:
+    """Whether the command line has the flag, with this very value: a script may use the name for something else."""
+    for index, word in enumerate(words):
+        flag, equals, text = word.partition("=")
+        if flag.lstrip("-").replace("-", "_") != name or not flag.startswith("--"):
+            continue
+        if not equals:
+            text = words[index + 1] if index + 1 < len(words) else ""
+        if same(text, value) or (value is True and (not text or text.startswith("--"))):
+            return True
+    return False
+
+
+def launch_view(environment: Mapping[str, str]) -> AcceleratorView:
+    """What the launcher exported, with accelerate's defaults for the rest."""
+    launched = {}
+    for path, (_, variable) in LAUNCHED.items():
+        value = _exported(path, environment[variable]) if variable in environment else _PLUGIN_DEFAULTS.get(path)
+        if value is not None:
+            launched[path] = Given(value=value, source=launch_source(path, environment))
+    return AcceleratorView(launched=launched)
+
+
+def _exported(path: str, text: str) -> object:
+    if path.endswith("on_model_save"):
+        return text.lower() == "true"
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return None if text == "auto" else text
+
+
+def launch_source(path: str, environment: Mapping[str, str]) -> Source:
+    """Who gives the value that DeepSpeedPlugin or set_mixed_precision writes for an "auto"."""
+    if path in ("fp16.enabled", "bf16.enabled"):
+        return mixed_precision_source(environment)
+    field, variable = LAUNCHED.get(path, (path, ""))
+    if variable in environment:
+        return Source("environment", f"{variable} (accelerate launch --{field}, or its config file)")
+    return Source("accelerator", f"DeepSpeedPlugin({field})")
+
+
+def mixed_precision_source(environment: Mapping[str, str]) -> Source:
+    """Who says how precise training is."""
+    if PRECISION_VARIABLE in environment:
+        return Source("environment", f"{PRECISION_VARIABLE} (accelerate launch --mixed_precision, or its config file)")
+    return Source("script", "Accelerator(mixed_precision)")
+
+
+def accelerator_view(accelerator: Any, objects: Sequence[Any], optimizer: Any, scheduler: Any) -> AcceleratorView:
+    """What an Accelerator and the objects handed to `prepare` say."""
+    plugin = accelerator.deepspeed_plugin
+    return AcceleratorView(
+        prepares=True,
+        accumulation_steps=accelerator.gradient_accumulation_steps,
+        batch_sizes=_batch_sizes(accelerator, objects),
+        take_largest_batch=not plugin.is_train_batch_min,
+        optimizer=_dummy_optimizer(optimizer),
+        schedule=_dummy_schedule(scheduler, accelerator),
+        max_lr=_rate(getattr(scheduler, "optimizer", None)),
+    )
+
+
+def _batch_sizes(accelerator: Any, objects: Sequence[Any]) -> tuple[int, ...]:
+    """Per process, of the loaders in this call; else of those that were prepared before."""
+    from torch.utils.data import DataLoader
+
+    processes = accelerator.num_processes
+    sizes = [loader.batch_size for loader in objects if isinstance(loader, DataLoader)]
+    if sizes:
+        divisor = processes if accelerator.split_batches else 1
+        return tuple(size // divisor for size in sizes if size is not None)
+    prepared = [getattr(loader, "total_batch_size", None) for loader in accelerator._dataloaders]
+    return tuple(size // processes for size in prepared if isinstance(size, int) and size >= processes)
+
+
+def _dummy_optimizer(optimizer: Any) -> dict[str, object]:
+    if not is_dummy(optimizer, "DummyOptim"):
+        return {}
+    more = {name: value for name, value in optimizer.kwargs.items() if name in ("betas", "eps")}
+    more = {name: list(value) if isinstance(value, tuple) else value for name, value in more.items()}
+    return {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **more}
+
+
+def _dummy_schedule(scheduler: Any, accelerator: Any) -> dict[str, object]:
+    if not is_dummy(scheduler, "DummyScheduler") or scheduler.lr_scheduler_callable is not None:
+        return {}
+    values: dict[str, object] = {"warmup_num_steps": max(1, scheduler.warmup_num_steps)}
+    if scheduler.total_num_steps is not None:
+        # A script counts the steps of one process over all batches; the engine's schedule steps once for all of them.
+        divisor = 1 if accelerator.split_batches else accelerator.num_processes
+        values["total_num_steps"] = math.ceil(scheduler.total_num_steps / divisor)
+    return values
+
+
+def _rate(optimizer: Any) -> float | None:
+    defaults = getattr(optimizer, "defaults", None)
+    rate = getattr(optimizer, "lr", None) if defaults is None else defaults.get("lr")
+    return rate if isinstance(rate, (int, float)) else None
+
+
+def is_dummy(thing: Any, name: str) -> bool:
+    """Whether this is accelerate's stand-in of that name."""
+    return type(thing).__name__ == name and hasattr(thing, "kwargs")

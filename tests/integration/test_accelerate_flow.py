@@ -1,0 +1,234 @@
+"""Accelerator.prepare with ds.json through hf_zero: the optimizer and scheduler objects, the autos, the conflicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import hf_zero
+
+hf_zero.install()
+
+from hf_zero import ConfigError, DummyOptim, DummyScheduler  # noqa: E402
+
+from .flows import ADAMW, BASE, WARMUP_DECAY, accelerator, clean, heard, loader, write  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    clean()
+    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with heard() as said:
+        yield
+    assert not [line for line in said if "steps aside" in line]
+    clean()
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    return {**BASE, "gradient_accumulation_steps": 1, **sections}
+
+
+def prepared(given: Any, optimizer: str, scheduler: str | None, **options: Any) -> tuple[Any, Any]:
+    """The engine and the scheduler that `prepare` makes of real or dummy objects."""
+    acc = accelerator(given, **options)
+    model = torch.nn.Linear(8, 8)
+    optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if optimizer == "dummy":
+        optim = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.3)
+    schedule: Any = None
+    if scheduler == "real":
+        base = optim if optimizer == "real" else torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = LambdaLR(base, lambda step: 0.5)
+    elif scheduler == "dummy":
+        schedule = DummyScheduler(optim, total_num_steps=10, warmup_num_steps=3)
+    elif scheduler == "callable":
+        schedule = DummyScheduler(optim, lr_scheduler_callable=lambda base: LambdaLR(base, lambda step: 0.5))
+    objects = [thing for thing in (model, optim, loader(), schedule) if thing is not None]
+    result = acc.prepare(*objects)
+    return result[0], result[3] if schedule is not None else None
+
+
+def refused(given: Any, optimizer: str, scheduler: str | None, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepared(given, optimizer, scheduler, **options)
+    return str(caught.value)
+
+
+# The eight cases
+
+
+def test_both_sections_with_both_dummies() -> None:
+    engine, _ = prepared(config(optimizer=ADAMW, scheduler=WARMUP_DECAY), "dummy", "dummy")
+    (group,) = engine.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.9, 0.999), 1e-8)
+    assert engine.lr_scheduler.max_lrs == [0.02] and engine.config["scheduler"]["params"]["total_num_steps"] == 10
+
+
+def test_no_section_with_real_objects() -> None:
+    engine, schedule = prepared(config(), "real", "real")
+    assert type(engine.optimizer.optimizer) is torch.optim.SGD and engine.lr_scheduler is None
+    assert type(schedule.scheduler) is LambdaLR
+    assert engine.config["zero_allow_untested_optimizer"] is True
+
+
+def test_scheduler_section_with_a_real_optimizer() -> None:
+    engine, _ = prepared(config(scheduler=WARMUP_DECAY), "real", "dummy")
+    assert type(engine.optimizer.optimizer) is torch.optim.SGD
+    assert type(engine.lr_scheduler).__name__ == "WarmupDecayLR" and engine.lr_scheduler.max_lrs == [0.1]
+
+
+def test_a_dummy_optimizer_with_a_real_scheduler() -> None:
+    message = refused(config(optimizer=ADAMW), "dummy", "real")
+    assert "only `accelerate.utils.DummyScheduler` can go with `accelerate.utils.DummyOptim`" in message
+    assert "lr_scheduler_callable" in message
+
+
+def test_a_dummy_optimizer_with_a_schedule_made_later() -> None:
+    engine, _ = prepared(config(optimizer=ADAMW), "dummy", "callable")
+    assert type(engine.lr_scheduler) is LambdaLR
+    assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer
+
+
+def test_an_optimizer_in_file_and_code(tmp_path: Path) -> None:
+    path = write(tmp_path, config(optimizer=ADAMW))
+    message = refused(str(path), "real", None)
+    assert f"optimizer = 'AdamW'  [{path}:" in message and "given to prepare() = 'SGD'  [the script]" in message
+    assert "in the config and in the code at the same time" in message and "`accelerate.utils.DummyOptim`" in message
+
+
+def test_a_dummy_optimizer_without_a_section() -> None:
+    message = refused(config(), "dummy", None)
+    assert "cannot create a `DummyOptim` without an optimizer section" in message and "AdamW" in message
+
+
+def test_a_scheduler_in_file_and_code() -> None:
+    message = refused(config(scheduler=WARMUP_DECAY), "real", "real")
+    assert "scheduler = 'WarmupDecayLR'" in message and "given to prepare() = 'LambdaLR'" in message
+    assert "remove the section scheduler from the config" in message
+
+
+def test_a_dummy_scheduler_without_section_or_callable() -> None:
+    message = refused(config(), "real", "dummy")
+    assert "there is none" in message and "`lr_scheduler_callable`" in message
+
+
+def test_several_wrong_objects_and_keys_are_named_together() -> None:
+    message = refused(config(optimizer=ADAMW, scheduler=WARMUP_DECAY, nonsense=1), "real", "real")
+    assert "(3 problems)" in message
+
+
+# Autos
+
+
+def test_stray_autos_are_no_error() -> None:
+    strays = {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto", "reduce_bucket_size": "auto"}
+    types = {"keep_in_fp32_modules": "auto"}
+    given = config(zero_optimization=strays, fp16={"enabled": False, "loss_scale": "auto"}, data_types=types)
+    engine, _ = prepared(given, "real", None)
+    # A model without config: 8 is what its matrices share.
+    assert engine.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 64}
+
+
+def test_betas_and_eps_come_from_the_dummy_optimizer() -> None:
+    acc = accelerator(config(optimizer=ADAMW))
+    model = torch.nn.Linear(8, 8)
+    engine, _, _ = acc.prepare(model, DummyOptim(model.parameters(), betas=(0.8, 0.9), eps=1e-5), loader())
+    (group,) = engine.optimizer.param_groups
+    assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.9), 1e-5, 0.001)
+
+
+def test_batch_sizes_come_from_loaders_prepared_before() -> None:
+    acc = accelerator(config(), gradient_accumulation_steps=1)
+    acc.prepare(loader(4))
+    model = torch.nn.Linear(8, 8)
+    engine, _ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert engine.train_micro_batch_size_per_gpu() == 4
+
+
+def test_no_loader_at_all_says_what_to_give() -> None:
+    acc = accelerator(config())
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match="from the dataloader given to prepare") as caught:
+        acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "train_micro_batch_size_per_gpu" in str(caught.value)
+
+
+def test_a_loader_without_batch_size_says_what_to_give() -> None:
+    acc = accelerator(config())
+    model = torch.nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
+        acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(None))
+
+
+@pytest.mark.parametrize(("smallest", "expected"), [(True, 2), (False, 4)])
+def test_the_smallest_or_the_largest_batch(smallest: bool, expected: int) -> None:
+    acc = accelerator(config())
+    acc.deepspeed_plugin.is_train_batch_min = smallest
+    model = torch.nn.Linear(8, 8)
+    engine, *_ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(2), loader(4))
+    assert engine.train_micro_batch_size_per_gpu() == expected
+
+
+def test_an_unknown_total_says_where_to_give_it() -> None:
+    acc = accelerator(config(optimizer=ADAMW, scheduler=WARMUP_DECAY))
+    model = torch.nn.Linear(8, 8)
+    optimizer = DummyOptim(model.parameters())
+    with pytest.raises(ConfigError, match="nobody knows the number of updates") as caught:
+        acc.prepare(model, optimizer, loader(), DummyScheduler(optimizer))
+    assert "DummyScheduler(optimizer, total_num_steps=...)" in str(caught.value)
+
+
+def test_an_unpublished_hidden_size_is_found() -> None:
+    model = torch.nn.Linear(8, 8)
+    model.config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=5))  # type: ignore[assignment]
+    acc = accelerator(config(zero_optimization={"stage": 1, "reduce_bucket_size": "auto"}))
+    engine, *_ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    assert engine.config["zero_optimization"]["reduce_bucket_size"] == 64
+
+
+def test_accumulation_in_the_file_wins_over_the_accelerator() -> None:
+    engine, _ = prepared({**config(), "gradient_accumulation_steps": 4}, "real", None, gradient_accumulation_steps=2)
+    assert engine.gradient_accumulation_steps() == 4
+
+
+def test_accumulation_of_the_accelerator_fills_an_auto() -> None:
+    given = {**config(), "gradient_accumulation_steps": "auto"}
+    engine, _ = prepared(given, "real", None, gradient_accumulation_steps=2)
+    assert engine.get_batch_info() == (4, 2, 2)
+
+
+# Conflicts
+
+
+def test_a_precision_flag_against_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, config(bf16={"enabled": True}))
+    with pytest.raises(ConfigError) as caught:
+        accelerator(str(path), mixed_precision="fp16")
+    message = str(caught.value)
+    assert f"bf16.enabled = true  [{path}:" in message
+    assert "but:  mixed_precision = 'fp16'  [Accelerator(mixed_precision)]" in message
+
+
+def test_a_precision_flag_that_the_file_switches_off_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with heard() as said:
+        accelerator(config(bf16={"enabled": False}), mixed_precision="bf16")
+    assert any("the config decides, and training is not in bf16" in line for line in said)
+
+
+def test_a_client_optimizer_under_offload_stays_itself() -> None:
+    import accelerate.accelerator as upstream
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    assert upstream.map_pytorch_optim_to_deepspeed(optimizer) is optimizer
+    offload = config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert "offload is not built yet" in refused(offload, "real", None)

@@ -1,0 +1,189 @@
+"""The package called `deepspeed`: found as Hugging Face looks for it, complete for what is built, frank otherwise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sites import ROOT, Site
+
+FRANK = "hf_zero answers as deepspeed here and has no {name!r}: docs/features.md"
+
+
+def test_every_way_of_asking_whether_deepspeed_is_installed(full: Site) -> None:
+    code = """
+        import importlib.metadata as metadata, importlib.util as util
+        import sys
+        from packaging.version import Version
+        from transformers.integrations.deepspeed import is_deepspeed_available as by_transformers
+        from accelerate.utils import is_deepspeed_available as by_accelerate
+        from accelerate.utils.versions import compare_versions
+        from transformers.dependency_versions_check import dep_version_check
+        dep_version_check("deepspeed")
+        answer = {
+            "transformers": by_transformers(), "accelerate": by_accelerate(),
+            "spec": util.find_spec("deepspeed").name, "name": metadata.metadata("deepspeed")["Name"],
+            "new enough": compare_versions("deepspeed", ">=", "0.18.2"),
+            "by package": metadata.packages_distributions()["deepspeed"],
+            "by scan": [d.version for d in metadata.distributions() if d.metadata["Name"] == "deepspeed"],
+            "spelled": metadata.version("DeepSpeed") == str(Version(metadata.version("deepspeed"))),
+            "asking loads": "deepspeed" in sys.modules,
+        }
+    """
+    assert full.ask(code) == {
+        "transformers": True,
+        "accelerate": True,
+        "spec": "deepspeed",
+        "name": "deepspeed",
+        "new enough": True,
+        "by package": ["deepspeed"],
+        "by scan": ["0.19.8+hf.zero"],
+        "spelled": True,
+        "asking loads": False,
+    }
+
+
+def test_modules_live_under_the_name_deepspeed(bare: Site) -> None:
+    code = """
+        import importlib.util, sys
+        import deepspeed, deepspeed.runtime.lr_schedules
+        answer = [sorted(name for name in sys.modules if name.startswith("hf_zero.integration.deepspeed")),
+                  deepspeed.runtime.lr_schedules.__name__, deepspeed.__spec__.name,
+                  importlib.util.find_spec("deepspeed") is deepspeed.__spec__]
+    """
+    assert bare.ask(code) == [[], "deepspeed.runtime.lr_schedules", "deepspeed", True]
+
+
+def test_every_name_of_the_alias_exists_and_comes_from_its_home(full: Site) -> None:
+    """Walks the alias by `dir`, so that a home that moved, or a name misspelled in a table, fails here."""
+    code = """
+        import importlib, pkgutil
+        import deepspeed
+        names, broken = 0, []
+        modules = ["deepspeed"] + [m.name for m in pkgutil.walk_packages(deepspeed.__path__, "deepspeed.")]
+        for module in map(importlib.import_module, modules):
+            for name in dir(module):
+                names += 1
+                try:
+                    getattr(module, name)
+                except Exception as error:
+                    broken.append(f"{module.__name__}.{name}: {error!r}")
+        answer = [names > 60, broken]
+    """
+    assert full.ask(code) == [True, []]
+
+
+def test_names_are_the_objects_of_hf_zero(full: Site) -> None:
+    code = """
+        import deepspeed, hf_zero, hf_zero.comm, hf_zero.engine, hf_zero.schedules, torch.distributed
+        from deepspeed import DeepSpeedEngine, comm
+        from deepspeed.utils import logger
+        answer = [
+            deepspeed.initialize is hf_zero.initialize, DeepSpeedEngine is hf_zero.engine.ZeroEngine,
+            isinstance(DeepSpeedEngine, type), deepspeed.init_distributed is comm.init_distributed,
+            comm.all_reduce is torch.distributed.all_reduce, comm.get_rank is hf_zero.comm.get_rank,
+            deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.VALID_LR_SCHEDULES,
+            logger.name == "hf_zero", comm.is_initialized() is False,
+        ]
+    """
+    assert full.ask(code) == [True] * 9
+
+
+MISSING = ["PipelineModule", "init_inference", "tp_model_init", "checkpointing", "no_such_thing"]
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_name_says_who_answers(bare: Site, name: str) -> None:
+    code = f"""
+        import deepspeed
+        try:
+            deepspeed.{name}
+        except AttributeError as error:
+            by_attribute = str(error)
+        try:
+            from deepspeed import {name}
+        except ImportError as error:
+            by_import = str(error)
+        answer = [by_attribute, by_import, hasattr(deepspeed, {name!r})]
+    """
+    by_attribute, by_import, there = bare.ask(code)
+    expected = FRANK.format(name=f"deepspeed.{name}")
+    assert by_attribute.startswith(expected) and by_import.startswith(expected) and there is False
+
+
+def test_stage_3_names_are_what_they_are_called(full: Site) -> None:
+    """What transformers, accelerate, trl and peft take from these modules, and how they take it."""
+    code = """
+        import deepspeed
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+        from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
+        from torch import nn
+        zero, model = deepspeed.zero, nn.Sequential(nn.Linear(2, 2))
+        with zero.GatheredParameters(model.parameters(), modifier_rank=0) as nothing, zero.Init(enabled=False):
+            model[0].weight.data.fill_(1)
+        answer = {
+            "contexts": [hasattr(kind, "__enter__") for kind in (zero.Init, zero.GatheredParameters)],
+            "nothing": nothing,
+            "statuses": {status.name: status.value for status in ZeroParamStatus},
+            "same": ZeroParamStatus is zero.ZeroParamStatus,
+            "leaves": [type(found).__name__ for found in set_z3_leaf_modules(model, [nn.Linear])],
+            "untrained": safe_get_full_fp32_param(model[0].weight),
+            "external": [callable(zero.register_external_parameter), callable(zero.unregister_external_parameter)],
+        }
+    """
+    assert full.ask(code) == {
+        "contexts": [True, True],
+        "nothing": None,
+        "statuses": {"AVAILABLE": 1, "NOT_AVAILABLE": 2, "INFLIGHT": 3},
+        "same": True,
+        "leaves": ["Linear"],
+        "untrained": None,
+        "external": [True, True],
+    }
+
+
+@pytest.mark.parametrize("module", ["inference", "runtime.zero.stage3", "moe", "pipe"])
+def test_a_missing_module_says_who_answers(bare: Site, module: str) -> None:
+    done = bare.run(f"import deepspeed.{module}")
+    missing = re.match(r"inference|runtime\.zero\.stage3|moe|pipe", module)
+    assert missing is not None
+    assert "ModuleNotFoundError: " + FRANK.format(name=f"deepspeed.{missing[0]}") in done.stderr
+
+
+def test_errors_are_ordinary_import_errors(bare: Site) -> None:
+    code = """
+        try:
+            import deepspeed.inference.v2
+        except ModuleNotFoundError as error:
+            answer = error.name
+    """
+    assert bare.ask(code) == "hf_zero.integration.deepspeed.inference"
+
+
+def test_a_name_can_be_replaced_by_user_code(bare: Site) -> None:
+    code = """
+        import deepspeed.utils
+        first = deepspeed.utils.logger
+        deepspeed.utils.logger = "mine"
+        from deepspeed.utils import logger
+        answer = [first.name, logger]
+    """
+    assert bare.ask(code) == ["hf_zero", "mine"]
+
+
+def test_the_feature_page_that_errors_name_exists() -> None:
+    assert Path(ROOT, "docs", "features.md").is_file()
+
+
+def test_importing_the_engine_through_the_alias_starts_no_process(full: Site) -> None:
+    code = """
+        import sys
+        noted = []
+        wanted = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "socket.")
+        sys.addaudithook(lambda event, args: noted.append(event) if event.startswith(wanted) else None)
+        from deepspeed import DeepSpeedEngine, comm
+        answer = [event for event in noted if event != "socket.gethostname"]
+    """
+    assert full.ask(code) == []

@@ -1,0 +1,112 @@
+"""The wheel and the editable install: pure Python, with the start-up hook in both."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sites import ROOT, Site, copy_of_the_tree, pip
+
+
+def test_the_wheel_is_pure_python_and_carries_the_hook(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert names.count("hf_zero.pth") == 1
+    outside = [name for name in names if not name.startswith("hf_zero/") and ".dist-info/" not in name]
+    assert outside == ["hf_zero.pth"]
+    assert {Path(name).suffix for name in names if name.startswith("hf_zero/")} == {".py", ".typed"}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_zero").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_the_record_names_every_file_with_its_true_hash(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (record,) = (name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+    rows = {name: (digest, size) for name, digest, size in csv.reader(archive.read(record).decode().splitlines())}
+    assert set(rows) == set(archive.namelist())
+    for name, (digest, size) in rows.items():
+        if name == record:
+            continue
+        content = archive.read(name)
+        expected = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        assert (digest, int(size)) == (f"sha256={expected}", len(content)), name
+
+
+def test_the_metadata_promises_what_the_project_promises(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = Parser().parsestr(archive.read(metadata).decode())
+    assert (fields["Name"], fields["Requires-Python"]) == ("hf-zero", ">=3.10")
+    needed = {line.split(";")[0].strip() for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert needed == {
+        "torch>=2.6", "transformers>=5.0", "accelerate>=1.10", "safetensors", "pydantic>=2", "rich", "psutil",
+    }  # fmt: skip
+
+
+def test_the_hook_is_one_line_that_site_executes() -> None:
+    # site.py executes a .pth line only if it starts with "import"; a second line would be taken for a path.
+    text = Path(ROOT, "packaging", "hf_zero.pth").read_text(encoding="utf-8")
+    assert text.startswith("import ") and text.count("\n") == 1 and text.endswith("\n")
+
+
+def test_the_wheel_installs_into_an_empty_environment_and_leaves_it_again(wheel: Path, tmp_path: Path) -> None:
+    site = Site.empty(tmp_path / "site")
+    pip("install", "--no-deps", str(wheel), python=site.python)
+    assert site.ask("import deepspeed; answer = deepspeed.__version__") == "0.19.8+hf.zero"
+    pip("uninstall", "-y", "hf-zero", python=site.python)
+    assert not (site.packages / "hf_zero.pth").exists()
+    assert site.ask("import importlib.util as u; answer = u.find_spec('deepspeed') is None") is True
+
+
+def test_the_editable_install_has_the_hook_and_follows_the_sources(tmp_path: Path) -> None:
+    site, tree = Site.empty(tmp_path / "site"), copy_of_the_tree(tmp_path)
+    # pip would look for setuptools in the empty environment; call the backend as pip does and install its wheel.
+    code = "import sys; sys.path.insert(0, 'packaging'); import backend; backend.build_editable(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    pip("install", "--no-deps", str(wheel), python=site.python)
+    assert site.ask("import deepspeed; answer = deepspeed.__file__").startswith(str(tree))
+    # A plain path line, not an import hook of setuptools, which would cost every interpreter start some milliseconds.
+    assert site.ask("import sys; answer = [n for n in sys.modules if n.startswith('__editable__')]") == []
+
+
+def test_a_source_archive_can_build_the_wheel(tmp_path: Path) -> None:
+    tree = copy_of_the_tree(tmp_path)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert "hf_zero.pth" in zipfile.ZipFile(wheel).namelist()
+
+
+TRAIN = """
+    import torch, deepspeed
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": STAGE},
+              "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    x, losses = torch.ones(2, 8), []
+    for _ in range(5):
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    answer = losses
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_installed_wheel_trains_without_a_launcher(full: Site, stage: int) -> None:
+    losses = full.ask(TRAIN.replace("STAGE", str(stage)))
+    assert len(losses) == 5
+    assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))

@@ -1,0 +1,151 @@
+"""DeepSpeedPlugin and Accelerator made with ds.json: which of launcher, script and file decides, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.utils import DeepSpeedPlugin
+
+import hf_zero
+
+hf_zero.install()
+
+from hf_zero import ConfigError  # noqa: E402
+from hf_zero.config import ConfigDict, resolve  # noqa: E402
+
+from .flows import BASE, accelerator, clean, heard, write  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    clean()
+    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    yield
+    clean()
+
+
+def plugin_config(given: Any, **fields: Any) -> ConfigDict:
+    config = DeepSpeedPlugin(hf_ds_config=given, **fields).deepspeed_config
+    assert isinstance(config, ConfigDict)
+    return config
+
+
+AUTO: dict[str, Any] = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {
+        "stage": "auto",
+        "offload_optimizer": {"device": "auto"},
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+}
+
+
+def test_a_file_without_a_zero_section_is_refused() -> None:
+    with pytest.raises(ValueError, match="Please specify the ZeRO optimization config"):
+        DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8})
+
+
+def test_missing_accumulation_becomes_1() -> None:
+    assert plugin_config({"zero_optimization": {"stage": 1}})["gradient_accumulation_steps"] == 1
+
+
+def test_nobody_says_anything() -> None:
+    config = plugin_config(AUTO)
+    zero = {"stage": 2, "offload_optimizer": {"device": "none"}, "stage3_gather_16bit_weights_on_model_save": False}
+    assert config["zero_optimization"] == zero
+    assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == ("auto", "auto")
+    assert config["steps_per_print"] == float("inf")
+    assert str(config.source_of("zero_optimization.stage")) == "DeepSpeedPlugin(zero_stage)"
+
+
+def test_the_launcher_fills_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    config = plugin_config(AUTO)
+    assert config["zero_optimization"]["stage"] == 1 and config["gradient_clipping"] == 0.5
+    source = str(config.source_of("gradient_clipping"))
+    assert source == "ACCELERATE_GRADIENT_CLIPPING (accelerate launch --gradient_clipping, or its config file)"
+
+
+def test_a_fixed_value_beats_field_and_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    config = plugin_config({**BASE, "gradient_clipping": 2.0}, zero_stage=1)
+    assert config["gradient_clipping"] == 2.0 and config["zero_optimization"]["stage"] == 2
+
+
+def test_without_a_file_the_fields_make_one() -> None:
+    config = DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=3, gradient_clipping=0.1).deepspeed_config
+    assert config["zero_optimization"]["stage"] == 1
+    assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (3, 0.1)
+    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] == "auto"
+
+
+PRECISIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("fp16", {}, {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": False}}),
+    ("bf16", {}, {"fp16": {"enabled": False}, "bf16": {"enabled": True}}),
+    ("no", {}, {"fp16": {"enabled": False}, "bf16": {"enabled": False}}),
+    ("bf16", {"bf16": {"enabled": "auto"}}, {"fp16": {"enabled": False}, "bf16": {"enabled": True}}),
+    ("no", {"bf16": {"enabled": "auto"}}, {"fp16": {"enabled": False}, "bf16": {"enabled": False}}),
+    ("fp16", {"bf16": {"enabled": "auto"}}, {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": False}}),
+    ("no", {"bf16": {"enabled": True}}, {"fp16": {"enabled": False}, "bf16": {"enabled": True}}),
+    ("bf16", {"bf16": {"enabled": False}}, {"fp16": {"enabled": False}, "bf16": {"enabled": False}}),
+]
+
+
+@pytest.mark.parametrize(("flag", "sections", "expected"), PRECISIONS)
+def test_precision_of_flag_and_file(flag: str, sections: dict[str, Any], expected: dict[str, Any]) -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={**BASE, **sections})
+    plugin.set_mixed_precision(flag)
+    assert {name: plugin.deepspeed_config[name] for name in ("fp16", "bf16")} == expected
+
+
+@pytest.mark.parametrize(("flag", "section"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
+def test_precision_of_flag_against_file(flag: str, section: str, tmp_path: Path) -> None:
+    path = write(tmp_path, {**BASE, section: {"enabled": True}})
+    with pytest.raises(ConfigError) as caught:
+        DeepSpeedPlugin(hf_ds_config=str(path)).set_mixed_precision(flag)
+    (problem,) = caught.value.problems
+    assert problem.path == f"{section}.enabled" and problem.origin.startswith(f"{path}:")
+    assert problem.other is not None and problem.other.value == flag
+    assert f"cannot be {flag} when {section} is switched on" in problem.rule and '"auto"' in problem.fix
+
+
+@pytest.mark.parametrize("text", ["comment", "base64", "json"])
+def test_every_form_through_accelerate(text: str, tmp_path: Path) -> None:
+    import base64
+    import json
+
+    content = json.dumps(BASE)
+    given = {
+        "comment": str(write(tmp_path, BASE)),
+        "base64": base64.urlsafe_b64encode(content.encode()).decode(),
+        "json": content,
+    }[text]
+    assert accelerator(given).deepspeed_plugin.deepspeed_config["zero_optimization"] == {"stage": 2}
+
+
+@pytest.mark.parametrize(("micro", "kept"), [("auto", None), (None, None), (4, 16)])
+def test_a_model_loads_before_the_batch_is_known(micro: Any, kept: int | None) -> None:
+    """The copy that zero.Init reads: the equation is checked only once there is one."""
+    from transformers.integrations.deepspeed import deepspeed_config
+
+    given = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    if micro is not None:
+        given["train_micro_batch_size_per_gpu"] = micro
+    plugin = DeepSpeedPlugin(hf_ds_config=given)
+    plugin.set_deepspeed_weakref()
+    copied = deepspeed_config()
+    assert copied.get("train_batch_size") == kept and plugin.deepspeed_config["train_batch_size"] == 16
+    resolve(copied, world_size=2)
+
+
+def test_a_switched_off_precision_is_said() -> None:
+    with heard() as said:
+        DeepSpeedPlugin(hf_ds_config={**BASE, "bf16": {"enabled": False}}).set_mixed_precision("bf16")
+    assert len(said) == 1 and "bf16.enabled is false (the config): the config decides" in said[0]

@@ -1,0 +1,147 @@
+"""The hook at interpreter start: who answers to `deepspeed`, at what cost, and that it can break nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sites import Site
+
+WHO = """
+    import importlib.metadata, importlib.util
+    spec = importlib.util.find_spec("deepspeed")
+    try:
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    answer = [spec and ("hf_zero" if "hf_zero" in spec.origin else "real"), version]
+"""
+OURS, REAL, NOBODY = ["hf_zero", "0.19.8+hf.zero"], ["real", "0.17.5"], [None, None]
+
+
+@pytest.mark.parametrize(("switch", "who"), [(None, OURS), ("1", OURS), ("0", NOBODY), ("", OURS)])
+def test_who_answers_where_no_deepspeed_is_installed(bare: Site, switch: str | None, who: list[str | None]) -> None:
+    assert bare.ask(WHO, **({} if switch is None else {"HF_ZERO": switch})) == who
+
+
+@pytest.mark.parametrize(("switch", "who"), [(None, REAL), ("1", OURS), ("0", REAL), ("perhaps", REAL)])
+def test_a_real_deepspeed_is_left_alone_unless_asked(beside_real: Site, switch: str | None, who: list[str]) -> None:
+    assert beside_real.ask(WHO, **({} if switch is None else {"HF_ZERO": switch})) == who
+
+
+def test_importing_hf_zero_does_not_take_the_name_from_a_real_deepspeed(beside_real: Site) -> None:
+    code = """
+        import importlib.metadata, hf_zero, deepspeed
+        names = [dist.metadata["Name"] for dist in importlib.metadata.distributions()]
+        answer = [deepspeed.REAL, names.count("deepspeed")]
+    """
+    assert beside_real.ask(code) == [True, 1]
+
+
+def test_install_takes_the_name(beside_real: Site) -> None:
+    code = "import hf_zero; hf_zero.install(); import deepspeed\n" + "answer = deepspeed.__version__"
+    assert beside_real.ask(code) == OURS[1]
+
+
+def test_install_after_a_real_import_is_refused(beside_real: Site) -> None:
+    done = beside_real.run("import deepspeed, hf_zero; hf_zero.install()")
+    assert done.returncode != 0
+    assert "RuntimeError: hf_zero.install() came too late: a real deepspeed was already imported from" in done.stderr
+
+
+def test_install_against_the_switch_is_refused(bare: Site) -> None:
+    done = bare.run("import hf_zero; hf_zero.install()", HF_ZERO="0")
+    assert "RuntimeError: hf_zero.install() was called, but HF_ZERO=0 turns hf_zero off" in done.stderr
+
+
+def test_a_plain_folder_called_deepspeed_does_not_hide_us(bare: Site, tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "zero2.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "train.py").write_text("import deepspeed; print(deepspeed.__version__)", encoding="utf-8")
+    done = bare.run_args(str(tmp_path / "train.py"), cwd=tmp_path)
+    assert done.stdout.strip() == OURS[1], done.stderr
+
+
+def test_a_script_folder_with_its_own_deepspeed_package_wins(bare: Site, tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("mine = 1", encoding="utf-8")
+    (tmp_path / "train.py").write_text("import deepspeed; print(deepspeed.mine)", encoding="utf-8")
+    done = bare.run_args(str(tmp_path / "train.py"), cwd=tmp_path)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_importing_hf_zero_is_enough_where_the_hook_file_is_not_processed(bare: Site) -> None:
+    # -S skips site, and with it every .pth file: a zip application or a plain PYTHONPATH looks like this.
+    code = f"""
+import sys; sys.path.append({str(bare.packages)!r})
+import hf_zero, deepspeed
+print(deepspeed.__version__, sum(type(finder).__name__ == "AliasFinder" for finder in sys.meta_path))
+"""
+    done = bare.run_args("-I", "-S", "-c", code)
+    assert done.stdout.split() == [OURS[1], "1"], done.stderr
+
+
+def test_children_of_a_process_find_us_too(bare: Site) -> None:
+    code = """
+        import subprocess, sys
+        child = [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__)"]
+        answer = subprocess.check_output(child, text=True)
+    """
+    assert bare.ask(code).strip() == OURS[1]
+
+
+def test_interpreter_start_loads_three_small_modules_only(wheel: Path, tmp_path: Path) -> None:
+    modules = "import sys; answer = sorted(sys.modules)"
+    before = Site.empty(tmp_path / "site")
+    without = before.ask(modules)
+    with_hook = before.unpack(wheel).ask(modules)
+    own = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
+    assert set(with_hook) - set(without) - {"__future__"} == own
+
+
+# Runs before our hook (.pth files go by name) and notes what nobody wants at import time.
+WATCHER = (
+    "import sys; sys.noted = []; sys.addaudithook(lambda event, args: sys.noted.append(event) if event.startswith("
+    "('subprocess.', 'os.system', 'os.exec', 'os.fork', 'os.posix_spawn', 'os.spawn', 'pty.', 'socket.', 'ctypes.')) "
+    "else None)\n"
+)
+
+
+def test_neither_the_hook_nor_the_alias_starts_a_process_or_opens_a_socket(wheel: Path, tmp_path: Path) -> None:
+    site = Site.empty(tmp_path / "site").unpack(wheel)
+    (site.packages / "aaa_watcher.pth").write_text(WATCHER, encoding="utf-8")
+    code = """
+        import sys, hf_zero, deepspeed, deepspeed.zero, deepspeed.runtime.engine, deepspeed.launcher.runner
+        import importlib.metadata
+        importlib.metadata.version("deepspeed")
+        answer = [sys.noted, "torch" in sys.modules]
+    """
+    assert site.ask(code) == [[], False]
+
+
+def test_the_watcher_watches(wheel: Path, tmp_path: Path) -> None:
+    site = Site.empty(tmp_path / "site").unpack(wheel)
+    (site.packages / "aaa_watcher.pth").write_text(WATCHER, encoding="utf-8")
+    code = """
+        import subprocess, sys
+        subprocess.run([sys.executable, "-c", ""])
+        answer = "subprocess.Popen" in sys.noted
+    """
+    assert site.ask(code) is True
+
+
+@pytest.mark.parametrize("damage", ["removed", "syntax error", "raises"])
+def test_a_damaged_package_breaks_no_interpreter(wheel: Path, tmp_path: Path, damage: str) -> None:
+    site = Site.empty(tmp_path / "site").unpack(wheel)
+    startup = site.packages / "hf_zero" / "integration" / "startup.py"
+    if damage == "removed":
+        (site.packages / "hf_zero").rename(tmp_path / "gone")
+    else:
+        startup.write_text("def" if damage == "syntax error" else "raise KeyError('x')", encoding="utf-8")
+    done = site.run("print('alive')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
+
+
+def test_the_hook_is_silent_under_warnings_as_errors(bare: Site) -> None:
+    done = bare.run_args("-I", "-W", "error", "-X", "dev", "-c", "import deepspeed")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,264 @@
+"""Trainer with ds.json through hf_zero: what is filled, what is refused and how, evaluation alone, decay groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_zero
+
+hf_zero.install()
+
+from hf_zero import ConfigError  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
+
+from .flows import ADAMW, BASE, WARMUP_DECAY, arguments, clean, heard, trainer, write  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    clean()
+    with heard() as said:
+        yield
+    assert not [line for line in said if "steps aside" in line]
+    clean()
+
+
+def refused(folder: Path, config: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        arguments(folder, config, **options)
+    return str(caught.value)
+
+
+def test_a_commented_file_is_read_and_filled(tmp_path: Path) -> None:
+    path = write(tmp_path, {**BASE, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}})
+    config = arguments(tmp_path, str(path), bf16=True, max_grad_norm=0.25).hf_deepspeed_config.config
+    assert config["gradient_clipping"] == 0.25 and config["bf16"] == {"enabled": True}
+    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_a_duplicate_key_is_an_error_with_both_places(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1},\n "zero_optimization": {"stage": 2}}')
+    message = refused(tmp_path, str(path))
+    assert "'zero_optimization' is given twice, first at line 1, column 2" in message and f"{path}:2:2" in message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "there is no such file" in refused(tmp_path, str(tmp_path / "absent.json"))
+
+
+@pytest.mark.parametrize("section", ["optimizer", "zero_optimization", "bf16"])
+def test_a_section_that_is_no_section(section: str, tmp_path: Path) -> None:
+    message = refused(tmp_path, {**BASE, section: "AdamW"})
+    assert f"{section} = 'AdamW'" in message and "must be an object {...}" in message
+
+
+def test_all_problems_come_before_the_model_is_loaded(tmp_path: Path) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "lerning": 1}}
+    config = {**BASE, "optimizer": optimizer, "gradient_clipping": 3, "nonsense": 1, "bf16": {"enabled": True}}
+    path = write(tmp_path, config)
+    message = refused(tmp_path, str(path), learning_rate=1e-4)
+    for words in (
+        "(5 problems)",
+        f"nonsense = 1  [{path}:",
+        "optimizer.params.lr = 0.001",
+        "but:  learning_rate = 0.0001  [TrainingArguments.learning_rate]",
+        "optimizer.params.lerning = 1",
+        "gradient_clipping = 3",
+        "but:  max_grad_norm = 1.0",
+        "bf16.enabled = true",
+        "but:  bf16 = false",
+    ):
+        assert words in message, words
+
+
+def test_stray_autos_train(tmp_path: Path) -> None:
+    """Every one of these makes accelerate raise "not found in kwargs"."""
+    config = {
+        **BASE,
+        "zero_optimization": {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto"},
+        "bf16": {"enabled": False, "check_grad_overflow": "auto"},
+        "communication_data_type": "auto",
+        "wall_clock_breakdown": "auto",
+        "data_types": {"keep_in_fp32_modules": "auto"},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW["params"], "bias_correction": "auto"}},
+    }
+    assert trainer(tmp_path, config).train().global_step == 2
+
+
+def test_numbers_as_text_and_floats_train(tmp_path: Path) -> None:
+    """accelerate multiplies these as they stand: "2" x 2 would be "22"."""
+    config = {
+        "train_micro_batch_size_per_gpu": "2",
+        "gradient_accumulation_steps": 2.0,
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": "1", "offload_optimizer": None},
+        "optimizer": None,
+        "fp16": None,
+    }
+    run = trainer(tmp_path, config, gradient_accumulation_steps=2)
+    assert run.train().global_step == 2
+    assert run.deepspeed.get_batch_info() == (4, 2, 2) and run.deepspeed.zero_optimization_stage() == 1
+
+
+@pytest.mark.parametrize("config", [{"zero_optimization": True}, {"zero_optimization": None}])
+def test_old_and_empty_forms_of_zero_optimization_train(config: dict[str, Any], tmp_path: Path) -> None:
+    assert trainer(tmp_path, {**BASE, **config}).train().global_step == 2
+
+
+def test_a_missing_zero_section_is_named_with_all_else(tmp_path: Path) -> None:
+    """accelerate's own check comes later, names nothing else, and does not say what to write."""
+    config = {key: value for key, value in BASE.items() if key != "zero_optimization"}
+    message = refused(tmp_path, {**config, "gradient_clipping": 3})
+    assert "(2 problems)" in message and "gradient_clipping = 3" in message
+    assert 'zero_optimization\n    rule: accelerate' in message and 'add "zero_optimization": {"stage": 2}' in message
+
+
+def test_checkpoints_and_weights_alone(tmp_path: Path) -> None:
+    assert trainer(tmp_path, BASE, save_strategy="steps").train().global_step == 2
+    assert (tmp_path / "checkpoint-2" / "latest").read_text() == "global_step2"
+    assert trainer(tmp_path, BASE, save_strategy="steps", save_only_model=True).train().global_step == 2
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").stat().st_size > 0
+
+
+def test_the_best_model_needs_its_checkpoint(tmp_path: Path) -> None:
+    """transformers words this one itself, and clearly."""
+    options = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
+    with pytest.raises(ValueError, match="can't be used with `save_only_model` along with `load_best_model_at_end`"):
+        trainer(tmp_path, BASE, save_strategy="steps", **options)
+
+
+def test_a_search_for_the_batch_size_at_stage_3(tmp_path: Path) -> None:
+    """transformers refuses this one itself when a Trainer is made, and says what to use."""
+    with pytest.raises(ValueError, match="`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3"):
+        trainer(tmp_path, {**BASE, "zero_optimization": {"stage": 3}}, auto_find_batch_size=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_evaluation_without_training(stage: int, tmp_path: Path) -> None:
+    config = {**BASE, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"}, "optimizer": ADAMW}
+    run = trainer(tmp_path, config)
+    assert run.evaluate()["eval_loss"] > 0
+    assert run.predict(run.eval_dataset).metrics["test_loss"] > 0
+    assert run.deepspeed.optimizer is None
+
+
+def evaluate_alone(rank: int, folder: str) -> float:
+    run = trainer(Path(folder), {**BASE, "optimizer": ADAMW})
+    loss: float = run.evaluate()["eval_loss"]
+    return loss
+
+
+def test_evaluation_without_training_on_two_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(evaluate_alone, 2, str(tmp_path), init=False)
+    assert first == second == pytest.approx(evaluate_alone(0, str(tmp_path)), rel=1e-5)
+
+
+def test_evaluation_before_training_takes_nothing_from_it(tmp_path: Path) -> None:
+    config = {**BASE, "optimizer": ADAMW, "scheduler": WARMUP_DECAY}
+    run = trainer(tmp_path, config, weight_decay=0.1, learning_rate=0.1, warmup_steps=2, max_steps=4)
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    params = run.args.hf_deepspeed_config.config["scheduler"]["params"]
+    assert (params["total_num_steps"], params["warmup_num_steps"]) == (4, 2)
+    assert type(run.deepspeed.lr_scheduler).__name__ == "WarmupDecayLR"
+    assert len(run.deepspeed.optimizer.param_groups) == 2
+    assert run.evaluate()["eval_loss"] != before
+
+
+def test_training_twice(tmp_path: Path) -> None:
+    run = trainer(tmp_path, BASE)
+    first, second = run.train(), run.train()
+    assert first.global_step == second.global_step == 2 and second.training_loss < first.training_loss
+
+
+GROUPS = [
+    ({"weight_decay": "auto"}, {}, 2),
+    ({"weight_decay": 0.1}, {}, 2),
+    ({"weight_decay": "auto"}, {"hf_zero": {"decay_biases_and_norms": True}}, 1),
+    ({}, {}, 1),
+]
+
+
+@pytest.mark.parametrize(("params", "more", "groups"), GROUPS)
+def test_weight_decay_spares_biases_and_norms(
+    params: dict[str, Any], more: dict[str, Any], groups: int, tmp_path: Path
+) -> None:
+    config = {**BASE, **more, "optimizer": {"type": "AdamW", "params": {"lr": "auto", **params}}}
+    run = trainer(tmp_path, config, weight_decay=0.1)
+    run.train()
+    decays = [group["weight_decay"] for group in run.deepspeed.optimizer.param_groups]
+    assert decays == {2: [0.1, 0.0], 1: [0.1 if params else 0.0]}[groups]
+
+
+def test_auto_find_batch_size_follows_to_the_engine(tmp_path: Path) -> None:
+    run = trainer(tmp_path, BASE, per_device_train_batch_size=4, auto_find_batch_size=True)
+    step, seen = run.training_step, []
+
+    def training_step(model: Any, inputs: Any, *more: Any) -> Any:
+        seen.append(len(inputs["input_ids"]))
+        if seen[-1] > 2:
+            raise RuntimeError("CUDA out of memory. (imitated)")
+        return step(model, inputs, *more)
+
+    run.training_step = training_step
+    run.train()
+    assert seen[0] == 4 and seen[-1] <= 2
+    assert run.deepspeed.train_micro_batch_size_per_gpu() == seen[-1]
+
+
+def test_total_steps_that_differ_are_named_with_their_place(tmp_path: Path) -> None:
+    params = {"total_num_steps": 7, "warmup_num_steps": "auto"}
+    config = {**BASE, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    run = trainer(tmp_path, config, max_steps=-1, num_train_epochs=1)
+    with pytest.raises(ConfigError, match="scheduler.params.total_num_steps = 7") as caught:
+        run.train()
+    assert "but:  updates of this run = 4" in str(caught.value)
+
+
+def test_a_model_whose_size_sits_nowhere(tmp_path: Path) -> None:
+    config = {**BASE, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    run = trainer(tmp_path, config)
+    run.args.hf_deepspeed_config.trainer_config_finalize(run.args, NoConfig(run.model), 2)
+    size = run.args.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"]
+    assert size == run.model.config.hidden_size**2
+
+
+class NoConfig:
+    """Parameters, and no configuration."""
+
+    def __init__(self, model: Any) -> None:
+        self.parameters = model.parameters
+
+
+def test_saved_arguments_open_without_hf_zero(tmp_path: Path) -> None:
+    import pickle
+
+    saved = pickle.dumps(arguments(tmp_path, BASE).hf_deepspeed_config.config)
+    assert b"hf_zero" not in saved and json.dumps(pickle.loads(saved))
+
+
+def test_the_users_own_dict_stays_as_it_is(tmp_path: Path) -> None:
+    config = {**BASE, "optimizer": ADAMW}
+    before = json.dumps(config)
+    given = arguments(tmp_path, config)
+    assert json.dumps(config) == before and given.deepspeed is config
+
+
+def test_views_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from hf_zero.config import TrainingView
+
+    names = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    for field in dataclasses.fields(TrainingView):
+        if field.name in names:
+            assert field.default == names[field.name], field.name

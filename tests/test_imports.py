@@ -1,0 +1,169 @@
+"""The house's architecture as rules over its sources: imports go down the ladder, and a few things have one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "hf_zero"
+
+# Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
+LADDER = (
+    ("log", "timing"),
+    ("kernels", "config"),
+    ("layout",),
+    ("comm",),
+    ("loader", "model_view"),
+    ("memory",),
+    ("loss_scale", "precision", "schedules"),
+    ("optim",),
+    ("zero",),
+    ("checkpoint",),
+    ("planning",),
+    ("engine_settings",),
+    ("engine",),
+    ("entry",),
+    ("integration",),
+    ("explain",),
+    ("launch",),
+    ("__main__", "zero_to_fp32"),
+)
+RUNG = {room: height for height, rooms in enumerate(LADDER) for room in rooms}
+SELF_CONTAINED = {"log", "timing", "kernels", "config"}
+LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+    at_top: bool
+
+
+def imports_of(tree: ast.Module) -> Iterator[Import]:
+    """Every module a source imports; `from a import b` counts as `a.b`, which covers both of its meanings."""
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import (absolute ones say which room is meant)"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(name, node.lineno, id(node) in top)
+
+
+def room_of(module: str) -> str | None:
+    """`hf_zero.zero.buckets` -> `zero`; None for foreign modules; the package root is ''."""
+    parts = module.split(".")
+    if parts[0] != PACKAGE:
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in RUNG else ""
+
+
+def complaints(module: str, source: str) -> list[str]:
+    """Everything wrong with one source file of the package."""
+    tree = ast.parse(source)
+    found = [*_upward(module, tree), *_misplaced(module, tree), *_forbidden_statements(tree)]
+    return [f"{module}: {text}" for text in found]
+
+
+def _upward(module: str, tree: ast.Module) -> Iterator[str]:
+    here = room_of(module)
+    if here == "":
+        return  # the package root stands above every room; LIVE_AT_START guards what it loads
+    assert here is not None
+    for imported in imports_of(tree):
+        there = room_of(imported.module)
+        if there is None or there == here:
+            continue
+        if there == "":
+            yield f"line {imported.line} imports the package root ({imported.module})"
+        elif here in SELF_CONTAINED:
+            yield f"line {imported.line} imports {imported.module}, but {here} imports nothing of ours"
+        elif RUNG[there] >= RUNG[here]:
+            yield f"line {imported.line} imports upward: {here} -> {imported.module}"
+
+
+def _misplaced(module: str, tree: ast.Module) -> Iterator[str]:
+    here = room_of(module)
+    for imported in imports_of(tree):
+        top = imported.module.split(".")[0]
+        if top == "deepspeed":
+            yield f"line {imported.line} imports a real deepspeed"
+        if top == "torch" and here == "config":
+            yield f"line {imported.line} imports torch inside config"
+        if imported.module.startswith("torch.distributed") and here != "comm":
+            yield f"line {imported.line} imports torch.distributed outside comm"
+        if module in LIVE_AT_START and imported.at_top and top not in {"__future__", "os", "sys", PACKAGE}:
+            yield f"line {imported.line} imports {top} at interpreter start"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" and here != "comm":
+            yield f"line {node.lineno} uses torch.distributed outside comm"
+
+
+def _forbidden_statements(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno} uses global"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"line {node.lineno} prints (log instead)"
+
+
+def sources() -> dict[str, Path]:
+    files = sorted((ROOT / PACKAGE).rglob("*.py"))
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
+
+
+@pytest.mark.parametrize("module", sources())
+def test_source_keeps_to_the_ladder(module: str) -> None:
+    assert complaints(module, sources()[module].read_text(encoding="utf-8")) == []
+
+
+def test_every_room_stands_on_the_ladder() -> None:
+    rooms = {module.split(".")[1] for module in sources() if "." in module}
+    assert rooms <= set(RUNG), f"give {sorted(rooms - set(RUNG))} a place in LADDER"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("hf_zero.zero.state", "from hf_zero.engine import ZeroEngine", "imports upward: zero -> hf_zero.engine"),
+        ("hf_zero.zero.state", "def f():\n    import hf_zero.entry", "line 2 imports upward"),
+        ("hf_zero.schedules", "from hf_zero.precision import x", "imports upward"),
+        ("hf_zero.kernels.adam", "import hf_zero.log", "kernels imports nothing of ours"),
+        ("hf_zero.optim", "from hf_zero import initialize", "imports the package root"),
+        ("hf_zero.optim", "import hf_zero", "imports the package root"),
+        ("hf_zero.zero", "import torch.distributed as dist", "imports torch.distributed outside comm"),
+        ("hf_zero.zero", "from torch import distributed", "imports torch.distributed outside comm"),
+        ("hf_zero.zero", "import torch\nx = torch.distributed.get_rank()", "line 2 uses torch.distributed"),
+        ("hf_zero.config", "from torch import float16", "imports torch inside config"),
+        ("hf_zero.engine", "from deepspeed.comm import barrier", "imports a real deepspeed"),
+        ("hf_zero.engine", "def f():\n    global x", "uses global"),
+        ("hf_zero.engine", "print(1)", "prints"),
+        ("hf_zero.integration.startup", "import typing", "imports typing at interpreter start"),
+    ],
+)
+def test_the_rules_catch(module: str, source: str, complaint: str) -> None:
+    assert any(complaint in text for text in complaints(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("hf_zero.engine", "from hf_zero.zero import a\nfrom hf_zero.log import logger\nimport torch"),
+        ("hf_zero.zero.a", "from hf_zero.zero.b import c"),
+        ("hf_zero.comm.process_group", "import torch.distributed as dist"),
+        ("hf_zero.integration.startup", "def f():\n    import importlib.util"),
+    ],
+)
+def test_the_rules_allow(module: str, source: str) -> None:
+    assert complaints(module, source) == []
