@@ -1,0 +1,1 @@
+"""Whole programs: an unmodified Trainer script through real launchers, against both oracles."""

@@ -1,0 +1,209 @@
+"""One case of the parity tests: its command line, its run, and what plain PyTorch makes of the same mathematics."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end import trainer_script
+from tests.support.models import stack, tiny_llama, token_rows
+from tests.support.ranks import run_ranks
+from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
+
+SCRIPT = Path(__file__).parent / "trainer_script.py"
+STEPS = 20
+GLOBAL_BATCH = 48  # every number of processes (1 to 4) times every accumulation (1, 4) divides it
+LEARNING_RATE = 5e-3
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 0.5  # the gradients of these steps are larger: clipping clips
+# Adam divides by the gradient's own size: with its usual 1e-8 a gradient that is zero but for rounding moves its weight
+# by a whole step in a random direction, and two correct programs differ by more than the tolerance.
+EPS = 1e-6
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the cross product."""
+
+    stage: int | None = 2  # None: no ZeRO engine at all
+    processes: int = 1
+    accumulation: int = 1
+    clip: bool = True
+    bf16: bool = False
+    optimizer: bool = False  # an optimizer section in ds.json
+    one_group: bool = False  # with DeepSpeed's single param group for it
+    scheduler: bool = False  # a scheduler section in ds.json
+    tied: bool = False
+    checkpointing: Literal["", "reentrant", "not_reentrant"] = ""  # of activations
+    evaluates: bool = False  # in the middle of the training
+    preset: bool = False  # stage 3 with the sizes that Trainer fills in, at which a model this small is never released
+
+    def __str__(self) -> str:
+        flags = [
+            name
+            for name in ("clip", "bf16", "optimizer", "one_group", "scheduler", "tied", "evaluates", "preset")
+            if getattr(self, name)
+        ]
+        numbers = [f"stage{self.stage}", f"{self.processes}p", f"acc{self.accumulation}"]
+        return "-".join([*numbers, *flags, *filter(None, [self.checkpointing])])
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """The user's ds.json, with everything that can be "auto" left to Trainer."""
+        config: dict[str, Any] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": self.stage, **(self.sizes if self.stage == 3 else {})},
+        }
+        if self.optimizer:
+            adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+            config["optimizer"] = {"type": "AdamW", "params": adam}
+        if self.one_group:
+            config["hf_zero"] = {"decay_biases_and_norms": True}
+        if self.scheduler:
+            warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+            params = {**warmup, "total_num_steps": "auto", "warmup_type": "linear"}
+            config["scheduler"] = {"type": "WarmupDecayLR", "params": params}
+        return config
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of stage 3; a file that is saved must hold whole weights, for the tests to look into."""
+        sizes: dict[str, Any] = dict.fromkeys(
+            ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+        )
+        if not self.preset:  # nothing stays, not even between forward and backward
+            sizes = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+        return {**sizes, "stage3_gather_16bit_weights_on_model_save": True}
+
+    @property
+    def recipe(self) -> Recipe:
+        """The same mathematics for the reference; under Trainer norms are spared from weight decay."""
+        return Recipe(
+            learning_rate=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            eps=EPS,
+            no_decay=() if self.one_group else ("norm",),
+            clip_norm=CLIP_NORM if self.clip else 0.0,
+            warmup_steps=2 if self.scheduler else 0,  # WarmupDecayLR warms up for at least two steps
+            rate_lag=1 if self.scheduler else 0,
+            decay_steps=STEPS,
+        )
+
+    def words(self, folder: Path) -> list[str]:
+        """The command line; writes the files that it names."""
+        prepare(folder, self.tied)
+        options: dict[str, object] = {
+            "model": folder / "model",
+            "data": folder / "rows.json",
+            "output_dir": folder / "out",
+            "max_steps": STEPS,
+            "per_device_train_batch_size": GLOBAL_BATCH // self.processes // self.accumulation,
+            "per_device_eval_batch_size": 8,
+            "gradient_accumulation_steps": self.accumulation,
+            "max_grad_norm": CLIP_NORM if self.clip else 0.0,
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "adam_epsilon": EPS,
+            "lr_scheduler_type": "linear",
+            "train_sampling_strategy": "sequential",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": self.bf16,
+            "disable_tqdm": True,
+        }
+        if self.checkpointing:
+            options["gradient_checkpointing"] = True
+            options["gradient_checkpointing_kwargs"] = json.dumps({"use_reentrant": self.checkpointing == "reentrant"})
+        if self.evaluates:
+            options |= {"eval_strategy": "steps", "eval_steps": STEPS // 2}
+        if self.stage is not None:
+            (folder / "ds.json").write_text(json.dumps(self.ds_config))
+            options["deepspeed"] = folder / "ds.json"
+        return [word for key, value in options.items() for word in (f"--{key}", str(value))]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of the script left behind."""
+
+    losses: list[float]
+    norms: list[float | None]
+    rates: list[float]
+    numbers: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+
+
+def prepare(folder: Path, tied: bool) -> None:
+    """The model to start from and the rows to learn, on disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_llama(tied=tied).save_pretrained(folder / "model")
+    (folder / "rows.json").write_text(json.dumps(rows()))
+
+
+@cache
+def rows() -> list[dict[str, list[int]]]:
+    """As many rows as the steps use, so that one epoch is the run."""
+    return token_rows(GLOBAL_BATCH * STEPS)
+
+
+@cache
+def expected(recipe: Recipe, tied: bool) -> Trace:
+    """Plain PyTorch: every step sees its whole global batch at once."""
+    steps = [[stack(rows()[start : start + GLOBAL_BATCH])] for start in range(0, GLOBAL_BATCH * STEPS, GLOBAL_BATCH)]
+    return train(tiny_llama(tied=tied), steps, recipe)
+
+
+def outcome(folder: Path) -> Outcome:
+    """Read what the script wrote."""
+    numbers = json.loads((folder / "out" / "numbers.json").read_text())
+    steps = [entry for entry in numbers["log"] if "loss" in entry]
+    return Outcome(
+        losses=[entry["loss"] for entry in steps],
+        norms=[entry.get("grad_norm") for entry in steps],
+        rates=[entry["learning_rate"] for entry in steps],
+        numbers=numbers,
+        weights=load_file(folder / "out" / "model.safetensors"),
+    )
+
+
+def run_script(rank: int, words: list[str]) -> None:
+    """A rank as a launcher starts it, without paying for imports each time."""
+    if os.environ["WORLD_SIZE"] == "1":
+        # Like plain `python script.py`: nothing says that this is distributed.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+    trainer_script.main(words)
+
+
+def run_case(case: Case, folder: Path) -> Outcome:
+    """Run the script on the case's number of ranks."""
+    run_ranks(run_script, case.processes, case.words(folder), init=False)
+    return outcome(folder)
+
+
+def assert_parity(case: Case, result: Outcome) -> None:
+    """The 20 losses, the gradient norms and every final weight, as plain PyTorch has them."""
+    trace = expected(case.recipe, case.tied)
+    assert_same_numbers(result.losses, trace.losses, TOLERANCE, "losses")
+    assert [norm for norm in result.norms if norm is not None], "no gradient norm was logged"
+    norms = [norm if norm is not None else wanted for norm, wanted in zip(result.norms, trace.norms)]
+    assert_same_numbers(norms, trace.norms, TOLERANCE, "gradient norms")
+    # A tied weight is saved under one of its two names.
+    weights = {**{name: trace.weights[name] for name in trace.weights.keys() - result.weights.keys()}, **result.weights}
+    missing = trace.weights.keys() - result.weights.keys()
+    assert missing <= ({"lm_head.weight"} if case.tied else set()), f"not saved: {missing}"
+    assert_same_weights(weights, trace.weights, TOLERANCE)

@@ -1,0 +1,290 @@
+"""Promises of stage 3 about modules used in odd ways, frozen parameters and recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.end_to_end.stage3 import (
+    RECIPE,
+    WIDTH,
+    Seen,
+    assert_same_training,
+    engine_of,
+    plain,
+    rank_batches,
+    run_training,
+    seeded,
+    train_engine,
+    vectors,
+    whole,
+)
+from tests.support.models import Batch, tiny_llama
+from tests.support.ranks import run_ranks
+from tests.support.reference import train
+
+
+class Reuser(nn.Module):
+    """A block used twice, a weight used outside its module, a parameter of the root itself, nested outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.3))
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def hidden(self, x: Tensor) -> dict[str, Any]:
+        x = self.blocks[0](x)
+        x = self.blocks[1](x)
+        x = self.blocks[0](x) * self.scale
+        x = self.blocks[2](x) + nn.functional.linear(x, self.other.weight.t())
+        return {"hidden": (self.blocks[0](x), [x])}
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, (second,) = self.hidden(x)["hidden"]
+        return self.outlet(self.other(first) + second).square().mean()
+
+
+def run_reuse(rank: int) -> Seen:
+    return run_training(seeded(Reuser), [parts[rank] for parts in vectors(6)])
+
+
+def test_a_module_used_twice_and_a_parameter_used_elsewhere() -> None:
+    """The gradient of a module that ran twice in a forward was wrong, or "computed twice" was raised; a weight read
+    from another module was an empty tensor."""
+    assert_same_training(run_ranks(run_reuse, 2), plain(seeded(Reuser), vectors(6)))
+
+
+class Stranger(nn.Module):
+    """Uses the weight of a module that it is not told about by the module tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = nn.functional.linear(x, self.embed.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def ids_batches(steps: int) -> list[list[Batch]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[{"ids": torch.randint(20, (3, 5), generator=generator)} for _ in range(2)] for _ in range(steps)]
+
+
+def run_stranger(rank: int) -> Seen:
+    return run_training(seeded(Stranger), [parts[rank] for parts in ids_batches(5)])
+
+
+def test_an_embedding_used_as_the_head() -> None:
+    """`F.linear(x, self.embed.weight)` at the end, long after the embedding was released: "size mismatch" or zeros."""
+    assert_same_training(run_ranks(run_stranger, 2), plain(seeded(Stranger), ids_batches(5)))
+
+
+class Chain(nn.ModuleList):
+    """A list that is more than a list: it has a parameter of its own, and a forward."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.gain = nn.Parameter(torch.full((WIDTH,), 0.8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = torch.tanh(layer(x)) * self.gain
+        return x
+
+
+class Unusual(nn.Module):
+    """Parameters in places where a walk over layers does not look for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH), dim=1)
+        self.chain = Chain()
+        self.vectors = nn.ParameterList(torch.full((WIDTH,), 0.5 + n) for n in range(2))
+        self.table = nn.ParameterDict({"bias": torch.zeros(WIDTH)})
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.chain(torch.tanh(self.normed(self.inlet(x))))
+        return self.outlet(x * self.vectors[0] + self.vectors[1] + self.table["bias"]).square().mean()
+
+
+def run_unusual(rank: int) -> Seen:
+    return run_training(seeded(Unusual), [parts[rank] for parts in vectors(5)])
+
+
+def test_parameters_in_unusual_places_are_trained() -> None:
+    """Weight-normed convolutions (Wav2Vec2) keep their parameters in a list that is no list of layers: they belonged to
+    no unit, got gradients, and were never updated; nothing said so."""
+    assert_same_training(run_ranks(run_unusual, 2), plain(seeded(Unusual), vectors(5)))
+
+
+class Returner(nn.Module):
+    """A block that returns what it was given beside what it has computed, and a container that returns the insides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.bias = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Passing() for _ in range(3))
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        bias = self.bias(x)
+        hidden = [x * self.scale]
+        for layer in self.layers:
+            x, bias = layer(hidden[-1], bias)
+            hidden.append(x)
+        return {"loss": self.outlet(x).square().mean(), "hidden": tuple(hidden), "bias": bias}
+
+
+class Passing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x) + bias), bias
+
+
+def returned_loss(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
+
+
+def run_returner(rank: int) -> Seen:
+    model = seeded(Returner)
+    losses, norms = train_engine(engine_of(model), [parts[rank] for parts in vectors(5)], returned_loss)
+    return losses, norms, whole(model)
+
+
+def test_outputs_that_are_passed_through_or_come_from_inside() -> None:
+    """T5's blocks hand on the position bias of the first one, and CLIP returns what its towers have computed: backward
+    took these for the blocks' own results and released weights that it was still using."""
+    trace = train(seeded(Returner), vectors(5), RECIPE, returned_loss)
+    assert_same_training(run_ranks(run_returner, 2), trace)
+
+
+def run_several_backwards(rank: int) -> Seen:
+    model = seeded(Reuser)
+    engine = engine_of(model)
+    losses, norms = [], []
+    for first, second in zip(vectors(3, seed=3), vectors(3, seed=4), strict=True):
+        engine.set_gradient_accumulation_boundary(False)
+        one = engine(**first[rank])
+        engine.backward(one / 2)
+        engine.set_gradient_accumulation_boundary(True)
+        with torch.no_grad():
+            engine(**first[1 - rank])  # an evaluation between forward passes of a step
+        two = engine(**second[rank])
+        engine.backward(two / 2)
+        engine.step()
+        losses.append((one.item() + two.item()) / 2)
+        norms.append(float(engine.get_global_grad_norm()))
+    return losses, norms, whole(model)
+
+
+def test_two_backwards_in_a_step_and_an_evaluation_between() -> None:
+    """Accumulation, and a forward without gradients in the middle of it, upset the recorded order of the gathers."""
+    parts = [one + two for one, two in zip(vectors(3, seed=3), vectors(3, seed=4), strict=True)]
+    assert_same_training(run_ranks(run_several_backwards, 2), plain(seeded(Reuser), parts))
+
+
+# --- frozen parameters, recomputation ----------------------------------------------------------------------------
+
+
+def freeze_nothing(model: nn.Module) -> None: ...
+
+
+def freeze_all_but_one(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "model.layers.0.mlp.up_proj.weight")
+
+
+def freeze_all_but_the_embedding(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed_tokens" in name)
+
+
+def freeze_as_lora_does(model: nn.Module) -> None:
+    """Matrices are frozen, small vectors are trained."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 1)
+
+
+MASKS = {m.__name__: m for m in (freeze_nothing, freeze_all_but_one, freeze_all_but_the_embedding, freeze_as_lora_does)}
+
+
+def masked_llama(mask: str, layers: int = 3) -> Any:
+    model = tiny_llama(layers=layers)
+    MASKS[mask](model)
+    return model
+
+
+def run_masked(rank: int, mask: str, reentrant: bool | None) -> Seen:
+    model = masked_llama(mask)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    model.train()
+    return run_training(model, [parts[rank] for parts in rank_batches(4)])
+
+
+QUICK = [("freeze_nothing", True), ("freeze_all_but_one", None), ("freeze_as_lora_does", False)]
+EVERY = [
+    pytest.param(mask, reentrant, marks=[] if (mask, reentrant) in QUICK else pytest.mark.slow)
+    for mask in MASKS
+    for reentrant in (None, False, True)
+]
+
+
+@pytest.mark.parametrize(("mask", "reentrant"), EVERY)
+def test_frozen_parameters_and_checkpointing(mask: str, reentrant: bool | None) -> None:
+    """Frozen weights under gradient checkpointing were [0]-shaped in the recomputation: "size of tensor a must match".
+    Frozen ones stay to the bit what they were, and the gradients are those without checkpointing."""
+    model = masked_llama(mask)
+    begun = {name: value.detach().clone() for name, value in model.named_parameters()}
+    runs = run_ranks(run_masked, 2, mask, reentrant)
+    assert_same_training(runs, plain(model, rank_batches(4)))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(runs[1][2][name], begun[name]) == (not parameter.requires_grad), name
+
+
+class Checkpointed(nn.Module):
+    """A user's own checkpointing, around one layer that several depths share."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(self.shared, x, use_reentrant=self.reentrant)
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.outlet(x).square().mean()
+
+
+def run_checkpointed(rank: int, reentrant: bool) -> Seen:
+    return run_training(seeded(lambda: Checkpointed(reentrant)), [parts[rank] for parts in vectors(4)])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_shared_over_depth_under_checkpointing(reentrant: bool) -> None:
+    """Shared layers under checkpointing brought "the parameter has already been reduced", or a gradient too little."""
+    trace = plain(seeded(lambda: Checkpointed(reentrant)), vectors(4))
+    assert_same_training(run_ranks(run_checkpointed, 2, reentrant), trace)

@@ -1,0 +1,122 @@
+"""Wrong input ends a launch with one clear error and a non-zero code, on all ranks, without hanging."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.parity import SCRIPT, Case
+from tests.support.launch import Finished, launch
+
+INITIALIZE_SCRIPT = Path(__file__).parent / "initialize_script.py"
+TIMEOUT_S = 100
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def assert_refused(
+    finished: Finished, message: str, *, error: str = r"\w*(Error|Exception)", chained: bool = False
+) -> None:
+    """Ended by itself, with an error, all processes gone, and one error that is not buried under others."""
+    assert finished.code not in (0, None), f"ended with {finished.code}:\n{finished.output[-6000:]}"
+    assert finished.survivors == 0
+    # The message itself may follow a headline.
+    assert re.search(rf"{error}: (?:.*\n){{0,2}}.*{message}", finished.output), finished.output[-6000:]
+    assert chained or "During handling of the above exception" not in finished.output, finished.output[-6000:]
+
+
+def write(folder: Path, config: Any) -> Path:
+    """A ds.json."""
+    path = folder / "ds.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+def with_stage(stage: Any) -> dict[str, Any]:
+    """The good config with another stage."""
+    return {**GOOD, "zero_optimization": {"stage": stage}}
+
+
+def without_batch() -> dict[str, Any]:
+    """The good config without a batch size."""
+    return {key: value for key, value in GOOD.items() if "batch" not in key}
+
+
+REFUSED = [
+    pytest.param('{"train_micro_batch_size_per_gpu": 4,', r"ds\.json:1:38 .*\n.*never closed", id="not-json"),
+    pytest.param(with_stage(7), r"stage", id="unknown-stage"),
+    pytest.param(
+        {**GOOD, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        r"offload_param\.device.*\n.*not built yet",
+        id="not-built",
+    ),
+    pytest.param(without_batch(), "batch", id="no-batch-size"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_a_plain_script_is_refused(config: Any, message: str, tmp_path: Path) -> None:
+    assert_refused(
+        launch(INITIALIZE_SCRIPT, [write(tmp_path, config)], timeout_s=TIMEOUT_S), message, error="ConfigError"
+    )
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    finished = launch(INITIALIZE_SCRIPT, [tmp_path / "absent.json"], timeout_s=TIMEOUT_S)
+    assert_refused(finished, "absent.json")
+
+
+@pytest.mark.parametrize(("config", "message"), [REFUSED[1], REFUSED[3]])
+def test_all_ranks_are_refused_together(config: Any, message: str, tmp_path: Path) -> None:
+    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, config)], processes=2, timeout_s=TIMEOUT_S)
+    assert_refused(finished, message, error="ConfigError")
+
+
+def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
+    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, GOOD)], processes=2, timeout_s=TIMEOUT_S).check()
+    assert finished.output.count("trained") == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_raising_ends_all(stage: int, tmp_path: Path) -> None:
+    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, with_stage(stage)), 1], processes=3, timeout_s=TIMEOUT_S)
+    assert_refused(finished, "a fault in the user's model", error="RuntimeError")
+    assert "trained" not in finished.output
+
+
+def trainer_words(folder: Path, config: Any, *more: str) -> list[str]:
+    """The Trainer script's command line with another ds.json."""
+    words = Case(stage=2, processes=2).words(folder)
+    write(folder, config)
+    return [*words, *more]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        # transformers reads the file before any engine does, and words this error itself.
+        pytest.param("not json at all", "(JSON|json|Expecting value)", id="not-json"),
+        pytest.param(
+            {**Case(stage=2).ds_config, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            r"offload_optimizer\.device",
+            id="not-built",
+        ),
+        pytest.param(Case(stage=9).ds_config, "stage", id="unknown-stage"),
+    ],
+)
+def test_a_trainer_script_is_refused(config: Any, message: str, tmp_path: Path) -> None:
+    finished = launch(SCRIPT, trainer_words(tmp_path, config), timeout_s=TIMEOUT_S)
+    assert_refused(finished, message, chained=message.startswith("(JSON"))
+
+
+def test_one_rank_of_a_trainer_raising_ends_all(tmp_path: Path) -> None:
+    words = trainer_words(tmp_path, Case(stage=2).ds_config, "--fail_on_rank", "1")
+    finished = launch(SCRIPT, words, processes=2, timeout_s=TIMEOUT_S)
+    assert_refused(finished, "a fault in the user's model", error="RuntimeError")

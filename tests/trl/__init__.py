@@ -1,0 +1,1 @@
+"""TRL and PEFT as users run them, on the engine."""

@@ -1,0 +1,52 @@
+"""GRPOTrainer, generation in the loop: with the same random numbers the same completions, losses and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.requirements import requires
+from tests.trl.runs import STAGES, Run, assert_same_training, run, without_engine
+
+pytestmark = requires(modules=("trl", "peft"))
+RECIPES: dict[str, tuple[str, dict[str, object]]] = {
+    "full": ("full", {}),
+    "reference": ("full", {"beta": 0.1}),
+    "lora": ("lora", {}),
+    "adapter_switched_off": ("lora", {"beta": 0.1}),
+    "several_updates_per_generation": (
+        "full",
+        {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4, "save_steps": 4},
+    ),
+    "no_gathering": ("full", {"ds3_gather_for_generation": False}),
+}
+QUICK = {(3, "reference")}
+
+
+def _marked(stage: int, recipe: str) -> object:
+    marks = [] if (stage, recipe) in QUICK else [pytest.mark.slow]
+    return pytest.param(stage, recipe, marks=marks, id=f"stage{stage}-{recipe}")
+
+
+@pytest.mark.parametrize(("stage", "recipe"), [_marked(stage, recipe) for stage in STAGES for recipe in RECIPES])
+def test_same_as_plain_pytorch(stage: int, recipe: str, tmp_path: Path) -> None:
+    """Ranks whose completions end at different lengths used to hang at stage 3: one waited in a gather for ever."""
+    adapter, options = RECIPES[recipe]
+    case = Run(method="grpo", adapter=adapter, stage=stage, options=options)
+    # Every rank samples with a seed of its own: the oracle is plain PyTorch on as many ranks.
+    result, expected = run(case, tmp_path), without_engine(case, processes=case.processes)
+    assert_same_training(result, expected)
+    for name in ("reward", "completions/mean_length", "num_tokens"):
+        assert result.column(name) == expected.column(name)
+    lengths = zip(result.column("completions/min_length"), result.column("completions/max_length"))
+    assert any(shortest < longest for shortest, longest in lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_policy_reference_and_reward_model_in_one_process(stage: int, tmp_path: Path) -> None:
+    options = {"beta": 0.1, "reward_model": tmp_path / "reward_model"}
+    case = Run(method="grpo", stage=stage, options=options)
+    result, expected = run(case, tmp_path), without_engine(case, processes=case.processes)
+    assert_same_training(result, expected)

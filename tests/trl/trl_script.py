@@ -1,0 +1,105 @@
+"""TRL's trainers used as its documentation shows them; knows no engine.
+
+torchrun --nproc-per-node 2 trl_script.py sft --model_name_or_path M --folder F --output_dir O [--deepspeed ds.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ModelConfig,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_peft_config,
+)
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTConfig, SFTTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
+    "kto": (KTOConfig, KTOTrainer),
+    "reward": (RewardConfig, RewardTrainer),
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "rloo": (RLOOConfig, RLOOTrainer),
+}
+
+
+@dataclass
+class Script:
+    """What this script needs besides TRL's own arguments."""
+
+    folder: str = field(metadata={"help": "folder with train.json and eval.json"})
+    reference: bool = field(default=False, metadata={"help": "DPO, KTO: load a reference model and hand it over"})
+    build_first: bool = field(default=False, metadata={"help": "hand over a model instead of its path"})
+    wrap_first: bool = field(default=False, metadata={"help": "hand over a PeftModel instead of a peft_config"})
+    reward_model: str | None = field(default=None, metadata={"help": "GRPO, RLOO: folder of a model that rewards"})
+
+
+def variety(completions: list[str], **columns: Any) -> list[float]:
+    """A reward: how many different characters."""
+    return [float(len(set(completion))) for completion in completions]
+
+
+def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
+    """The trainer, with what its method needs."""
+    files = {name: str(Path(script.folder) / f"{name}.json") for name in ("train", "eval")}
+    data = load_dataset("json", data_files=files, cache_dir=str(Path(args.output_dir) / "cache"))
+    path = model.model_name_or_path
+    shared: dict[str, Any] = {
+        "model": AutoModelForCausalLM.from_pretrained(path) if script.build_first else path,
+        "args": args,
+        "train_dataset": data["train"],
+        "eval_dataset": data["eval"],
+        "processing_class": AutoTokenizer.from_pretrained(path),
+        "peft_config": get_peft_config(model),
+    }
+    if method in ("grpo", "rloo"):
+        shared["reward_funcs"] = [variety, *([script.reward_model] if script.reward_model else [])]
+    if script.wrap_first:
+        shared["model"] = get_peft_model(AutoModelForCausalLM.from_pretrained(path), shared.pop("peft_config"))
+    if script.reference:
+        shared["ref_model"] = AutoModelForCausalLM.from_pretrained(path)
+    return METHODS[method][1](**shared)
+
+
+def save(trainer: Any, folder: Path) -> None:
+    """The two ways that users know, besides the checkpoints of training."""
+    trainer.save_model(str(folder / "saved"))
+    trainer.model.save_pretrained(str(folder / "pretrained"), is_main_process=trainer.is_world_process_zero())
+
+
+def main(words: Sequence[str]) -> None:
+    """Train, evaluate, save, and write the numbers."""
+    method, *options = words
+    parser = TrlParser((Script, METHODS[method][0], ModelConfig))
+    script, args, model = parser.parse_args_and_config(options)
+    trainer = build(method, script, args, model)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    numbers = {"log": list(trainer.state.log_history), "eval": trainer.evaluate()}
+    folder = Path(args.output_dir)
+    save(trainer, folder)
+    if trainer.is_world_process_zero():
+        (folder / "numbers.json").write_text(json.dumps(numbers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
