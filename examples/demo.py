@@ -1,0 +1,178 @@
+"""The whole product in a few minutes: train a small language model with ZeRO-2, look at its loss, let it write code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "train_clm.py"
+CONFIG = ROOT / "configs" / "zero2_bf16.json"
+
+# Sizes that a pair of CPU cores can teach something in three minutes.
+MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_layers": 2, "num_heads": 8}
+DATA = {"block_size": 128, "max_eval_samples": 256}
+SEQUENCES_PER_STEP = 8
+STEPS = 800
+PROMPT = "class FileReader:\n    def __init__(self, path):"
+# bf16 keeps 8 bits: two ways of adding up the same loss differ in the third digit, other weights in the first.
+LOSS_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How many training processes this machine gets, and on what."""
+
+    num_processes: int
+    device: str
+
+    @classmethod
+    def detect(cls) -> Machine:
+        import torch  # late: `--help` need not wait for it
+
+        num_gpus = torch.cuda.device_count()
+        return cls(num_gpus, "cuda") if num_gpus else cls(2, "cpu")
+
+    @property
+    def label(self) -> str:
+        kind = "GPU" if self.device == "cuda" else "CPU"
+        return f"{self.num_processes} {kind} process{'es' if self.num_processes > 1 else ''}"
+
+
+def flags(values: dict[str, int]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
+    """What a person would type; nothing in it but `--deepspeed` has to do with ZeRO."""
+    per_process = max(1, SEQUENCES_PER_STEP // machine.num_processes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(machine.num_processes), str(SCRIPT)]
+    command += ["--deepspeed", str(CONFIG), "--bf16", *(["--use_cpu"] if machine.device == "cpu" else [])]
+    command += ["--do_train", "--do_eval", "--output_dir", str(output), "--max_steps", str(steps)]
+    command += [*flags(MODEL), *flags(DATA)]
+    command += ["--per_device_train_batch_size", str(per_process), "--per_device_eval_batch_size", "8"]
+    command += [
+        "--learning_rate",
+        "1.5e-3",
+        "--lr_scheduler_type",
+        "linear",
+        "--warmup_steps",
+        str(max(1, steps // 10)),
+    ]
+    command += ["--weight_decay", "0.1", "--adam_beta2", "0.95", "--max_grad_norm", "1.0"]
+    command += ["--logging_steps", str(max(1, steps // 30)), "--logging_first_step"]
+    command += ["--eval_strategy", "steps", "--eval_steps", str(max(1, steps // 6)), "--eval_on_start"]
+    return [*command, "--save_strategy", "no", "--report_to", "none", "--log_level", "warning"]
+
+
+def quiet_environment(machine: Machine) -> dict[str, str]:
+    """No network, no warnings about threads, one progress bar; whatever the person has set stays as it is."""
+    threads = max(1, (os.cpu_count() or 1) // machine.num_processes)
+    wishes = {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not sys.stderr.isatty():
+        wishes["TQDM_MININTERVAL"] = "15"  # in a log file every redrawn bar is one more line
+    return {**wishes, **os.environ}
+
+
+def train(machine: Machine, steps: int, output: Path) -> None:
+    """Run the training in processes of its own; end with its exit status if it fails."""
+    finished = subprocess.run(training_command(machine, steps, output), cwd=ROOT, env=quiet_environment(machine))
+    if finished.returncode:
+        sys.exit(finished.returncode)
+
+
+def show_results(console: Console, machine: Machine, output: Path) -> bool:
+    """Load the model back and report; true if it is the one that was trained."""
+    os.environ.update(quiet_environment(machine))
+    import torch
+    import transformers
+    from demo_report import History, draw_loss_curve, load_back, mean_loss, write_code
+    from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer
+
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # plenty for this model; more threads crawl where other programs hold the cores
+    history = History.read(output)
+    model, tokenizer = load_back(output, machine.device)
+    size = f"{model.num_parameters() / 1e6:.1f}M parameters"
+
+    curve = output / "loss.png"
+    draw_loss_curve(history, MODEL["vocab_size"], f"{size}, ZeRO-2, bf16, {machine.label}", curve)
+    data_args = DataArguments(block_size=DATA["block_size"], max_eval_samples=DATA["max_eval_samples"])
+    documents = load_text(data_args)
+    # The blocks that the Trainer saw, from the cache; only the model is what was saved.
+    own_tokenizer = load_tokenizer(ModelArguments(vocab_size=MODEL["vocab_size"]), data_args, documents["train"])
+    reloaded = mean_loss(model, load_blocks(data_args, documents, own_tokenizer)["validation"])
+    same = abs(reloaded - history.final_held_out_loss) <= LOSS_TOLERANCE
+
+    sample = write_code(model, tokenizer, PROMPT, num_tokens=140)
+    (output / "sample.py.txt").write_text(sample)
+    code = Syntax(sample, "python", word_wrap=True, background_color="default")
+    console.print(Panel(code, title="what the saved model writes", expand=False))
+
+    per_process = max(1, SEQUENCES_PER_STEP // machine.num_processes)
+    num_tokens = history.num_steps * per_process * machine.num_processes * DATA["block_size"]
+    fall = 1 - history.last_loss / history.first_loss
+    table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("model", f"Llama-style, {size}, vocabulary {len(tokenizer)}")
+    table.add_row("trained", f"{history.num_steps} steps, {num_tokens:,} tokens, {machine.label}, ZeRO-2, bf16")
+    table.add_row("speed", f"{num_tokens / history.train_seconds:,.0f} tokens/s")
+    table.add_row("training loss", f"{history.first_loss:.2f} -> {history.last_loss:.2f} ({-fall:.0%})")
+    verdict = "[green]the same[/green]" if same else "[bold red]NOT the same[/bold red]"
+    table.add_row("held-out loss", f"{history.final_held_out_loss:.3f}; loaded back {reloaded:.3f}, {verdict}")
+    table.add_row("loss curve", str(curve))
+    table.add_row("model folder", str(output))
+    console.print(table)
+    return same
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
+    parser.add_argument("--output", type=Path, default=ROOT / "out" / "demo", help="folder, replaced if it exists")
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: at least 2 are needed to see the loss move")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    started = time.monotonic()
+    console = Console()
+    machine = Machine.detect()
+    output = options.output.resolve()
+    # Only a folder that an earlier demo left is replaced; anything else of that name is not ours to delete.
+    if (output / "trainer_state.json").exists():
+        shutil.rmtree(output)
+    console.print(f"[bold]hf_zero demo[/bold]: the standard library's sources, {machine.label}, ZeRO-2, bf16")
+    console.print(f"1/2 training {options.steps} steps with an unmodified Hugging Face Trainer", highlight=False)
+    train(machine, options.steps, output)
+    console.print("2/2 loading the saved model back", highlight=False)
+    same = show_results(console, machine, output)
+    console.print(f"all done in {(time.monotonic() - started) / 60:.1f} minutes", highlight=False)
+    if not same:
+        sys.exit("the saved model does not reproduce the loss that the Trainer reported: please report this as a bug")
+
+
+if __name__ == "__main__":
+    main()
