@@ -1,0 +1,1 @@
+"""Benchmarks: the engine beside its peers, and where their numbers are kept."""

@@ -1,0 +1,221 @@
+"""The CPU Adam step beside its rivals: bf16 gradients in, bf16 weights out, fp32 masters and moments.
+
+    OMP_NUM_THREADS=1 python -m bench.cpu_adam --oracle-python .oracle/bin/python --name loaded
+
+Every contender takes its turn in every round, in one process (DeepSpeed's in one of its own beside it), so that
+whatever else the machine does falls on all of them alike. The floor is the same traffic without arithmetic: 28 bytes a
+parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.oracle import oracle_environment
+
+RESULTS = Path(__file__).parent / "results"
+OURS, FLOOR, DEEPSPEED = "hf_zero, one pass", "same traffic without arithmetic", "DeepSpeedCPUAdam and its casts"
+FUSED, FOREACH = "torch fused AdamW and its casts", "torch foreach AdamW and its casts"
+SCALE = 0.5  # every step has a factor for the mean over ranks and clipping; ours folds it in, others take a pass for it
+COPY = "copy of fp32 (8 bytes)"
+# Bytes that each way moves per parameter: read and write of every array it touches, casts included.
+BYTES = {FLOOR: 28, OURS: 28, COPY: 8, FUSED: 48, DEEPSPEED: 48, FOREACH: 120}
+Step = Callable[[], object]
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Wall and processor seconds of one call."""
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    step()
+    return time.perf_counter() - wall, cpu_seconds() - cpu
+
+
+def contenders(numel: int) -> dict[str, Step]:
+    """All ways over one set of arrays: what is measured does not depend on the values in them."""
+    from hf_zero.kernels.adam import AdamRule, adam
+    from hf_zero.kernels.vectors import Vectors
+
+    master, m, v, wide = (torch.zeros(numel) for _ in range(4))
+    gradient, narrow = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
+    vectors = Vectors(weight=master, gradient=gradient, states=(m, v), narrow=narrow)
+
+    def floor() -> None:
+        """Reads the gradient, reads and writes three arrays, writes the weight: chunk by chunk, as the kernel does."""
+        chunk = 1 << 18
+        for start in range(0, numel, chunk):
+            length = min(chunk, numel - start)
+            part = wide[:length].copy_(gradient.narrow(0, start, length))
+            for array in (m, v, master):
+                array.narrow(0, start, length).neg_()
+            narrow.narrow(0, start, length).copy_(part)
+
+    def torch_adam(**flags: bool) -> Step:
+        parameter = torch.nn.Parameter(master)
+        parameter.grad = wide
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.01, **flags)
+        optimizer.state[parameter].update(step=torch.tensor(1.0), exp_avg=m, exp_avg_sq=v)
+
+        def step() -> None:
+            wide.copy_(gradient).mul_(SCALE)
+            optimizer.step()
+            narrow.copy_(master)
+
+        return step
+
+    return {
+        COPY: lambda: wide.copy_(master),
+        FLOOR: floor,
+        OURS: lambda: adam(vectors, rule, 5, SCALE),
+        FUSED: torch_adam(fused=True),
+        FOREACH: torch_adam(foreach=True),
+    }
+
+
+def serve_deepspeed(numel: int, threads: int) -> None:
+    """Runs under DeepSpeed's interpreter: one line in, one step, one line out."""
+    torch.set_num_threads(threads)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    parameter = torch.nn.Parameter(torch.zeros(numel))
+    wide = parameter.grad = torch.zeros(numel)
+    gradient, narrow = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
+
+    def step() -> None:
+        wide.copy_(gradient).mul_(SCALE)
+        optimizer.step()
+        narrow.copy_(parameter.data)
+
+    step()
+    sys.stdout.write("READY\n")
+    sys.stdout.flush()
+    for _ in sys.stdin:
+        sys.stdout.write("STEP {} {}\n".format(*timed(step)))
+        sys.stdout.flush()
+
+
+class DeepSpeed:
+    """A server of DeepSpeed steps in a process of its own."""
+
+    def __init__(self, interpreter: str, numel: int, threads: int) -> None:
+        environment = {**os.environ, **oracle_environment(interpreter), "OMP_NUM_THREADS": str(threads)}
+        words = [interpreter, "-m", "bench.cpu_adam", "--serve", "--numel", str(numel), "--threads", str(threads)]
+        self._process = subprocess.Popen(
+            words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._read("READY")
+
+    def step(self) -> tuple[float, float]:
+        """Wall and processor seconds of one step there."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        wall, cpu = self._read("STEP").split()[1:]
+        return float(wall), float(cpu)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _read(self, mark: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                return line
+        raise RuntimeError("DeepSpeed's process ended; can it compile its CPU Adam?")
+
+
+def measure(numel: int, threads: int, rounds: int, oracle: str | None) -> dict[str, list[tuple[float, float]]]:
+    """(wall, cpu) nanoseconds per parameter, by contender and round."""
+    torch.set_num_threads(threads)
+    steps = contenders(numel)
+    rival = DeepSpeed(oracle, numel, threads) if oracle else None
+    for step in steps.values():
+        step()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    if rival is not None:
+        found[DEEPSPEED] = []
+    for _ in range(rounds):
+        for name, step in steps.items():
+            found[name].append(timed(step))
+        if rival is not None:
+            found[DEEPSPEED].append(rival.step())
+    if rival is not None:
+        rival.close()
+    return {name: [(wall / numel * 1e9, cpu / numel * 1e9) for wall, cpu in times] for name, times in found.items()}
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def table(found: dict[str, list[tuple[float, float]]]) -> str:
+    """One row per contender; ratios are taken within a round."""
+    lines = [
+        "| way | bytes per parameter | wall ns per parameter | CPU ns per parameter | wall, floor / this | GB/s "
+        "| share of copy bandwidth | wall, this / hf_zero |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    walls = {name: [wall for wall, _ in times] for name, times in found.items()}
+    copy = BYTES[COPY] / statistics.median(walls[COPY])
+    for name, times in found.items():
+        speed = BYTES[name] / statistics.median(walls[name])
+        of_floor = [floor / wall for floor, wall in zip(walls[FLOOR], walls[name], strict=True)]
+        to_ours = [wall / ours for ours, wall in zip(walls[OURS], walls[name], strict=True)]
+        cpu = spread([cpu for _, cpu in times])
+        lines.append(
+            f"| {name} | {BYTES[name]} | {spread(walls[name])} | {cpu} | {spread(of_floor)} | {speed:.1f} "
+            f"| {speed / copy:.2f} | {spread(to_ours)} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure for each number of threads; write a table and the raw figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=1 << 26)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--oracle-python", help="interpreter with real DeepSpeed; its CPU Adam compiles at first use")
+    parser.add_argument("--name", help="write bench/results/<date>-cpu-adam-<name>.md and .json")
+    parser.add_argument("--note", default="", help="a line about the machine for the table")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve_deepspeed(options.numel, options.threads[0])
+        return
+    found = {n: measure(options.numel, n, options.rounds, options.oracle_python) for n in options.threads}
+    parts = [f"# CPU Adam, {options.numel:,} parameters", options.note, "Median (min-max) over rounds."]
+    parts += [f"## {threads} thread(s)\n\n{table(times)}" for threads, times in found.items()]
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    sys.stdout.write(text)
+    if options.name:
+        stem = RESULTS / f"{datetime.date.today()}-cpu-adam-{options.name}"
+        stem.with_suffix(".md").write_text(text)
+        raw: dict[str, Any] = {"numel": options.numel, "torch": torch.__version__, "ns_per_parameter": found}
+        stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

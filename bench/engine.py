@@ -1,0 +1,197 @@
+"""Training engines beside each other: one model, alternating in one run, so that a busy machine is fair to all.
+
+    python -m bench.engine --size 25m --oracle-python .oracle/bin/python --name first-light
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import platform
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works as well as `python -m bench.engine`
+
+from bench import report  # noqa: E402
+
+ENGINES = ("hf_zero", "hf_zero-released", "deepspeed", "fsdp2", "ddp", "compute")
+log = logging.getLogger("bench")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the result."""
+
+    engine: str
+    stage: int | None = None
+    released: bool = False  # stage 3 with every unit released after its forward
+
+    @property
+    def name(self) -> str:
+        """As shown in the table."""
+        return f"{self.engine}{'' if self.stage is None else f' {self.stage}'}{' released' if self.released else ''}"
+
+
+def main() -> None:
+    """Measure all variants in turn, round after round, then write JSON and Markdown."""
+    arguments = _parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    variants = _variants(arguments)
+    rounds: list[dict[str, Any]] = []
+    for number in range(arguments.rounds):
+        rounds.append({})
+        for variant in variants:
+            rounds[-1][variant.name] = _measure(variant, arguments)
+            log.info("round %d  %s", number + 1, report.one_line(variant.name, rounds[-1]))
+    run = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.engine", *_public(sys.argv[1:])]),
+        "machine": _machine(),
+        "settings": {key: getattr(arguments, key) for key in ("size", "ranks", "rounds", "steps", "warmup", "adam")},
+        "variants": [{**asdict(variant), "name": variant.name} for variant in variants],
+        "rounds": rounds,
+    }
+    _write(run, arguments)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="what to compare")
+    parser.add_argument("--stage", nargs="+", type=int, default=[0, 1, 2], help="ZeRO stages of hf_zero and deepspeed")
+    parser.add_argument("--size", default="25m", help="a name in bench/models.py")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="how often every variant is measured")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--adam", choices=("native", "torch"), default="native", help="DeepSpeed's own or torch_adam")
+    parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed", default=sys.executable)
+    parser.add_argument("--name", default="engine", help="part of the result files' names")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds for one measurement (first use compiles)")
+    return parser.parse_args()
+
+
+def _variants(arguments: argparse.Namespace) -> list[Variant]:
+    variants = []
+    for engine in arguments.engine:
+        if engine in ("hf_zero", "deepspeed"):
+            variants += [Variant(engine, stage) for stage in arguments.stage]
+        elif engine == "hf_zero-released":
+            variants += [Variant("hf_zero", stage, released=True) for stage in arguments.stage if stage == 3]
+        elif engine == "fsdp2":
+            variants += [Variant("fsdp2-reshard"), Variant("fsdp2-keep")]
+        else:
+            variants.append(Variant(engine))
+    return variants
+
+
+def _measure(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fresh processes for one variant; their results, averaged over ranks."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        out = Path(folder) / "result"
+        command = _command(variant, arguments, out)
+        processes = []
+        try:
+            with open(Path(folder) / "log", "w+") as output:
+                for environment in _environments(variant, arguments.ranks, arguments.oracle_python):
+                    process = subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                    )
+                    processes.append(process)
+                codes = _wait(processes, arguments.timeout)
+        finally:
+            _kill(processes)
+        if any(codes):
+            raise SystemExit(f"{variant.name} failed ({codes}):\n{(Path(folder) / 'log').read_text()[-8000:]}")
+        return report.over_ranks([json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(arguments.ranks)])
+
+
+def _command(variant: Variant, arguments: argparse.Namespace, out: Path) -> list[str]:
+    python = arguments.oracle_python if variant.engine == "deepspeed" else sys.executable
+    adam = arguments.adam if variant.engine == "deepspeed" else "native"
+    options = {"engine": variant.engine, "stage": variant.stage or 0, "size": arguments.size, "adam": adam, "out": out}
+    options |= {"warmup": arguments.warmup, "steps": arguments.steps, "released": int(variant.released)}
+    return [python, "-m", "bench.worker", *(f"--{key}={value}" for key, value in options.items())]
+
+
+def _environments(variant: Variant, ranks: int, oracle_python: str) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if variant.engine == "deepspeed":
+        # DeepSpeed compiles operators on first use with the ninja that is installed beside its interpreter, and keeps
+        # them apart from the user's: a run that is killed meanwhile leaves a lock on which later ones wait for ever.
+        path = f"{Path(oracle_python).parent}{os.pathsep}{common.get('PATH', '')}"
+        operators = Path(tempfile.gettempdir()) / f"hf_zero_bench_operators_{os.getuid()}"
+        common |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "PATH": path, "TORCH_EXTENSIONS_DIR": str(operators)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """Exit codes; as soon as one process fails the others are not waited for."""
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
+    while datetime.datetime.now() < deadline:
+        codes = [process.poll() for process in processes]
+        if all(code is not None for code in codes) or any(codes):
+            return codes
+        try:
+            processes[0].wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    return ["timeout" for _ in processes]  # type: ignore[misc]
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _public(words: list[str]) -> list[str]:
+    """The command line without this machine's folders."""
+    return [Path(word).name if word.startswith("/") and os.path.exists(word) else word for word in words]
+
+
+def _machine() -> dict[str, Any]:
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_gib, 1),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _write(run: dict[str, Any], arguments: argparse.Namespace) -> None:
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    stem = arguments.results / f"{run['date'][:10]}-{arguments.name}-{arguments.size}"
+    text = report.markdown(run)
+    stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
+    log.info("%s\nwritten to %s.{json,md}", text, stem)
+
+
+if __name__ == "__main__":
+    main()

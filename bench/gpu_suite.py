@@ -1,0 +1,220 @@
+"""Every kernel on a GPU: checked against its reference, then timed against the card's own copy bandwidth.
+
+    python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
+    python -m bench.gpu_suite --quick               # smaller vectors; --json FILE keeps the figures
+
+Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.kernels.adam import AdamRule, adam
+from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
+from hf_zero.kernels.lion import LionRule, lion
+from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.kernels.quantize import dequantize, quantize
+from hf_zero.kernels.signs import pack_signs, unpack_signs
+from hf_zero.kernels.unscale import unscale_and_check
+from hf_zero.kernels.vectors import Vectors
+from tests.kernels import cases
+
+FORM = cases.Form(device="cuda")
+SIZES = (1, 1000, 3 * 1024 + 17, (1 << 20) + 5)
+RULE = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
+
+
+def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    """(name, what to run) for every kernel, shape and dtype; a check raises AssertionError."""
+    scalar = torch.tensor(0.5, device="cuda")
+    for name in cases.UPDATES:
+        for numel in SIZES:
+            for types in cases.MIXTURES:
+                yield (
+                    f"{name} {numel} {types}",
+                    lambda n=name, s=numel, t=types: cases.check_update(n, s, t, 0.125, FORM),
+                )
+            yield (
+                f"{name} {numel} device scale",
+                lambda n=name, s=numel: cases.check_update(n, s, cases.MIXTURES[0], scalar, FORM),
+            )
+        yield f"{name} overflow flag", lambda n=name: cases.check_overflow_flag(n, FORM)
+        yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, FORM)
+    for dtype in cases.DTYPES:
+        for numel in SIZES:
+            yield f"sum of squares {numel} {dtype}", lambda s=numel, d=dtype: cases.check_sum_of_squares(s, d, FORM)
+            yield f"unscale {numel} {dtype}", lambda s=numel, d=dtype: cases.check_unscale(s, d, 1 / 3, FORM)
+        for numel in (8, 1000, (1 << 20) + 24):
+            yield f"signs {numel} {dtype}", lambda s=numel, d=dtype: cases.check_signs(s, d, FORM)
+        for bits in (8, 4):
+            for numel, block in ((4, 2), (1200, 100), (1 << 20, 2048)):
+                yield (
+                    f"quantise {numel} in {block} to {bits} {dtype}",
+                    lambda s=numel, b=block, k=bits, d=dtype: cases.check_quantize(s, b, k, d, FORM),
+                )
+
+
+def run_checks() -> list[str]:
+    """Names of the checks that failed; each failure is shown when it happens."""
+    failed, done, start = [], 0, time.perf_counter()
+    for name, check in checks():
+        done += 1
+        try:
+            check()
+        except Exception:
+            failed.append(name)
+            sys.stdout.write(f"FAILED {name}\n{traceback.format_exc(limit=3)}\n")
+    seconds = time.perf_counter() - start
+    sys.stdout.write(f"{done - len(failed)} of {done} checks passed in {seconds:.0f} s\n")
+    return failed
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Median time of one call on the device, after two that do not count."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def adam_rivals(numel: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Ways to update fp32 masters from bf16 gradients to bf16 weights: (name, bytes per parameter needed, one step)."""
+    master, m, v = (torch.zeros(numel, device="cuda") for _ in range(3))
+    gradient = torch.randn(numel, device="cuda").bfloat16()
+    narrow = torch.empty_like(gradient)
+    vectors = Vectors(master, gradient, (m, v), narrow)
+    step = torch.ones((), device="cuda")
+    kept = torch.empty(numel, device="cuda")
+
+    def casts_and_fused() -> None:
+        kept.copy_(gradient)
+        torch._fused_adamw_(
+            [master], [kept], [m], [v], [], [step],
+            lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        narrow.copy_(master)
+
+    def as_deepspeed_steps() -> None:
+        """What its step does around the update: cast, unscale the fp32 gradient in place, update, cast back."""
+        kept.copy_(gradient)
+        kept.mul_(0.5)
+        torch._fused_adamw_(
+            [master], [kept], [m], [v], [], [step],
+            lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        narrow.copy_(master)
+
+    yield "adam, one pass", 28, lambda: adam(vectors, RULE, 5, 0.5)
+    yield "adam, stochastic", 28, lambda: adam(vectors, RULE, 5, 0.5, None, 7)
+    yield "torch fused AdamW and its casts", 28, casts_and_fused
+    yield "cast, unscale, fused AdamW, cast (as DeepSpeed's step)", 28, as_deepspeed_steps
+
+
+def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
+    """(name, bytes per element that must move, one call)."""
+    weight, m, v = (torch.randn(numel, device="cuda").abs_() for _ in range(3))
+    gradient = torch.randn(numel, device="cuda").bfloat16()
+    narrow = torch.empty_like(gradient)
+    lion_rule = LionRule(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.01)
+    lamb_rule = LambRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
+    block = numel // 64
+    segments = [(start, block) for start in range(0, 64 * block, block)]
+    one, two = Vectors(weight, gradient, (m,), narrow), Vectors(weight, gradient, (m, v), narrow)
+
+    def lamb() -> None:
+        ratios = lamb_rule.trust_ratios(lamb_moments(two, lamb_rule, segments))
+        lamb_apply(two, lamb_rule, ratios * 1e-3, segments)
+
+    flag, packed = torch.zeros(1, device="cuda"), torch.empty(numel // 8, dtype=torch.uint8, device="cuda")
+    yield "lion", 20, lambda: lion(one, lion_rule)
+    yield "lamb, 64 tensors", 40, lamb
+    yield "sum of squares, bf16", 2, lambda: sum_of_squares(gradient)
+    yield "unscale and check, bf16", 4, lambda: unscale_and_check(gradient, 1.0, flag)
+    yield "pack signs (with its norm)", 24.125, lambda: pack_signs(gradient, m, packed)
+    yield "unpack signs", 4.125, lambda: unpack_signs(packed, 0.5, m)
+    for bits in (8, 4):
+        quantized, scales = quantize(gradient, 2048, bits)
+        yield f"quantise to {bits} bits", 2 + bits / 8, lambda k=bits: quantize(gradient, 2048, k)
+        yield f"dequantise {bits} bits", 2 + bits / 8, lambda q=quantized, s=scales, k=bits: dequantize(q, s, narrow, k)
+
+
+def run_timings(numel: int, repeats: int) -> list[dict[str, Any]]:
+    """One row per kernel: time, bandwidth, share of this card's copy bandwidth."""
+    source, target = (torch.empty(numel, device="cuda") for _ in range(2))
+    copy = 8 * numel / milliseconds(lambda: target.copy_(source), repeats) / 1e6
+    torch.cuda.empty_cache()
+    sys.stdout.write(f"\n{numel:,} elements; copy: {copy:.0f} GB/s (read and write)\n")
+    sys.stdout.write(f"{'':58} {'ms':>8} {'GB/s':>7} {'of copy':>8}\n")
+    rows = []
+    for family in (adam_rivals, other_kernels):
+        for name, per_element, call in family(numel):
+            time_ms = milliseconds(call, repeats)
+            speed = per_element * numel / time_ms / 1e6
+            rows.append({"name": name, "ms": time_ms, "gb_per_s": speed, "of_copy": speed / copy})
+            sys.stdout.write(f"{name:58} {time_ms:8.3f} {speed:7.0f} {speed / copy:8.2f}\n")
+        torch.cuda.empty_cache()
+    return rows
+
+
+def waits_for_the_device() -> list[str]:
+    """Calls in one fused step that make the host wait; there should be none."""
+    vectors = Vectors(*(torch.randn(1 << 16, device="cuda") for _ in range(2)), tuple(
+        torch.zeros(1 << 16, device="cuda") for _ in range(2)
+    ))  # fmt: skip
+    scale, flag = torch.tensor(0.5, device="cuda"), torch.zeros(1, device="cuda")
+    adam(vectors, RULE, 1, scale, flag)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        sum_of_squares(vectors.gradient)
+        adam(vectors, RULE, 2, scale, flag)
+    waiting = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "Memcpy DtoH")
+    return [
+        event.key
+        for event in profile.key_averages()
+        # The profiler itself waits for the device once, when it ends.
+        if any(word in event.key for word in waiting) and (event.key, event.count) != ("cudaDeviceSynchronize", 1)
+    ]
+
+
+def main() -> None:
+    """Check, time, and say at the end whether all was well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=1 << 30, help="elements of the timed vectors")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="time 2**24 elements")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.gpu_suite needs a GPU; on a CPU the same checks are tests/kernels")
+    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    failed = run_checks()
+    rows = run_timings(1 << 24 if options.quick else options.numel, options.repeats)
+    waits = waits_for_the_device()
+    sys.stdout.write(f"\nhost waits in a fused step: {', '.join(waits) or 'none'}\n")
+    if options.json:
+        answer = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed, "rows": rows}
+        options.json.write_text(json.dumps({**answer, "waits": waits}, indent=1))
+    sys.exit(f"{len(failed)} checks failed" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

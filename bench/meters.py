@@ -1,0 +1,94 @@
+"""What a rank measures about itself: CPU time, memory, and the collectives of a step."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MB = 2**20
+# How many of an operator's leading arguments carry data, and which of them is counted: the larger side of a gather or
+# scatter, the tensors themselves otherwise.
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far, all threads, with ended children."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def rss_mb() -> float:
+    """Resident memory now."""
+    return _status_kb("VmRSS") / 1024
+
+
+def peak_rss_mb() -> float:
+    """Highest resident memory since the last reset."""
+    return _status_kb("VmHWM") / 1024
+
+
+def reset_peak_rss() -> None:
+    """Start a new peak at the present value (Linux: the kernel documents the 5)."""
+    Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
+
+
+def _status_kb(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark measures memory on Linux only")
+
+
+class _Counting(TorchDispatchMode):
+    """Sees every c10d operator of this thread, also those that DDP's reducer calls from C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d":
+            kind = COLLECTIVES.get(name, name)
+            self.calls[kind] += 1
+            self.bytes[kind] += max((_nbytes(arg) for arg in args), default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(argument: Any) -> int:
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() * argument.element_size()
+    if isinstance(argument, (list, tuple)):
+        return sum(_nbytes(element) for element in argument)
+    return 0
+
+
+def count_collectives(step: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """Run one step and report calls and bytes per kind of collective, as this rank issued them."""
+    with _Counting() as counting:
+        step()
+    return {kind: {"calls": counting.calls[kind], "bytes": counting.bytes[kind]} for kind in sorted(counting.calls)}

@@ -1,0 +1,129 @@
+"""From raw rounds to a table: medians, ratios taken within a round, and their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+NUMBERS = ("cpu_s", "wall_s", "peak_mb", "peak_steps_mb", "after_imports_mb")
+WHOLE, SHARDED = (0, 1, 2), (3,)  # stages by what they do with parameters
+# What the project promises of its engine, checked in every report: (title, figure, against, at most, at stages).
+TARGETS = (
+    ("CPU seconds, against DeepSpeed at the same stage", "cpu_s", "deepspeed", 0.75, WHOLE),
+    ("CPU seconds, against DDP", "cpu_s", "ddp", 1.0, WHOLE),
+    ("wall time, against DeepSpeed at the same stage", "wall_s", "deepspeed", 1.0, WHOLE),
+    ("wall time, against DDP", "wall_s", "ddp", 1.0, WHOLE),
+    ("peak memory, against DeepSpeed at the same stage", "peak_mb", "deepspeed", 1.0, WHOLE),
+    ("CPU seconds, against DeepSpeed", "cpu_s", "deepspeed", 0.6, SHARDED),
+    ("CPU seconds, against FSDP2 resharding", "cpu_s", "fsdp2-reshard", 0.9, SHARDED),
+    ("wall time, against DeepSpeed", "wall_s", "deepspeed", 0.6, SHARDED),
+    ("wall time, against FSDP2 resharding", "wall_s", "fsdp2-reshard", 0.9, SHARDED),
+    ("peak memory, against DeepSpeed", "peak_mb", "deepspeed", 1.0, SHARDED),
+    ("peak memory, against FSDP2 resharding", "peak_mb", "fsdp2-reshard", 1.0, SHARDED),
+)
+
+
+def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One measurement: numbers averaged over ranks, memory of the worst rank, traffic as rank 0 issued it."""
+    result = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("cpu_s", "wall_s")}
+    result |= {key: max(rank[key] for rank in ranks) for key in NUMBERS if key.endswith("_mb")}
+    losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks))]
+    return {**result, "losses": losses, "collectives": ranks[0]["collectives"], "versions": ranks[0]["versions"]}
+
+
+def one_line(name: str, measured: dict[str, Any]) -> str:
+    """Progress while the benchmark runs."""
+    result = measured[name]
+    ratio = f"{result['cpu_s'] / measured['ddp']['cpu_s']:.2f} x ddp" if "ddp" in measured else ""
+    return (
+        f"{name:15s} cpu {result['cpu_s']:.3f} s  wall {result['wall_s']:.3f} s  peak {result['peak_mb']:.0f} MB  "
+        f"loss {result['losses'][-1]:.4f}  {ratio}"
+    )
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The whole report."""
+    machine, settings = run["machine"], run["settings"]
+    versions = {name: version for m in run["rounds"][0].values() for name, version in m["versions"].items()}
+    lines = [
+        f"# Engines beside each other: {settings['size']} model, {settings['ranks']} ranks",
+        "",
+        f"{run['date']} · {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load "
+        f"{machine['load_1min']} at the end · Python {machine['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "",
+        f"`{run['command']}`: {settings['rounds']} interleaved rounds of {settings['steps']} steps after "
+        f"{settings['warmup']} for warming up; gloo, one thread per rank, bf16, AdamW, clip 1.0. Ratios are taken "
+        "within a round and given as median (min-max). Columns are explained in [bench/README.md](../README.md).",
+        "",
+        *_step_table(run),
+        "",
+        *_memory_table(run),
+        "",
+        *_target_table(run),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _step_table(run: dict[str, Any]) -> list[str]:
+    header = ["engine", "CPU s/step", "CPU / DDP", "CPU / DeepSpeed", "wall s/step", "wall / DDP", "wall / DeepSpeed"]
+    rows = []
+    for variant in run["variants"]:
+        row = [variant["name"]]
+        for figure in ("cpu_s", "wall_s"):
+            row.append(f"{_median(run, variant['name'], figure):.3f}")
+            row += [_spread(_ratios(run, variant, figure, peer)) for peer in ("ddp", "deepspeed")]
+        rows.append([*row, f"{run['rounds'][-1][variant['name']]['losses'][-1]:.4f}"])
+    return _table([*header, "last loss"], rows)
+
+
+def _memory_table(run: dict[str, Any]) -> list[str]:
+    rows = []
+    for variant in run["variants"]:
+        name = variant["name"]
+        peak, steps, imports = (_median(run, name, key) for key in NUMBERS[2:])
+        memory = [f"{peak:.0f}", f"{steps:.0f}", f"{peak + imports:.0f}"]
+        ratio = _spread(_ratios(run, variant, "peak_mb", "deepspeed"))
+        rows.append([name, *memory, ratio, _traffic(run["rounds"][-1][name]["collectives"])])
+    return _table(["engine", "peak MB", "in steps", "absolute", "peak / DeepSpeed", "collectives of a step"], rows)
+
+
+def _traffic(collectives: dict[str, dict[str, int]]) -> str:
+    parts = [f"{kind} {entry['calls']}x {entry['bytes'] / 1e6:.1f} MB" for kind, entry in collectives.items()]
+    return ", ".join(parts) or "none"
+
+
+def _target_table(run: dict[str, Any]) -> list[str]:
+    rows = []
+    for title, figure, peer, limit, stages in TARGETS:
+        for variant in run["variants"]:
+            promised = variant["engine"] == "hf_zero" and variant["stage"] in stages
+            ratios = _ratios(run, variant, figure, peer) if promised else []
+            if ratios:
+                met = "met" if median(ratios) <= limit else f"missed by {median(ratios) - limit:.2f}"
+                rows.append([title, variant["name"].removeprefix("hf_zero "), f"{limit:.2f}", _spread(ratios), met])
+    return _table(["promise", "stage", "at most", "measured", ""], rows) if rows else []
+
+
+def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str) -> list[float]:
+    """Within each round: this variant over its peer; empty where there is none, or it is the peer itself."""
+    if peer == "deepspeed":
+        peer = f"deepspeed {variant['stage']}"
+    name = variant["name"]
+    if name == peer or peer not in run["rounds"][0]:
+        return []
+    return [measured[name][figure] / measured[peer][figure] for measured in run["rounds"]]
+
+
+def _median(run: dict[str, Any], name: str, figure: str) -> float:
+    return float(median(measured[name][figure] for measured in run["rounds"]))
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else ""
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
