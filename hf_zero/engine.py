@@ -18,7 +18,6 @@ from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.checkpoint.whole_weights import save_whole_weights
 from hf_zero.comm import collectives_for, get_rank, ledger
 from hf_zero.config import Resolved
-from hf_zero.config.checkpoint_policy import CheckpointPolicy, checkpoint_policy
 from hf_zero.engine_settings import EngineSettings
 from hf_zero.log import logger
 from hf_zero.precision import ForwardPrecision
@@ -316,8 +315,8 @@ class ZeroEngine(EngineSettings):
             client_state=client_state or {},
         )
         with self._timer.phase("save"):
-            subject, policy = self._subject("save_checkpoint"), self._checkpoint_policy
-            checkpoint.save_checkpoint(subject, run, request, policy, self._background_save)
+            policy = self._resolved.checkpoint
+            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self._background_save)
         return True
 
     def load_checkpoint(
@@ -349,7 +348,7 @@ class ZeroEngine(EngineSettings):
         self._background_save.wait()
         everything = not load_module_only
         request = checkpoint.LoadRequest(load_dir, tag, load_module_strict, load_optimizer_states and everything)
-        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self._checkpoint_policy)
+        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self._resolved.checkpoint)
         if view is None:
             return None, None
         if everything:
@@ -367,10 +366,6 @@ class ZeroEngine(EngineSettings):
         if with_schedule and self.lr_scheduler is not None and state is not None:
             self.lr_scheduler.load_state_dict(state)
 
-    @property
-    def _checkpoint_policy(self) -> CheckpointPolicy:
-        return checkpoint_policy(self.config)
-
     def _subject(self, caller: str) -> Subject:
         return Subject(
             module=self.module,
@@ -379,7 +374,7 @@ class ZeroEngine(EngineSettings):
             stage=self._resolved.zero.stage,
             bf16=self.bfloat16_enabled(),
             sub_group_numel=self._resolved.zero.sub_group_numel,
-            round_robin=self._checkpoint_policy.round_robin,
+            round_robin=self._resolved.checkpoint.round_robin,
             clip_norm=self.gradient_clipping(),
             scaler=self._training_parts(caller).optimizer.loss_scaler.state_dict() if self.fp16_enabled() else {},
         )

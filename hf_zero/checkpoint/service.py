@@ -21,7 +21,7 @@ from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, wr
 from hf_zero.checkpoint.verify import check_together, name_alternative, together
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
-from hf_zero.config.checkpoint_policy import CheckpointPolicy
+from hf_zero.config import CheckpointPolicy
 from hf_zero.log import logger
 
 Directory = str | os.PathLike[str]

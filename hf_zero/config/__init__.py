@@ -7,6 +7,7 @@ from hf_zero.config.load import load_config
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
+    CheckpointPolicy,
     CompatibilityPolicy,
     GatherPolicy,
     GradientPolicy,
@@ -27,6 +28,7 @@ __all__ = [
     "AcceleratorView",
     "AutocastPolicy",
     "BatchPolicy",
+    "CheckpointPolicy",
     "CompatibilityPolicy",
     "ConfigDict",
     "ConfigError",

@@ -115,6 +115,17 @@ class LoggingPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPolicy:
+    """What saving and loading do beyond their arguments."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = "Warn"  # when ranks name the tag differently
+    load_universal: bool = False  # read what `latest_universal` names
+    node_local: bool = False  # every node has a folder of its own
+    in_background: bool = False  # training goes on while files are written
+    round_robin: bool = False  # files of stages 1 and 2 in the order of round_robin_gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompatibilityPolicy:
     """Where the user asked for DeepSpeed's behaviour instead of ours (docs/differences.md)."""
 
@@ -141,6 +152,7 @@ class Resolved:
     optimizer: OptimizerPolicy | None
     scheduler: SchedulerPolicy | None
     logging: LoggingPolicy
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # settings accepted without effect, each with the reason

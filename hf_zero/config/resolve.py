@@ -16,6 +16,7 @@ from hf_zero.config.optimizer_choice import resolve_optimizer
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
+    CheckpointPolicy,
     CompatibilityPolicy,
     GatherPolicy,
     GradientPolicy,
@@ -33,6 +34,7 @@ from hf_zero.config.scheduler_choice import resolve_scheduler
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
+from hf_zero.config.schema.training import Checkpoint
 from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
@@ -167,6 +169,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
             steps_per_print=config.steps_per_print,
             wall_clock_breakdown=config.wall_clock_breakdown,
         ),
+        checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
@@ -187,6 +190,18 @@ def compatibility(config: Root) -> CompatibilityPolicy:
     """The section hf_zero as a policy."""
     own = config.hf_zero or HfZero()
     return CompatibilityPolicy(decay_biases_and_norms=own.decay_biases_and_norms)
+
+
+def _checkpoint(config: Root) -> CheckpointPolicy:
+    section, zero = config.checkpoint or Checkpoint(), config.zero_optimization or Zero()
+    own = (config.hf_zero or HfZero()).checkpoint
+    return CheckpointPolicy(
+        tag_validation=section.tag_validation,
+        load_universal=section.load_universal,
+        node_local=section.use_node_local_storage,
+        in_background=own is not None and getattr(own, "async"),  # a keyword of Python
+        round_robin=zero.round_robin_gradients,
+    )
 
 
 def _zero(zero: Zero) -> ZeroPolicy:

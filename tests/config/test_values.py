@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config import AutocastPolicy, ConfigError, LossScalePolicy, Resolved, resolve
+from hf_zero.config import AutocastPolicy, CheckpointPolicy, ConfigError, LossScalePolicy, Resolved, resolve
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.names import all_paths, section_of, subsection, verdict_of
 
@@ -63,6 +63,16 @@ def test_honoured_keys_reach_their_policy() -> None:
     assert given("steps_per_print", 10).logging.steps_per_print == 10
     assert given("log_level", "WARNING").logging.level == "warning"
     assert given("wall_clock_breakdown", True).logging.wall_clock_breakdown is True
+
+
+def test_checkpoint_keys_reach_their_policy() -> None:
+    assert given("checkpoint", None).checkpoint == CheckpointPolicy()
+    assert given("checkpoint.tag_validation", "FAIL").checkpoint.tag_validation == "Fail"
+    # Read from the raw dict, text would have counted as false.
+    assert given("checkpoint.load_universal", "true").checkpoint.load_universal is True
+    assert given("checkpoint.use_node_local_storage", True).checkpoint.node_local is True
+    assert given("zero_optimization.round_robin_gradients", True).checkpoint.round_robin is True
+    assert given("hf_zero.checkpoint.async", True).checkpoint.in_background is True
 
 
 def test_defaults() -> None:
