@@ -1,6 +1,6 @@
 """Groups and collectives: the only room that talks to torch.distributed."""
 
-from hf_zero.comm.collectives import Collectives, Pending, Rows
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, Pending, Rows
 from hf_zero.comm.ledger import Ledger, Tally, ledger
 from hf_zero.comm.process_group import (
     Channel,
@@ -21,6 +21,7 @@ __all__ = [
     "Channel",
     "Collectives",
     "Ledger",
+    "MAX_SEND_BUFFERS",
     "Pending",
     "Rows",
     "Tally",

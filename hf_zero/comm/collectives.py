@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from hf_zero.comm.ledger import ledger
@@ -65,6 +66,9 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
+
+
 class Collectives(ABC):
     """Sums and gathers over one group of ranks.
 
@@ -75,6 +79,25 @@ class Collectives(ABC):
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
+        self._send_buffers: list[Tensor] = []
+
+    def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, waits: bool = True) -> Tensor:
+        """A buffer (1-D) to fill and reduce from, which saves a copy where data change hands in shared memory.
+
+        Args:
+            numel: the same for all buffers of a dtype, so that few of them rotate.
+            waits: there are at most MAX_SEND_BUFFERS, and one is waited for if need be; otherwise there is always one
+                more.
+        """
+        for index, candidate in enumerate(self._send_buffers):
+            if candidate.dtype == dtype and candidate.numel() >= numel:
+                return self._send_buffers.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_send_buffer(self, buffer: Tensor) -> None:
+        """What was reduced from `buffer` has arrived and has been read."""
+        if len(self._send_buffers) < MAX_SEND_BUFFERS:
+            self._send_buffers.append(buffer)
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks, in place."""
@@ -128,8 +151,8 @@ class Collectives(ABC):
             self._agree(values)
 
     def buffers(self) -> list[Tensor]:
-        """Memory that is kept from call to call."""
-        return []
+        """Memory of this rank's that is kept from call to call."""
+        return self._send_buffers
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[object]:

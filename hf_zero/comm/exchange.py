@@ -73,7 +73,7 @@ class ExchangeCollectives(NativeCollectives):
         self._scratch: list[Tensor] = []
 
     def buffers(self) -> list[Tensor]:
-        return self._scratch
+        return [*super().buffers(), *self._scratch]
 
     def _all_reduce(self, flat: Tensor) -> Pending:
         scattered = self._reduce_scatter(own_shard(flat, self.rank, self.world), flat)

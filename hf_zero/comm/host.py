@@ -1,18 +1,20 @@
 """Collectives between ranks of one machine without a network in between: pieces change hands in shared memory.
 
-A piece is copied once into memory that its receivers can see and once, or while it is added, out of it. Against
+A piece is copied once into memory that its receivers can see and once, or while it is added, out of it; gradients are
+written there in the first place. Against
 sending it through gloo's sockets that saves the copies in the kernel and most of what a small message costs
 (bench/collectives.py). What is summed is summed in the order of ranks, as by the exchanges.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm.collectives import Pending, Rows, num_bytes, own_shard
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Pending, Rows, num_bytes, own_shard
 from hf_zero.comm.exchange import ExchangeCollectives
 from hf_zero.comm.shared_memory import Block, SharedMemoryLink
 from hf_zero.kernels.accumulate import sum_parts
@@ -66,23 +68,39 @@ class HostCollectives(ExchangeCollectives):
     def __init__(self, link: SharedMemoryLink, channel: int = 0) -> None:
         super().__init__(channel=channel)
         self._link = link
+        self._filled: dict[int, Block] = {}  # by address: blocks that are out as send buffers
+        self._sent: deque[tuple[Block, int]] = deque()
 
     def buffers(self) -> list[Tensor]:
-        return self._link.blocks
+        return self._link.own_blocks
+
+    def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, waits: bool = True) -> Tensor:
+        """A tensor in shared memory. The buffers that are waited for are read by peers once those have sent as much:
+        see `GradientReducer` for why they will."""
+        while waits and len(self._sent) >= MAX_SEND_BUFFERS:
+            self._link.wait_until_read(*self._sent.popleft())
+        block = self._link.take(numel * dtype.itemsize, is_held=True)
+        self._sent.append((block, block.last_take))
+        self._filled[block.bytes.data_ptr()] = block
+        return block.view(0, numel, dtype)
+
+    def give_send_buffer(self, buffer: Tensor) -> None:
+        self._link.let_go(self._filled.pop(buffer.data_ptr()))
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        call, dtype, room = self._next_tag(), flat.dtype, _room(shard)
-        block = self._link.take(room * (self.world - 1))
-        for peer in self._peers():
-            block.view(room * self._place(self.rank, peer), shard.numel(), dtype).copy_(
-                own_shard(flat, peer, self.world)
-            )
+        call, dtype, num_bytes_each = self._next_tag(), flat.dtype, num_bytes(shard)
+        block = self._filled.get(flat.data_ptr())
+        if block is None:
+            block = self._link.take(num_bytes(flat))
+            for peer in self._peers():  # the own piece stays where it is, and its place in the block takes no memory
+                place = block.view(peer * num_bytes_each, shard.numel(), dtype)
+                place.copy_(own_shard(flat, peer, self.world))
         self._link.post(block, call)
 
         def finish() -> None:
             blocks = self._claim(call)
             parts = [
-                blocks[rank].view(room * self._place(rank, self.rank), shard.numel(), dtype)
+                blocks[rank].view(self.rank * num_bytes_each, shard.numel(), dtype)
                 if rank in blocks
                 else own_shard(flat, self.rank, self.world)
                 for rank in range(self.world)
@@ -151,10 +169,6 @@ class HostCollectives(ExchangeCollectives):
     def _give_back(self, blocks: dict[int, Block]) -> None:
         for peer, block in blocks.items():
             self._link.finish(peer, block)
-
-    def _place(self, sender: int, receiver: int) -> int:
-        """Which of the sender's pieces is the receiver's."""
-        return (receiver - sender) % self.world - 1
 
 
 def _room(piece: Tensor) -> int:

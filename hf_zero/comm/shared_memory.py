@@ -5,8 +5,8 @@
     sender      all peers have read block 2: it is free again
 
 Words travel over Unix sockets, one per pair of ranks, and are 24 bytes long; blocks are anonymous files whose
-descriptors travel the same way once. Nobody ever waits to send: a sender without a free block makes another one, and
-those that were free for longest go when there are too many.
+descriptors travel the same way once. A sender without a fitting free block makes another one, unless it chooses to wait
+until one has been read; blocks that are not taken for a while are dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torch import Tensor
 
 _WORD = struct.Struct("<qqq")  # kind, block, argument
 _GRAIN_BYTES = 1 << 12
-_MAX_FREE = 6  # a gather and its successor, two reductions, and small ones
+_MAX_IDLE = 256  # takes of other blocks; about a step of a model of fifty layers
 _READ_BYTES = 128 * _WORD.size
+_HOLDER = -1  # stands among a block's readers for the rank that made it
 
 
 class _Kind(IntEnum):
@@ -38,11 +39,16 @@ class _Kind(IntEnum):
 
 
 class Block:
-    """One piece of shared memory, mapped into this process."""
+    """One piece of shared memory, mapped into this process.
+
+    Attributes:
+        last_take: the number of its last use; of own blocks only.
+    """
 
     def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
         self.number = number
         self.num_bytes = num_bytes
+        self.last_take = 0
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         os.close(descriptor)
@@ -60,8 +66,9 @@ class SharedMemoryLink:
         self._timeout_s = timeout_s
         self._mine: dict[int, Block] = {}
         self._num_made = 0
-        self._free: list[Block] = []  # the one that was free for longest first
-        self._readers: dict[int, int] = {}  # peers that have not read a posted block yet
+        self._num_takes = 0
+        self._free: list[Block] = []
+        self._readers: dict[int, set[int]] = {}  # of a block that is not free: who has still to read it
         self._theirs: dict[tuple[int, int], Block] = {}
         self._posted: dict[tuple[int, int], int] = {}  # (peer, call) -> block, until claimed
         self._gone: set[int] = set()
@@ -69,26 +76,45 @@ class SharedMemoryLink:
             peer.setblocking(False)
 
     @property
-    def blocks(self) -> list[Tensor]:
-        """All blocks that are mapped here, own ones and others'."""
-        return [block.bytes for block in [*self._mine.values(), *self._theirs.values()]]
+    def own_blocks(self) -> list[Tensor]:
+        """The blocks that this rank has made."""
+        return [block.bytes for block in self._mine.values()]
 
-    def take(self, num_bytes: int) -> Block:
-        """A block of this rank's that nobody reads."""
+    @property
+    def foreign_blocks(self) -> list[Tensor]:
+        """Other ranks' blocks, mapped here."""
+        return [block.bytes for block in self._theirs.values()]
+
+    def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
+        """A block of this rank's that nobody reads; one that `is_held` is not free again before `let_go`."""
         for peer in self._peers:
             self._listen(peer)
-        while len(self._free) > _MAX_FREE:
-            self._drop(self._free.pop(0))
-        fitting = [block for block in self._free if block.num_bytes >= num_bytes]
-        if not fitting:
-            return self._new_block(max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES)
-        block = min(fitting, key=lambda block: block.num_bytes)
-        self._free.remove(block)
+        self._num_takes += 1
+        size = max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES
+        # A block that is much larger stays for those who need it, or they would make another one.
+        fitting = [block for block in self._free if size <= block.num_bytes <= size + size // 4]
+        if fitting:
+            block = min(fitting, key=lambda block: block.num_bytes)
+            self._free.remove(block)
+        else:
+            block = self._new_block(size)
+        block.last_take = self._num_takes
+        self._readers[block.number] = {_HOLDER} if is_held else set()
+        self._drop_idle()
         return block
+
+    def let_go(self, block: Block) -> None:
+        """The holder is done with `block`."""
+        self._strike_reader(block.number, _HOLDER)
+
+    def wait_until_read(self, block: Block, take: int) -> None:
+        """Return when all peers have read what was put into `block` at that take. It must have been let go."""
+        while block.last_take == take and (readers := self._readers.get(block.number)):
+            self._await_word(min(readers))
 
     def post(self, block: Block, call: int) -> None:
         """Let all peers read `block` as the data of `call`."""
-        self._readers[block.number] = len(self._peers)
+        self._readers[block.number].update(self._peers)
         word = _WORD.pack(_Kind.POSTED, block.number, call)
         for peer in self._peers:
             self._send(peer, word)
@@ -96,10 +122,7 @@ class SharedMemoryLink:
     def claim(self, peer: int, call: int) -> Block:
         """What `peer` posted, or will post, as `call`; waits for it."""
         while (peer, call) not in self._posted:
-            if peer in self._gone:
-                raise RuntimeError(f"rank {peer} has stopped")
-            self._await(peer, select.POLLIN)
-            self._listen(peer)
+            self._await_word(peer)
         return self._theirs[peer, self._posted.pop((peer, call))]
 
     def has_heard(self, peer: int, call: int) -> bool:
@@ -141,6 +164,12 @@ class SharedMemoryLink:
                     return
                 raise RuntimeError(f"rank {peer} has stopped") from error
 
+    def _await_word(self, peer: int) -> None:
+        if peer in self._gone:
+            raise RuntimeError(f"rank {peer} has stopped")
+        self._await(peer, select.POLLIN)
+        self._listen(peer)
+
     def _await(self, peer: int, events: int) -> None:
         poller = select.poll()
         poller.register(self._peers[peer], events)
@@ -162,21 +191,25 @@ class SharedMemoryLink:
                 if kind == _Kind.POSTED:
                     self._posted[peer, argument] = number
                 elif kind == _Kind.READ:
-                    self._count_reader(number)
+                    self._strike_reader(number, peer)
                 elif kind == _Kind.DROPPED:
                     del self._theirs[peer, number]
                 else:
                     self._theirs[peer, number] = Block(number, descriptors.pop(), argument)
 
-    def _count_reader(self, number: int) -> None:
-        self._readers[number] -= 1
+    def _strike_reader(self, number: int, reader: int) -> None:
+        self._readers[number].remove(reader)
         if not self._readers[number]:
+            del self._readers[number]
             self._free.append(self._mine[number])
 
-    def _drop(self, block: Block) -> None:
-        del self._mine[block.number]
-        for peer in self._peers:
-            self._send(peer, _WORD.pack(_Kind.DROPPED, block.number, 0), optional=True)
+    def _drop_idle(self) -> None:
+        idle = [block for block in self._free if self._num_takes - block.last_take > _MAX_IDLE]
+        for block in idle:
+            self._free.remove(block)
+            del self._mine[block.number]
+            for peer in self._peers:
+                self._send(peer, _WORD.pack(_Kind.DROPPED, block.number, 0), optional=True)
 
 
 def connect(

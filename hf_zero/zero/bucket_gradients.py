@@ -53,9 +53,7 @@ class BucketGradients:
     def reduced(self) -> Tensor:
         """1-D, owned interval, accumulation dtype; allocated at first use and kept, so that steps do not page it in."""
         if self._reduced is None:
-            self._reduced = torch.empty(
-                self.flat.owned.numel, dtype=self.dtypes.accumulation, device=self.flat.device
-            )
+            self._reduced = torch.empty(self.flat.owned.numel, dtype=self.dtypes.accumulation, device=self.flat.device)
         return self._reduced
 
     def open(self) -> None:

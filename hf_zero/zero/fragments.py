@@ -53,9 +53,7 @@ class Fragments:
             self._collectives.all_reduce(flat).wait()
         return flat[:-1].view(parameter.shape).clone() if flat[-1] > 0 else None
 
-    def write(
-        self, parameter: nn.Parameter, values: Tensor, target: Callable[[MasterShard], Tensor | None]
-    ) -> None:
+    def write(self, parameter: nn.Parameter, values: Tensor, target: Callable[[MasterShard], Tensor | None]) -> None:
         """Put this rank's part of `values` (the parameter's shape) where `target` says."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")

@@ -7,7 +7,11 @@
 
 All ranks launch buckets in one fixed order, whatever order their own gradients arrive in: a bucket that is complete
 early waits for its predecessors, and what is still missing when backward ends counts as zero. Sharded stages copy into
-a pool of two buffers, so at no time does a second copy of all gradients exist.
+one of two buffers, so at no time does a second copy of all gradients exist.
+
+A rank that launches bucket 2 waits until the others have read its bucket 0, which they do when they launch bucket 2
+themselves, or before. Nothing they need for that is kept from them: gathers that their backward waits for come from
+ranks that are behind them or have already sent them, and what they skip is launched as they pass it (`pass_by`).
 """
 
 from __future__ import annotations
@@ -19,23 +23,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives, Pending
+from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Pending
 from hf_zero.precision import Precision
 from hf_zero.zero.bucket_gradients import BucketGradients, GradientDtypes
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore, TrainedBucket
 
-MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A reduction under way: where its result appears, and the buffer that goes back to the pool afterwards."""
+    """A reduction under way: where its result appears, and the send buffer that is given back afterwards, if any."""
 
     bucket: BucketGradients
     pending: Pending
     result: Tensor
-    pooled: Tensor | None
+    sent: Tensor | None
 
 
 class GradientReducer:
@@ -55,7 +59,7 @@ class GradientReducer:
         self.buckets = tuple(BucketGradients(bucket, _dtypes(bucket, precision)) for bucket in store.buckets)
         self._bucket_of = store.layout.bucket_of()
         self._parameters = store.parameters
-        self._pool: list[Tensor] = []
+        self._longest = _longest(self.buckets)
         self._flights: deque[_Flight] = deque()
         self._order: list[int] = list(range(len(self.buckets)))
         self._next = 0
@@ -84,6 +88,7 @@ class GradientReducer:
         """
         if self._reducing:
             self._launch_up_to(num_buckets)
+            self._land_ready()
 
     def avoid_waiting(self) -> None:
         """In this backward do not wait for reductions, whatever buffers that takes."""
@@ -145,6 +150,8 @@ class GradientReducer:
             self.late.add(index)
             return
         self.late.discard(index)  # a leftover of the last backward is part of this gradient now
+        if bucket.is_empty:
+            self._land_ready()
         bucket.arrive(index)
         if not bucket.is_complete:
             return
@@ -167,7 +174,7 @@ class GradientReducer:
 
     def _launch(self, bucket: BucketGradients) -> None:
         self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0, waits=self._waits)
-        buffer, pooled = self._collect(bucket)
+        buffer, sent = self._collect(bucket)
         if self._sharding.shards_optimizer:
             result = self._place_for_result(bucket)
             pending = self._collectives.reduce_scatter(result, buffer)
@@ -176,40 +183,38 @@ class GradientReducer:
             pending = self._collectives.all_reduce(buffer)
         if self._flights and self._waits:
             self._flights[-1].pending.advance()  # it has had the time of one bucket's backward
-        self._flights.append(_Flight(bucket, pending, result, pooled))
+        self._flights.append(_Flight(bucket, pending, result, sent))
 
     def _collect(self, bucket: BucketGradients) -> tuple[Tensor, Tensor | None]:
-        """The bucket's gradients in one buffer of the communication dtype, and the pool's part in it if any."""
+        """The bucket's gradients in one buffer of the communication dtype, and the send buffer it is in, if any."""
         same_dtype = bucket.dtypes.communication == bucket.dtypes.accumulation
         if bucket.local is not None:
             bucket.take(bucket.local, add=True)
             if same_dtype:
                 return bucket.local, None
-            buffer, pooled = self._take_buffer(bucket)
-            return buffer.copy_(bucket.local), pooled
+            buffer, sent = self._take_buffer(bucket)
+            return buffer.copy_(bucket.local), sent
         if same_dtype and not bucket.has_reduced and not self._sharding.shards_optimizer:
             bucket.take(bucket.reduced, add=False)
             return bucket.reduced, None
-        buffer, pooled = self._take_buffer(bucket)
+        buffer, sent = self._take_buffer(bucket)
         bucket.take(buffer, add=False)
-        return buffer, pooled
+        return buffer, sent
 
     def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
-        """The bucket's part of a pooled buffer, and that buffer."""
+        """The bucket's part of a send buffer, and that buffer."""
         dtype = bucket.dtypes.communication
-        for index, candidate in enumerate(self._pool):
-            if candidate.dtype == dtype:
-                pooled = self._pool.pop(index)
-                break
-        else:
-            longest = max(other.bucket.numel for other in self.buckets if other.dtypes.communication == dtype)
-            pooled = torch.empty(longest, dtype=dtype, device=bucket.flat.device)
-        return pooled.narrow(0, 0, bucket.bucket.numel), pooled
+        buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.flat.device, waits=self._waits)
+        return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
     def _place_for_result(self, bucket: BucketGradients) -> Tensor:
         if not bucket.has_reduced and bucket.dtypes.communication == bucket.dtypes.accumulation:
             return bucket.reduced
         return torch.empty(bucket.flat.owned.numel, dtype=bucket.dtypes.communication, device=bucket.flat.device)
+
+    def _land_ready(self) -> None:
+        """Count in what has arrived, so that the others get their buffers back."""
+        self._land_until(0, waits=False)
 
     def _land_until(self, num_left: int, *, waits: bool = True) -> None:
         """Count the oldest reductions in, until `num_left` are under way or, without `waits`, one is not there yet."""
@@ -218,8 +223,17 @@ class GradientReducer:
             flight.pending.wait()
             flight.bucket.add_reduced(flight.result)
             flight.bucket.local = None
-            if flight.pooled is not None and len(self._pool) < MAX_IN_FLIGHT:
-                self._pool.append(flight.pooled)
+            if flight.sent is not None:
+                self._collectives.give_send_buffer(flight.sent)
+
+
+def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:
+    """Elements of the largest bucket that travels in each dtype."""
+    longest: dict[torch.dtype, int] = {}
+    for bucket in buckets:
+        dtype = bucket.dtypes.communication
+        longest[dtype] = max(bucket.bucket.numel, longest.get(dtype, 0))
+    return longest
 
 
 def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:

@@ -33,9 +33,7 @@ class Use:
     reads_in_backward: bool
 
 
-def plan_residency(
-    uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: int, prefetch_numel: int
-) -> Residency:
+def plan_residency(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: int, prefetch_numel: int) -> Residency:
     """Apply stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size (elements).
 
     The reuse distance is what is gathered between two uses. Backward walks in reverse, so the last units are used again

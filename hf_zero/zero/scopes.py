@@ -1,11 +1,11 @@
 """Finds the units of a model: which modules' parameters are gathered together, and around whose forward.
 
-    Model                     container      its own direct parameters, if any, are a unit
-      embed_tokens            unit
-      layers (ModuleList)
-        0, 1, 2 ...           unit each      a transformer block with everything in it, experts too
-      norm                    unit
-      lm_head                 unit           tied to embed_tokens: no unit of its own, its scope uses that one
+Model                     container      its own direct parameters, if any, are a unit
+  embed_tokens            unit
+  layers (ModuleList)
+    0, 1, 2 ...           unit each      a transformer block with everything in it, experts too
+  norm                    unit
+  lm_head                 unit           tied to embed_tokens: no unit of its own, its scope uses that one
 """
 
 from __future__ import annotations

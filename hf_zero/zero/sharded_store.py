@@ -240,6 +240,12 @@ class ShardedParameters(ParameterStore):
             for member in unit.members:
                 member.owner, member.master = None, None
 
+    def begin_backward(self) -> None:
+        """In the first step: learn whether every rank's forward took the order of registration. Only then may backward
+        wait for reductions, and a rank that never waits would end up with all of its gradients on the way."""
+        if not self.gatherer.order_is_settled:
+            self.gatherer.order_is_settled = not any(self._channels.reduce.gather_objects(self.is_out_of_order))
+
     def end_backward(self) -> None:
         self.gatherer.end_backward()
 
@@ -363,9 +369,7 @@ def _hooked_scopes(scopes: Sequence[Scope], unit_of: Mapping[int, Unit]) -> list
             positions[index] = len(positions)
     hooked = []
     for index, scope in enumerate(scopes):
-        reach = tuple(
-            position for other, position in positions.items() if id(scopes[other].module) in inside[index]
-        )
+        reach = tuple(position for other, position in positions.items() if id(scopes[other].module) in inside[index])
         if reach:
             hooked.append(
                 HookedScope(

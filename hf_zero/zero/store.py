@@ -85,6 +85,10 @@ class ParameterStore(ABC):
         """Tell `reducer` how far backward has come, where the store knows."""
         return None
 
+    def begin_backward(self) -> None:
+        """All ranks are about to run a backward pass. May be collective."""
+        return None
+
     def end_backward(self) -> None:
         """A backward pass has ended on this rank."""
         return None

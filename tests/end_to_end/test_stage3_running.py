@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import collectives_for
 from tests.end_to_end.stage3 import (
     RECIPE,
     Seen,
@@ -29,47 +28,43 @@ from tests.end_to_end.stage3 import (
 )
 from tests.end_to_end.test_stage3_modules import masked_llama
 from tests.end_to_end.test_stage3_ranks import PROMPTS, lively_llama
+from tests.support.memory import kept_bytes, live_bytes, shared_blocks
 from tests.support.models import Batch, stack, tiny_llama, token_rows
 from tests.support.ranks import run_ranks
 from tests.support.reference import train
 
 
-def live_bytes() -> int:
-    """Bytes of the storages of all tensors alive."""
-    gc.collect()
-    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def run_flat(rank: int) -> tuple[list[int], list[int]]:
+def run_flat(rank: int) -> tuple[list[int], list[int], list[int]]:
     model = tiny_llama()
     engine = engine_of(model)
-    levels, objects = [], []
+    levels, kept, objects = [], [], []
     for number, parts in enumerate(rank_batches(2) * 100, start=1):
         train_engine(engine, [parts[rank]])
         if number % 50 == 0:
             with torch.no_grad():
                 engine.eval()(**parts[1 - rank])
             engine.train()
-            levels.append(live_bytes())
+            levels.append(live_bytes(shared_blocks()))
+            kept.append(kept_bytes())
             objects.append(len(gc.get_objects()))
-    return levels, objects
+    return levels, kept, objects
 
 
 def test_memory_is_flat_over_200_steps() -> None:
     """Memory grew from step to step until the job died, hours later."""
-    for levels, objects in run_ranks(run_flat, 2):
+    largest = max(p.numel() for p in tiny_llama().parameters())
+    for levels, kept, objects in run_ranks(run_flat, 2):
         assert len(levels) == 4 and len(set(levels[1:])) == 1, levels
+        assert max(kept) < 32 * 4 * largest, kept  # of a few units, however many steps
         assert objects[-1] - objects[1] < 200, objects
 
 
 def run_states(rank: int) -> int:
     model = masked_llama("freeze_as_lora_does", layers=12)
-    before = live_bytes()
+    before = live_bytes(shared_blocks())
     engine = engine_of(model)
     train_engine(engine, [parts[rank] for parts in rank_batches(2)])
-    exchanged = sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())  # a few units' worth
-    return live_bytes() - exchanged - before
+    return live_bytes(shared_blocks()) - before
 
 
 def test_frozen_parameters_cost_no_optimizer_state() -> None:

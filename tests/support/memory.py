@@ -1,12 +1,17 @@
-"""Anonymous memory of this process while something runs: what no file backs, so what would not fit."""
+"""Memory of this process: anonymous memory while something runs, bytes of live tensors, shared blocks."""
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+from hf_zero.comm import collectives_for
 
 _STATUS = Path("/proc/self/status")
 _PERIOD_S = 0.001
@@ -27,7 +32,7 @@ class Watched:
 
 @contextmanager
 def anonymous_memory() -> Iterator[Watched]:
-    """Watch RssAnon, in a thread, until the block ends."""
+    """Watch RssAnon, memory that no file backs, in a thread, until the block ends."""
     watched = Watched(anonymous_bytes())
     watched.peak = watched.start
     done = threading.Event()
@@ -50,3 +55,27 @@ def anonymous_bytes() -> int:
 def _sample(watched: Watched, done: threading.Event) -> None:
     while not done.wait(_PERIOD_S):
         watched.peak = max(watched.peak, anonymous_bytes())
+
+
+def live_bytes(excluded: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes of all storages that live tensors hold, each storage once, except the `excluded` ones."""
+    gc.collect()
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+    storages = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.Tensor) and not candidate.is_meta:
+            for tensor in (candidate, candidate.grad) if candidate.is_leaf else (candidate,):
+                if tensor is not None:
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(size for pointer, size in storages.items() if pointer not in left_out)
+
+
+def shared_blocks() -> list[torch.Tensor]:
+    """All memory through which data change hands, this rank's and the others'."""
+    link = collectives_for(torch.device("cpu"))._link
+    return [*link.own_blocks, *link.foreign_blocks]
+
+
+def kept_bytes() -> int:
+    """This rank's part of that."""
+    return sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())

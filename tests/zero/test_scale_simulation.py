@@ -74,8 +74,8 @@ def shard_numel(engine: Any) -> int:
 
 
 def idle_buffers(engine: Any) -> int:
-    """Bytes in the reducer's and the gatherer's pools: two buckets and the receive buffers, kept between steps."""
-    pools = [engine._assembly.reducer._pool, *engine._store.gatherer._buffers._free.values()]
+    """Bytes in send and receive buffers that are kept between steps."""
+    pools = [engine._assembly.optimizer._collectives.buffers(), *engine._store.gatherer._buffers._free.values()]
     return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.comm import collectives_for, ledger
+from hf_zero.comm import ledger
 from hf_zero.entry import initialize
+from tests.support.memory import kept_bytes, live_bytes, shared_blocks
 from tests.support.ranks import run_ranks
 
 WIDTH, DEPTH = 256, 8
@@ -102,19 +101,6 @@ def test_no_sync_saves_the_reduction_at_stages_0_and_1_and_is_harmless_at_stage_
     assert run_ranks(run_no_sync, 2, 2)[0] == {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}
 
 
-def live_bytes(excluded: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes of all storages that live tensors hold, each storage once, except the `excluded` ones."""
-    gc.collect()
-    left_out = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    storages = {}
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.Tensor) and not candidate.is_meta:
-            for tensor in (candidate, candidate.grad) if candidate.is_leaf else (candidate,):
-                if tensor is not None:
-                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(size for pointer, size in storages.items() if pointer not in left_out)
-
-
 @dataclass(frozen=True)
 class Levels:
     """Bytes per parameter while gradients are held between two micro-batches: model states, and buffers beside them."""
@@ -126,18 +112,15 @@ class Levels:
 def run_memory(rank: int, cases: list[tuple[int, bool]]) -> list[Levels]:
     levels = []
     for stage, bf16 in cases:
-        before = live_bytes(collectives_for(torch.device("cpu")).buffers())
+        before = live_bytes(shared_blocks())
         engine = engine_for(stage, bf16=bf16, accumulation=2)
         for _ in range(3):  # one whole step, then the first half of the next
             micro_step(engine, bf16)
-        reducer, collectives = engine._assembly.reducer, engine._assembly.optimizer._collectives
-        reducer.wait()
-        buffers = [*reducer._pool, *collectives.buffers()]
-        states = live_bytes(buffers) - before
-        buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-        levels.append(Levels(states / NUM_PARAMETERS, buffer_bytes / NUM_PARAMETERS))
+        engine._assembly.reducer.wait()
+        states = live_bytes(shared_blocks()) - before
+        levels.append(Levels(states / NUM_PARAMETERS, kept_bytes() / NUM_PARAMETERS))
         engine.destroy()
-        del engine, reducer, collectives, buffers
+        del engine
     return levels
 
 
@@ -157,25 +140,35 @@ def test_model_states_are_those_of_the_zero_formula(world: int) -> None:
             assert level.states == pytest.approx(expected, rel=0.02), (case, level, expected)
 
 
-def test_buffers_are_two_of_the_reducer_and_a_few_of_the_exchange() -> None:
-    """They hold a fixed number of buckets, so beside a real model they are small; stage 0 reduces in place."""
-    bucket = BUCKET_NUMEL / NUM_PARAMETERS
-    exchange = 2 * 4 * bucket / 2  # halves of two buckets going out and two coming back, this rank's and the other's
-    for stage_0, stage_2 in run_ranks(run_memory, 2, [(0, True), (2, True)]):
-        assert stage_0.buffers <= 2 * exchange * 1.04
-        assert stage_2.buffers <= 2 * (2 * bucket + exchange) * 1.04
+SMALL_BYTES = 4 * 4096  # blocks of the control messages
+# Beside two buckets to reduce from: two halves of a bucket that are being gathered.
+MOST_KEPT_BYTES = 1.04 * 2 * (2 * BUCKET_NUMEL + 2 * BUCKET_NUMEL / 2) + SMALL_BYTES
 
 
-def run_flat(rank: int) -> list[int]:
+def test_buffers_are_two_to_reduce_from_and_two_that_are_gathered() -> None:
+    """They hold a fixed number of buckets, so beside a real model they are small."""
+    for (level,) in run_ranks(run_memory, 2, [(2, True)]):
+        assert level.buffers <= MOST_KEPT_BYTES / NUM_PARAMETERS
+
+
+def test_stage_0_reduces_in_place() -> None:
+    """What the other rank adds up, and sums that are gathered; how many of each depends on who is ahead."""
+    for (level,) in run_ranks(run_memory, 2, [(0, True)]):
+        assert level.buffers <= (1.04 * 2 * (4 * BUCKET_NUMEL + 4 * BUCKET_NUMEL / 2) + SMALL_BYTES) / NUM_PARAMETERS
+
+
+def run_flat(rank: int) -> list[tuple[int, int]]:
     engine = engine_for(2, bf16=True)
     levels = []
     for step in range(60):
         micro_step(engine, bf16=True)
         if step % 20 == 19:
-            levels.append(live_bytes())
+            levels.append((live_bytes(shared_blocks()), kept_bytes()))
     return levels
 
 
 def test_memory_does_not_grow_over_steps() -> None:
+    """The test once asked for equal numbers of shared blocks at all times, which it depends on the ranks' luck."""
     for levels in run_ranks(run_flat, 2):
-        assert levels[0] == levels[1] == levels[2]
+        assert len({live for live, _ in levels}) == 1
+        assert max(kept for _, kept in levels) <= MOST_KEPT_BYTES
