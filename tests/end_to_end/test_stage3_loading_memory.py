@@ -60,15 +60,14 @@ class Measured:
     grown: int
     model: int
     largest_layer: int
-    converted: int
 
     @property
     def allowed(self) -> float:
-        """The share of the rank, one layer, a tenth; and the pack that transformers makes of single experts."""
-        return 1.1 * (self.model / WORLD + self.largest_layer) + self.converted
+        """The share of the rank, one layer, a tenth."""
+        return 1.1 * (self.model / WORLD + self.largest_layer)
 
 
-def measured(build: Callable[[], Any], *, converts: bool = False) -> Measured:
+def measured(build: Callable[[], Any]) -> Measured:
     """Build a model and watch. The interpreter, the libraries and the first gather have been paid for before."""
     gc.collect()
     with anonymous_memory() as memory:
@@ -76,7 +75,7 @@ def measured(build: Callable[[], Any], *, converts: bool = False) -> Measured:
     element = next(model.parameters()).element_size()
     parameters = [parameter.numel() * element for parameter in model.parameters()]
     layers = [sum(p.numel() * element for p in layer.parameters()) for layer in model.model.layers]
-    return Measured(memory.grown, sum(parameters), max(layers), max(parameters) if converts else 0)
+    return Measured(memory.grown, sum(parameters), max(layers))
 
 
 def warm_up(folder: str, kind: str) -> None:
@@ -87,8 +86,7 @@ def warm_up(folder: str, kind: str) -> None:
 def run_load(rank: int, folder: str, kind: str) -> Measured:
     alive = arguments(f"{folder}/out", auto_config())
     warm_up(folder, kind)
-    load = lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/{kind}")  # noqa: E731
-    found = measured(load, converts=kind == "mixtral" and rank == 0)
+    found = measured(lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/{kind}"))
     del alive
     return found
 

@@ -1,0 +1,54 @@
+"""Packs of experts made in one go are those that transformers makes in two, in every layout its models have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+from hf_zero.integration.takeovers.weight_conversion import _in_one_go
+
+SOURCES = ["experts.*.w1.weight", "experts.*.w3.weight"]
+TARGET = "experts.gate_up_proj"
+
+
+def converter(*operations: Any) -> WeightConverter:
+    return WeightConverter(SOURCES, TARGET, operations=list(operations))
+
+
+def experts(rows: tuple[int, int]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {source: [torch.randn(count, 5) for _ in range(4)] for source, count in zip(SOURCES, rows, strict=True)}
+
+
+def through(entry: WeightConverter, found: dict[str, Any]) -> dict[str, Any]:
+    for operation in entry.operations:
+        found = operation.convert(
+            found, source_patterns=entry.source_patterns, target_patterns=entry.target_patterns, config=None
+        )
+    return found
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(1, (3, 3)), (1, (3, 2)), (2, (3, 3))])
+def test_a_pack_is_what_transformers_makes_of_it(dim: int, rows: tuple[int, int]) -> None:
+    """Stacks and pack were in memory together: a rank that loads Mixtral rose above its share and one layer."""
+    theirs = converter(MergeModulelist(dim=0), Concatenate(dim=dim))
+    ours = _in_one_go(theirs)
+    assert len(ours.operations) == 1 and len(theirs.operations) == 2
+    packed = through(ours, experts(rows))
+    assert packed.keys() == {TARGET}
+    assert torch.equal(packed[TARGET], through(theirs, experts(rows))[TARGET])
+
+
+def test_what_is_stacked_already_takes_their_way() -> None:
+    stacked = {source: torch.stack(found) for source, found in experts((3, 3)).items()}
+    theirs = converter(MergeModulelist(dim=0), Concatenate(dim=1))
+    assert torch.equal(through(_in_one_go(theirs), dict(stacked))[TARGET], through(theirs, dict(stacked))[TARGET])
+
+
+def test_other_conversions_are_left_alone() -> None:
+    for operations in ([Concatenate(dim=0)], [MergeModulelist(dim=1), Concatenate(dim=2)]):
+        entry = converter(*operations)
+        assert _in_one_go(entry) is entry
