@@ -24,33 +24,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm import Collectives, ledger
+from hf_zero.zero.hooked_scopes import HookedScope
 from hf_zero.zero.residency import Residency
 from hf_zero.zero.unit import GatherBuffers, Unit
-
-
-@dataclass(slots=True, eq=False)
-class HookedScope:
-    """A module whose forward is watched, and the units whose parameters it reads.
-
-    Attributes:
-        units: of the parameters that the module itself owns or shares.
-        position: place among the scopes that have units, in the order in which all ranks pass them; None without units.
-        reach: positions of the scopes in the module and of itself, ascending: what one pass through it gathers.
-        inside: ids of the modules in it and of itself.
-        reads_in_backward: its backward needs the values of its parameters (a plain embedding's does not).
-        is_container: other scopes lie in it, so that its backward begins before theirs and ends after them.
-        entered: of each running forward, the number of autograd's first operation in it.
-    """
-
-    name: str
-    module: nn.Module
-    units: tuple[Unit, ...]
-    position: int | None
-    reach: tuple[int, ...]
-    inside: frozenset[int]
-    reads_in_backward: bool
-    is_container: bool
-    entered: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from hf_zero.comm import Collectives, Pending
 from hf_zero.config import GatherPolicy
 from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec, ParameterSpec, lay_rows
 from hf_zero.precision import Precision, master_dtype
-from hf_zero.zero.gatherer import Gatherer, HookedScope
+from hf_zero.zero.gatherer import Gatherer
+from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
-from hf_zero.zero.residency import Residency, Use, merge_orders, plan_residency
+from hf_zero.zero.residency import Residency, merge_orders, plan_residency
 from hf_zero.zero.scopes import Scope, assign_units, find_scopes
 from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten, refuse_read, shard_parameter
 from hf_zero.zero.store import ParameterStore, Reductions, TrainedBucket
@@ -194,7 +195,7 @@ class ShardedParameters(ParameterStore):
 
     def _build_gatherer(self, scopes: Sequence[Scope], policy: GatherPolicy) -> Gatherer:
         unit_of = {id(m.parameter): unit for unit in self.units if not unit.is_resident for m in unit.members}
-        hooked = _hooked_scopes(scopes, unit_of)
+        hooked = hooked_scopes(scopes, unit_of)
         self._policy = policy
         self._unit_of = unit_of
         residency = self._residency([scope for scope in hooked if scope.position is not None])
@@ -202,7 +203,7 @@ class ShardedParameters(ParameterStore):
 
     def _residency(self, line: Sequence[HookedScope]) -> Residency:
         return plan_residency(
-            [_use(scope) for scope in line],
+            [use_of(scope) for scope in line],
             max_live_numel=self._policy.max_live_numel,
             max_reuse_numel=self._policy.max_reuse_numel,
             prefetch_numel=self._policy.prefetch_numel,
@@ -357,47 +358,6 @@ def _master(part: UnitPart, wide: Sequence[Tensor]) -> Tensor:
     for slot, chunk in zip(part.layout.slots, wide, strict=False):
         master.narrow(0, slot.offset, slot.chunk).copy_(chunk)
     return master
-
-
-def _hooked_scopes(scopes: Sequence[Scope], unit_of: Mapping[int, Unit]) -> list[HookedScope]:
-    """Scopes with something to gather, in them or below them, numbered along the line of those with units."""
-    inside = [frozenset(id(module) for module in scope.module.modules()) for scope in scopes]
-    units = [_units_of(scope.parameters, unit_of) for scope in scopes]
-    positions: dict[int, int] = {}
-    for index, own in enumerate(units):
-        if own:
-            positions[index] = len(positions)
-    hooked = []
-    for index, scope in enumerate(scopes):
-        reach = tuple(position for other, position in positions.items() if id(scopes[other].module) in inside[index])
-        if reach:
-            hooked.append(
-                HookedScope(
-                    name=scope.name or type(scope.module).__name__,
-                    module=scope.module,
-                    units=units[index],
-                    position=positions.get(index),
-                    reach=reach,
-                    inside=inside[index],
-                    reads_in_backward=scope.is_container or not isinstance(scope.module, nn.Embedding),
-                    is_container=scope.is_container,
-                )
-            )
-    return hooked
-
-
-def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -> tuple[Unit, ...]:
-    found = {unit.index: unit for unit in (unit_of.get(id(p)) for p in parameters) if unit is not None}
-    return tuple(found[index] for index in sorted(found))
-
-
-def _use(scope: HookedScope) -> Use:
-    return Use(
-        units=tuple(unit.index for unit in scope.units),
-        numel=sum(unit.numel for unit in scope.units),
-        has_trained=any(part.layout.trained_numel for unit in scope.units for part in unit.parts),
-        reads_in_backward=scope.reads_in_backward,
-    )
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
