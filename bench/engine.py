@@ -1,6 +1,6 @@
 """Training engines beside each other: one model, alternating in one run, so that a busy machine is fair to all.
 
-    python -m bench.engine --size 25m --oracle-python .oracle/bin/python --name first-light
+python -m bench.engine --size 25m --oracle-python .oracle/bin/python --name first-light
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import datetime
 import json
 import logging
 import os
-import platform
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works as well as `python -m bench.engine`
 
 from bench import report  # noqa: E402
+from bench.surroundings import machine, public, rank_environments  # noqa: E402
 
 ENGINES = ("hf_zero", "hf_zero-released", "deepspeed", "fsdp2", "ddp", "compute")
 log = logging.getLogger("bench")
@@ -57,8 +56,8 @@ def main() -> None:
             log.info("round %d  %s", number + 1, report.one_line(variant.name, rounds[-1]))
     run = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.engine", *_public(sys.argv[1:])]),
-        "machine": _machine(),
+        "command": shlex.join(["python", "-m", "bench.engine", *public(sys.argv[1:])]),
+        "machine": machine(),
         "settings": {key: getattr(arguments, key) for key in ("size", "ranks", "rounds", "steps", "warmup", "adam")},
         "variants": [{**asdict(variant), "name": variant.name} for variant in variants],
         "rounds": rounds,
@@ -99,13 +98,14 @@ def _variants(arguments: argparse.Namespace) -> list[Variant]:
 
 def _measure(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
     """Fresh processes for one variant; their results, averaged over ranks."""
+    oracle = arguments.oracle_python if variant.engine == "deepspeed" else None
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = Path(folder) / "result"
         command = _command(variant, arguments, out)
         processes = []
         try:
             with open(Path(folder) / "log", "w+") as output:
-                for environment in _environments(variant, arguments.ranks, arguments.oracle_python):
+                for environment in rank_environments(arguments.ranks, deepspeed_python=oracle):
                     process = subprocess.Popen(
                         command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
                     )
@@ -124,21 +124,6 @@ def _command(variant: Variant, arguments: argparse.Namespace, out: Path) -> list
     options = {"engine": variant.engine, "stage": variant.stage or 0, "size": arguments.size, "adam": adam, "out": out}
     options |= {"warmup": arguments.warmup, "steps": arguments.steps, "released": int(variant.released)}
     return [python, "-m", "bench.worker", *(f"--{key}={value}" for key, value in options.items())]
-
-
-def _environments(variant: Variant, ranks: int, oracle_python: str) -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if variant.engine == "deepspeed":
-        # DeepSpeed compiles operators on first use with the ninja that is installed beside its interpreter, and keeps
-        # them apart from the user's: a run that is killed meanwhile leaves a lock on which later ones wait for ever.
-        path = f"{Path(oracle_python).parent}{os.pathsep}{common.get('PATH', '')}"
-        operators = Path(tempfile.gettempdir()) / f"hf_zero_bench_operators_{os.getuid()}"
-        common |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "PATH": path, "TORCH_EXTENSIONS_DIR": str(operators)}
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
@@ -160,28 +145,6 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _public(words: list[str]) -> list[str]:
-    """The command line without this machine's folders."""
-    return [Path(word).name if word.startswith("/") and os.path.exists(word) else word for word in words]
-
-
-def _machine() -> dict[str, Any]:
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory_gib, 1),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "load_1min": round(os.getloadavg()[0], 2),
-    }
 
 
 def _write(run: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ SIZES = {
     "1m": Size(hidden=128, intermediate=344, layers=4, vocabulary=1024, batch=1, length=64),
     "25m": Size(hidden=384, intermediate=1088, layers=10, vocabulary=8192, batch=2, length=128),
     "110m": Size(hidden=768, intermediate=2048, layers=12, vocabulary=16384, batch=2, length=128),
+    # For checkpoints of a size where disks matter: 1.1 GB of fp32 weights, a step as short as can be.
+    "270m": Size(hidden=1024, intermediate=2816, layers=16, vocabulary=32000, batch=1, length=16),
 }
 
 

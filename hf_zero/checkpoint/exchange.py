@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from hf_zero.checkpoint.stream import Streamed
 from hf_zero.comm import Collectives
-from hf_zero.layout.reshard import Copy, is_local
+from hf_zero.layout.reshard import Copy
+
+ROUND_BYTES = 32 << 20  # what a rank has on its way to others at one time
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +31,18 @@ class Exchange:
         """`copies` are those of all ranks, the same on every rank."""
         rank = collectives.rank
         self._collectives = collectives
-        self._travels = not is_local(copies)
-        self._incoming: list[list[Copy]] = [[] for _ in self._ranks]
-        self._outgoing: list[list[Copy]] = [[] for _ in self._ranks]
+        self._incoming: list[list[Copy]] = [[] for _ in range(collectives.world)]
+        self._outgoing: list[list[Copy]] = [[] for _ in range(collectives.world)]
+        between: Counter[tuple[int, int]] = Counter()
         for copy in copies:
             if copy.target_rank == rank:
                 self._incoming[copy.source_rank].append(copy)
             if copy.source_rank == rank:
                 self._outgoing[copy.target_rank].append(copy)
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._collectives.world)
+            if not copy.is_local:
+                between[copy.source_rank, copy.target_rank] += copy.numel
+        # What any rank sends to any other, at most: all take part in as many rounds as that takes.
+        self._longest = max(between.values(), default=0)
 
     def fill(self, buffers: Sequence[Tensor]) -> dict[int, list[Placed]]:
         """What goes where in each target buffer. Local elements stay views of `buffers`. Collective."""
@@ -49,7 +51,7 @@ class Exchange:
         for copy in self._incoming[rank]:
             view = buffers[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
             placed[copy.target_buffer].append(Placed(copy.target_offset, view))
-        if self._travels:
+        if self._longest:
             for peer, received in enumerate(self._swap(buffers)):
                 cursor = 0
                 for copy in self._incoming[peer] if peer != rank else ():
@@ -59,19 +61,40 @@ class Exchange:
         return placed
 
     def _swap(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        like = buffers[0]
-        sent, received = [], []
-        for peer in self._ranks:
-            mine = peer == self._collectives.rank
-            parts = [
-                buffers[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
-                for copy in self._outgoing[peer]
-                if not mine
+        """What every peer has for this rank, its copies one after the other.
+
+        In rounds, so that what is on its way takes little memory: fresh pages cost as much as the copying.
+        """
+        rank, like = self._collectives.rank, buffers[0]
+        received = [
+            like.new_empty(0 if peer == rank else sum(copy.numel for copy in copies))
+            for peer, copies in enumerate(self._incoming)
+        ]
+        numel = max(1, ROUND_BYTES // (like.element_size() * self._collectives.world))
+        scratch = [like.new_empty(0 if peer == rank else numel) for peer in range(self._collectives.world)]
+        for start in range(0, self._longest, numel):
+            sent = [
+                _packed(self._outgoing[peer] if peer != rank else (), buffers, start, space)
+                for peer, space in enumerate(scratch)
             ]
-            sent.append(torch.cat(parts) if parts else like.new_empty(0))
-            received.append(like.new_empty(0 if mine else sum(copy.numel for copy in self._incoming[peer])))
-        self._collectives.all_to_all(received, sent)
+            parts = [
+                whole.narrow(0, low := min(start, whole.numel()), min(numel, whole.numel() - low)) for whole in received
+            ]
+            self._collectives.all_to_all(parts, sent)
         return received
+
+
+def _packed(copies: Sequence[Copy], buffers: Sequence[Tensor], start: int, space: Tensor) -> Tensor:
+    """Elements of `copies`, counted from the first one's first: those from `start` on that `space` has room for."""
+    cursor, filled = 0, 0
+    for copy in copies:
+        low, high = max(start, cursor), min(start + space.numel(), cursor + copy.numel)
+        if low < high:
+            source = buffers[copy.source_buffer].narrow(0, copy.source_offset + low - cursor, high - low)
+            space.narrow(0, filled, high - low).copy_(source)
+            filled += high - low
+        cursor += copy.numel
+    return space.narrow(0, 0, filled)
 
 
 def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:

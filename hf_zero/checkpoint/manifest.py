@@ -14,11 +14,12 @@ from hf_zero.checkpoint import crc
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.durable import Written, write_small
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.stream import NUM_THREADS
 from hf_zero.checkpoint.torch_reader import check_records
 
 _RESTORE = "restore it from a copy, or load an older checkpoint"
 _PART_BYTES = 64 << 20
-_READ_BYTES = 4 << 20
+_READ_BYTES = 4 << 20  # read again and again into the same memory
 
 
 def write_manifest(folder: Path, files: Iterable[Written]) -> None:
@@ -95,7 +96,7 @@ def checksum_of(path: Path) -> int:
     """CRC-32 of a whole file, read in a few parts at once."""
     size = path.stat().st_size
     starts = range(0, size, _PART_BYTES)
-    with path.open("rb") as file, ThreadPoolExecutor(4, thread_name_prefix="hf_zero_check") as pool:
+    with path.open("rb") as file, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_check") as pool:
         lengths = [min(_PART_BYTES, size - start) for start in starts]
         parts = list(pool.map(lambda place: _checksum_at(file.fileno(), *place), zip(starts, lengths, strict=True)))
     total = 0
@@ -106,12 +107,13 @@ def checksum_of(path: Path) -> int:
 
 def _checksum_at(file: int, start: int, length: int) -> int:
     checksum, stop = 0, start + length
+    buffer = memoryview(bytearray(min(_READ_BYTES, length)))
     while start < stop:
-        block = os.pread(file, min(_READ_BYTES, stop - start), start)
-        if not block:
+        count = os.preadv(file, [buffer[: stop - start]], start)
+        if not count:
             return checksum ^ 1  # shorter than it was a moment ago
-        checksum = zlib.crc32(block, checksum)
-        start += len(block)
+        checksum = crc.checksum(buffer[:count], checksum)
+        start += count
     return checksum
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -118,8 +118,3 @@ class _Index:
         starts = self._starts.get(parameter, ())
         position = bisect_right(starts, element)
         return starts[position] if position < len(starts) else 1 << 62
-
-
-def is_local(copies: Sequence[Copy]) -> bool:
-    """Whether nothing has to travel."""
-    return all(copy.is_local for copy in copies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.checkpoint import CheckpointError, inert
-from hf_zero.checkpoint.crc import combine
+from hf_zero.checkpoint.crc import checksum, combine
 from hf_zero.checkpoint.safetensors_file import write_safetensors
 from hf_zero.checkpoint.stream import Streamed, streamed
 from hf_zero.checkpoint.torch_file import write_torch_file
@@ -83,6 +84,20 @@ def test_an_existing_file_is_never_written_into(tmp_path: Path) -> None:
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_checksums_combine(first: bytes, second: bytes) -> None:
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 733_111, 733_112, 1 << 20, (1 << 20) + 1, 3_141_593])
+def test_the_fast_checksum_is_zlibs(num_bytes: int) -> None:
+    """Below and above the size from which it pays, whole windows and odd ends, with and without something before."""
+    data = random.Random(num_bytes).randbytes(num_bytes)
+    assert checksum(data) == zlib.crc32(data)
+    assert checksum(memoryview(data), 12345) == zlib.crc32(data, 12345)
+    assert checksum(bytes(num_bytes)) == zlib.crc32(bytes(num_bytes))
+    flipped = bytearray(data)
+    for place in {0, num_bytes // 3, num_bytes - 1} if num_bytes else ():
+        flipped[place] ^= 1 << (place % 8)
+        assert checksum(flipped) == zlib.crc32(flipped) != zlib.crc32(data)
+        flipped[place] ^= 1 << (place % 8)
 
 
 def test_safetensors_files(tmp_path: Path) -> None:

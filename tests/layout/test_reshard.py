@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, shard_numel, sub_groups
-from hf_zero.layout.reshard import Copy, Extent, is_local, reshard
+from hf_zero.layout.reshard import Copy, Extent, reshard
 
 A, B, C = 0, 1, 2
 
@@ -29,7 +29,7 @@ def test_the_picture_of_the_docstring() -> None:
 def test_what_every_rank_holds_is_taken_from_the_own_rank() -> None:
     everywhere = [Extent(A, 0, 6, rank, 0, 0) for rank in range(3)]
     copies = reshard(everywhere, [Extent(A, 2 * rank, 2, rank, 0, 0) for rank in range(3)])
-    assert is_local(copies) and [copy.source_offset for copy in copies] == [0, 2, 4]
+    assert all(copy.is_local for copy in copies) and [copy.source_offset for copy in copies] == [0, 2, 4]
 
 
 def test_an_element_that_nobody_holds_is_an_error() -> None:

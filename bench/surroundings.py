@@ -1,0 +1,52 @@
+"""Where a measurement runs: environments of ranks, the machine, and command lines without its folders."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def rank_environments(ranks: int, *, deepspeed_python: str | None = None) -> list[dict[str, str]]:
+    """Environments of the ranks of one process group; `deepspeed_python` is the interpreter where DeepSpeed runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if deepspeed_python is not None:
+        # DeepSpeed compiles operators on first use with the ninja that is installed beside its interpreter, and keeps
+        # them apart from the user's: a run that is killed meanwhile leaves a lock on which later ones wait for ever.
+        path = f"{Path(deepspeed_python).parent}{os.pathsep}{common.get('PATH', '')}"
+        operators = Path(tempfile.gettempdir()) / f"hf_zero_bench_operators_{os.getuid()}"
+        common |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "PATH": path, "TORCH_EXTENSIONS_DIR": str(operators)}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def public(words: list[str]) -> list[str]:
+    """A command line without this machine's folders."""
+    return [Path(word).name if word.startswith("/") and os.path.exists(word) else word for word in words]
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory, Python, load."""
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_gib, 1),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
