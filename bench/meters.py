@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
+import pstats
 import resource
 from collections import Counter
 from collections.abc import Callable
@@ -85,6 +87,28 @@ def _nbytes(argument: Any) -> int:
     if isinstance(argument, (list, tuple)):
         return sum(_nbytes(element) for element in argument)
     return 0
+
+
+NUM_SHOWN = 8
+
+
+def profile_python(step: Callable[[], object]) -> dict[str, Any]:
+    """Run one step under cProfile: Python calls in it, and the functions whose own code took most of its time."""
+    profiler = cProfile.Profile()
+    profiler.runcall(step)
+    stats = pstats.Stats(profiler)
+    own = {place: (calls, own_s) for place, (_, calls, own_s, _, _) in stats.stats.items()}  # type: ignore[attr-defined]
+    most = sorted(own, key=lambda place: -own[place][1])[:NUM_SHOWN]
+    return {
+        "calls": sum(calls for calls, _ in own.values()),
+        "most": [{"function": _short(place), "calls": own[place][0], "own_s": own[place][1]} for place in most],
+    }
+
+
+def _short(place: tuple[str, int, str]) -> str:
+    """File within its package, and function: no line numbers, no folders of a machine."""
+    path, _, function = place
+    return f"{'/'.join(Path(path).parts[-2:])}:{function}" if path != "~" else function
 
 
 def count_collectives(step: Callable[[], object]) -> dict[str, dict[str, int]]:

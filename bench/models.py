@@ -25,6 +25,8 @@ class Size:
 # Micro-batches are chosen so that bare forward and backward are about 0.6 of a DDP step on a CPU: the share that real
 # training of small models has, and the one that shows an engine's own cost.
 SIZES = {
+    # Hundreds of parameters, just above the size that stage 3 keeps whole, and little arithmetic: what an engine costs.
+    "many": Size(hidden=320, intermediate=320, layers=40, vocabulary=512, batch=1, length=8),
     "1m": Size(hidden=128, intermediate=344, layers=4, vocabulary=1024, batch=1, length=64),
     "25m": Size(hidden=384, intermediate=1088, layers=10, vocabulary=8192, batch=2, length=128),
     "110m": Size(hidden=768, intermediate=2048, layers=12, vocabulary=16384, batch=2, length=128),

@@ -29,7 +29,7 @@ def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("cpu_s", "wall_s")}
     result |= {key: max(rank[key] for rank in ranks) for key in NUMBERS if key.endswith("_mb")}
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks))]
-    return {**result, "losses": losses, "collectives": ranks[0]["collectives"], "versions": ranks[0]["versions"]}
+    return {**result, "losses": losses, **{key: ranks[0][key] for key in ("collectives", "python", "versions")}}
 
 
 def one_line(name: str, measured: dict[str, Any]) -> str:
@@ -60,6 +60,8 @@ def markdown(run: dict[str, Any]) -> str:
         *_step_table(run),
         "",
         *_memory_table(run),
+        "",
+        *_python_table(run),
         "",
         *_target_table(run),
     ]
@@ -92,6 +94,17 @@ def _memory_table(run: dict[str, Any]) -> list[str]:
 def _traffic(collectives: dict[str, dict[str, int]]) -> str:
     parts = [f"{kind} {entry['calls']}x {entry['bytes'] / 1e6:.1f} MB" for kind, entry in collectives.items()]
     return ", ".join(parts) or "none"
+
+
+def _python_table(run: dict[str, Any]) -> list[str]:
+    rows = []
+    for variant in run["variants"]:
+        seen = run["rounds"][-1][variant["name"]]["python"]
+        most = ", ".join(
+            f"{entry['function']} {entry['calls']}x {1e3 * entry['own_s']:.1f} ms" for entry in seen["most"]
+        )
+        rows.append([variant["name"], str(seen["calls"]), most.replace("|", "/").replace("<", "").replace(">", "")])
+    return _table(["engine", "Python calls of a step", "where most of the time is spent (under the profiler)"], rows)
 
 
 def _target_table(run: dict[str, Any]) -> list[str]:

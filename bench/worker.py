@@ -28,14 +28,15 @@ def main() -> None:
 
     step = _build(arguments)
     size = models.SIZES[arguments.size]
-    tokens = models.batches(size, arguments.warmup + arguments.steps + 1, rank)
+    tokens = models.batches(size, arguments.warmup + arguments.steps + 2, rank)
     for batch in tokens[: arguments.warmup]:
         step(batch)
-    result = _measure(step, tokens[arguments.warmup : -1])
+    result = _measure(step, tokens[arguments.warmup : -2])
     result["peak_mb"] = result.pop("peak_absolute_mb") - after_imports
     result["peak_steps_mb"] -= after_imports
     result["after_imports_mb"] = after_imports
-    result["collectives"] = _count_collectives(arguments.engine, lambda: step(tokens[-1]))
+    result["collectives"] = _count_collectives(arguments.engine, lambda: step(tokens[-2]))
+    result["python"] = meters.profile_python(lambda: step(tokens[-1]))
     result["versions"] = _versions(arguments.engine)
     Path(f"{arguments.out}.{rank}").write_text(json.dumps(result))
     if dist.is_initialized():
