@@ -78,6 +78,7 @@ def apply(subject: Subject, plan: LoadPlan) -> None:
         store.publish(index).wait()
     if any(group is not None for group in plan.groups):
         _write_optimizer(subject, plan)
+    subject.assembly.reducer.clear()  # gradients of the old weights; and the optimizer may want others from now on
 
 
 class _Weights:

@@ -62,6 +62,7 @@ class _Collected:
     @classmethod
     def of(cls, subject: Subject) -> _Collected:
         updater = subject.assembly.optimizer.updater
+        updater.collect_state()
         states = read_shards(updater)
         return cls(states, summarise(updater, states, len(subject.assembly.members), subject.collectives))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hf_zero.config.errors import FEATURES_PAGE, Problem
+from hf_zero.config.optimizer_choice import stage_problem
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
@@ -18,6 +19,9 @@ def contradictions(config: Root, world_size: int) -> Iterator[Problem]:
     yield from _zero_problems(config.zero_optimization or Zero())
     yield from _precision_problems(config)
     yield from _top_problems(config, world_size)
+    wrong_stage = stage_problem(config.optimizer, (config.zero_optimization or Zero()).stage)
+    if wrong_stage is not None:
+        yield wrong_stage
 
 
 def model_dtype(config: Root) -> DtypeName:

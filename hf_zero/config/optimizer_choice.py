@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hf_zero.config.arguments import Check, at_least_zero, beta, betas, checked, unknown_autos
+from hf_zero.config.arguments import Check, at_least_zero, beta, betas, checked, count, steps, unknown_autos
 from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Problem
 from hf_zero.config.policies import OptimizerPolicy
 from hf_zero.config.schema.fields import as_flag
@@ -16,9 +16,11 @@ _TYPES = {
     for name in (
         "Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "Lion", "FusedLion",
         "CPULion", "DeepSpeedCPULion", "Muon", "Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad",
+        "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
     )
 }  # fmt: skip
-_UNBUILT = {name.lower(): name for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")}
+_UNBUILT = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
+_HIGHEST_STAGE = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
 
 
 def resolve_optimizer(
@@ -51,6 +53,16 @@ def _optimizer_refusal(name: str) -> Problem | None:
     return None
 
 
+def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
+    """The 1-bit optimizers average gradients themselves, whole: not every stage has them so."""
+    name = section.type if section is not None else None
+    highest = _HIGHEST_STAGE.get((name or "").lower(), stage)
+    if stage <= highest:
+        return None
+    rule = f"{name} works {'at stages 0 and 1' if highest else 'at stage 0'}, and this config has stage {stage}"
+    return Problem("optimizer.type", name, rule, f'set zero_optimization.stage to {highest}, or use "AdamW"')
+
+
 def _no_amsgrad(value: object) -> bool:
     if as_flag(value):
         raise ValueError(f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
@@ -67,6 +79,25 @@ def _newton_schulz(value: object) -> object:
     if value not in ("gram", "standard"):
         raise ValueError('must be "gram" or "standard" (both give the same result)')
     return value
+
+
+def _not_published(value: object) -> bool:
+    if as_flag(value):
+        raise ValueError("is not part of the published algorithm; DeepSpeed ignores it")
+    return False
+
+
+def _backend(value: object) -> object:
+    if value not in ("nccl", "mpi", "hccl", "compressed"):
+        raise ValueError('must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)')
+    return value
+
+
+def _above_zero(value: object) -> float:
+    number = at_least_zero(value)
+    if not number:
+        raise ValueError("must be above 0")
+    return number
 
 
 def _always_true(value: object) -> bool:
@@ -121,6 +152,25 @@ _MUON: dict[str, Check] = {
     "ns_method": _newton_schulz,
     "per_head_muon": _always_false,
 }
+_ONE_BIT: dict[str, Check] = {
+    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay")},
+    **dict.fromkeys(("bias_correction", "eps_inside_sqrt"), _not_published),
+    "amsgrad": _no_amsgrad,
+    "cuda_aware": as_flag,
+    "comm_backend_name": _backend,
+}
+_ONE_BIT_LAMB: dict[str, Check] = {
+    **_ONE_BIT,
+    **dict.fromkeys(("max_coeff", "min_coeff"), at_least_zero),
+    **dict.fromkeys(("factor_max", "factor_min", "factor_threshold"), _above_zero),
+    "freeze_step": count,
+    "coeff_beta": beta,
+}
+_ZERO_ONE_ADAM: dict[str, Check] = {
+    **_ONE_BIT,
+    "var_freeze_step": count,
+    **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), steps),
+}
 _TABLES: dict[str, dict[str, Check]] = {
     "FusedAdam": _NAMED_ADAM,
     "CPUAdam": _CPU_ADAM,
@@ -132,6 +182,9 @@ _TABLES: dict[str, dict[str, Check]] = {
     "CPULion": {**_LION, "fp32_optimizer_states": _always_true},
     "DeepSpeedCPULion": {**_LION, "fp32_optimizer_states": _always_true},
     "Muon": _MUON,
+    "OneBitAdam": {**_ONE_BIT, "freeze_step": count},
+    "OneBitLamb": _ONE_BIT_LAMB,
+    "ZeroOneAdam": _ZERO_ONE_ADAM,
     "CPUAdagrad": _CPU_ADAGRAD,
     "DeepSpeedCPUAdagrad": _CPU_ADAGRAD,
 }

@@ -2,6 +2,8 @@
 
 y = x + error        s = |y| / sqrt(numel)        packed = bits of y >= 0, eight to a byte, first element lowest
 error = y - s * sign(y), sign(0) = +1             what the sender still owes
+
+A vector may end in padding: `numel` says how many elements count. Padding is zero before and after.
 """
 
 from __future__ import annotations
@@ -16,36 +18,50 @@ from hf_zero.kernels.norm import sum_of_squares
 PER_BYTE = 8
 
 
-def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor) -> Tensor:
+def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
     """Fill `packed` (uint8, numel / 8), update `error` (fp32) and return s (0-dim fp32)."""
     _check_length(value, packed)
     total = value.to(error.dtype) + error
-    scale = (total.double().square().sum() / total.numel()).sqrt().to(error.dtype)
+    numel = total.numel() if numel is None else numel
+    scale = (total.double().square().sum() / max(1, numel)).sqrt().to(error.dtype)
     positive = total >= 0
     weights = 2 ** torch.arange(PER_BYTE, device=value.device)
     packed.copy_((positive.view(-1, PER_BYTE) * weights).sum(dim=1))
     error.copy_(total - torch.where(positive, scale, -scale))
+    error.narrow(0, numel, error.numel() - numel).zero_()
     return scale
 
 
-def pack_signs(value: Tensor, error: Tensor, packed: Tensor) -> Tensor:
+def pack_signs(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
     """Same as the reference, without wide temporaries."""
-    _check_length(value, packed)
     error.add_(value)
-    scale = (sum_of_squares(error) / max(1, error.numel())).sqrt().to(error.dtype)
+    return pack_owed_signs(error, packed, numel)
+
+
+def pack_owed_signs(error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
+    """`pack_signs` for a caller who has already added the value to `error`."""
+    _check_length(error, packed)
+    numel = error.numel() if numel is None else numel
+    scale = (sum_of_squares(error) / max(1, numel)).sqrt().to(error.dtype)
     if runs_on_gpu(error):
         from hf_zero.kernels.gpu.signs import pack_signs_on_gpu
 
         pack_signs_on_gpu(error, scale, packed)
-        return scale
-    weights = 2 ** torch.arange(PER_BYTE, dtype=torch.uint8, device=value.device)
+    else:
+        _pack(error, scale, packed)
+    if numel < error.numel():
+        error.narrow(0, numel, error.numel() - numel).zero_()
+    return scale
+
+
+def _pack(error: Tensor, scale: Tensor, packed: Tensor) -> None:
+    weights = 2 ** torch.arange(PER_BYTE, dtype=torch.uint8, device=error.device)
     for start, length in chunks(error.numel(), error.device):
         part = error.narrow(0, start, length)
         positive = part >= 0
         bits = positive.view(torch.uint8).view(-1, PER_BYTE) * weights
         packed.narrow(0, start // PER_BYTE, length // PER_BYTE).copy_(bits.sum(dim=1, dtype=torch.uint8))
         part.sub_(torch.where(positive, scale, -scale))
-    return scale
 
 
 def unpack_signs_reference(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool = False) -> None:

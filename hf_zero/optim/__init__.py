@@ -6,8 +6,11 @@ from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon
 from hf_zero.optim.native import runs_natively
+from hf_zero.optim.one_bit_adam import OneBitAdam
+from hf_zero.optim.one_bit_lamb import OneBitLamb
 from hf_zero.optim.registry import build_optimizer, updater_for
 from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, Updater, WholeStepUpdater
+from hf_zero.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "DeepSpeedCPUAdagrad",
@@ -19,9 +22,12 @@ __all__ = [
     "MasterShard",
     "MasterTensor",
     "Muon",
+    "OneBitAdam",
+    "OneBitLamb",
     "Peers",
     "Updater",
     "WholeStepUpdater",
+    "ZeroOneAdam",
     "build_optimizer",
     "runs_natively",
     "updater_for",

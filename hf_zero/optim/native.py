@@ -6,10 +6,14 @@ import torch
 
 from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import AdamFamily, DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.compressing import CompressingUpdater
 from hf_zero.optim.elementwise import Family
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion, LionFamily
+from hf_zero.optim.one_bit_adam import OneBitAdam, OneBitAdamUpdater
+from hf_zero.optim.one_bit_lamb import OneBitLamb, OneBitLambUpdater
 from hf_zero.optim.sgd import SgdFamily, has_no_dampening
+from hf_zero.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamUpdater
 
 _ADAM_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 _OTHER_FLAGS = ("maximize", "differentiable")
@@ -17,11 +21,21 @@ _OTHER_FLAGS = ("maximize", "differentiable")
 
 def runs_natively(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the fused step computes exactly what `optimizer.step` would, so that it may stand in for it."""
-    return family_of(optimizer) is not None or is_lamb(optimizer)
+    return family_of(optimizer) is not None or is_lamb(optimizer) or compressing_updater_of(optimizer) is not None
 
 
 def is_lamb(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is FusedLamb
+
+
+def compressing_updater_of(optimizer: torch.optim.Optimizer) -> type[CompressingUpdater] | None:
+    """How one of the 1-bit optimizers runs; None for any other."""
+    updaters: dict[type, type[CompressingUpdater]] = {
+        OneBitAdam: OneBitAdamUpdater,
+        OneBitLamb: OneBitLambUpdater,
+        ZeroOneAdam: ZeroOneAdamUpdater,
+    }
+    return updaters.get(type(optimizer))
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:

@@ -11,12 +11,16 @@ from torch import nn
 from hf_zero.config import ConfigError, OptimizerPolicy, Problem
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.lamb import FusedLamb, LambUpdater
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon, MuonUpdater, muon_groups
-from hf_zero.optim.native import family_of, is_lamb
+from hf_zero.optim.native import compressing_updater_of, family_of, is_lamb
+from hf_zero.optim.one_bit_adam import OneBitAdam
+from hf_zero.optim.one_bit_lamb import OneBitLamb
 from hf_zero.optim.updater import MasterShard, Peers, Updater, WholeStepUpdater
+from hf_zero.optim.zero_one_adam import ZeroOneAdam
 
 # Their update depends on whole matrices or on more than one pass, which a flat shard does not have.
 NEEDS_WHOLE_TENSORS = (
@@ -40,6 +44,9 @@ _BY_TYPE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lamb": FusedLamb,
     "fusedlamb": FusedLamb,
     "muon": Muon,
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
     "lion": FusedLion,
     "fusedlion": FusedLion,
     "cpulion": DeepSpeedCPULion,
@@ -119,6 +126,12 @@ def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
     """Raise for optimizers whose result would silently be wrong on flat shards."""
+    highest = highest_stage(optimizer)
+    if stage > highest:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            [Problem("zero_optimization.stage", stage, f"{name} works at stages up to {highest}", f"use {highest}")]
+        )
     if holds_whole_tensors(optimizer):
         name = type(optimizer).__name__
         raise ConfigError(
@@ -133,16 +146,29 @@ def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
         )
 
 
+def highest_stage(optimizer: torch.optim.Optimizer) -> int:
+    """The last stage at which an optimizer works: those that average gradients themselves need them whole."""
+    if type(optimizer) is ZeroOneAdam:
+        return 0
+    return 1 if type(optimizer) in (OneBitAdam, OneBitLamb) else 3
+
+
 def updater_for(
     optimizer: torch.optim.Optimizer,
     shards: Sequence[MasterShard],
     peers: Peers | None = None,
+    ranks: Ranks | None = None,
 ) -> Updater:
     """The fused way where it computes the same on flat shards, else the optimizer's own step.
 
     Args:
         peers: the ranks that share the parameters; None where every rank owns whole parameters.
+        ranks: all ranks, for the optimizers that exchange gradients themselves.
     """
+    compressing = compressing_updater_of(optimizer)
+    if compressing is not None:
+        assert ranks is not None, "the 1-bit optimizers need to know the other ranks"
+        return compressing(optimizer, shards, ranks)
     if any(len(shard.tensors) != 1 for shard in shards):
         return WholeStepUpdater(optimizer, shards)
     if is_lamb(optimizer):

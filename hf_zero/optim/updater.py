@@ -49,7 +49,8 @@ class ShardGradients:
     """Inputs of one step.
 
     Attributes:
-        reduced: one 1-D tensor per shard (summed over ranks), None for a shard without any gradient.
+        reduced: one 1-D tensor per shard (summed over ranks), None for a shard without any gradient. For an updater
+            that takes local gradients: of the whole bucket, from this rank alone.
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
     """
@@ -79,6 +80,14 @@ class Updater(ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard]) -> None:
         self.optimizer = optimizer
         self.shards = tuple(shards)
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        """Whether the next step wants this rank's own gradients of whole buckets, unreduced. The same on all ranks."""
+        return False
+
+    def collect_state(self) -> None:  # noqa: B027
+        """Ahead of saving: put into the optimizer's state what is kept elsewhere. Collective. Nothing, by default."""
 
     def state_replaced(self) -> None:  # noqa: B027
         """The optimizer's state has been loaded: forget what was derived from the old one. Nothing, by default."""

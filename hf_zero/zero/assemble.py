@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
+from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.native import runs_natively
 from hf_zero.optim.registry import adopt_masters, holds_whole_tensors, refuse_on_flat_shards, updater_for
 from hf_zero.precision import Precision
@@ -107,7 +108,10 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     adopt_masters(optimizer, shards, groups)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
     store.connect(reducer)
-    updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None)
+    buckets = [bucket.bucket for bucket in store.buckets]
+    ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
+    updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None, ranks)
+    reducer.keep_local_when(lambda: updater.takes_local_gradients)
     wrapped = ZeroOptimizer(store, reducer, updater, sharding, collectives, plan.rules)
     return Assembly(optimizer=wrapped, reducer=reducer, store=store, members=members)
 

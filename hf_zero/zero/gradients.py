@@ -65,16 +65,21 @@ class GradientReducer:
         self._next = 0
         self._waits = True
         self._reducing = True
+        self._wants_local: Callable[[], bool] = lambda: False
         self.late: set[int] = set()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(self._arrived, index))
             for index, parameter in enumerate(store.parameters)
         ]
 
+    def keep_local_when(self, wants_local: Callable[[], bool]) -> None:
+        """Reduce nothing for a step while this says so (the same on all ranks): gradients stay in `bucket.local`."""
+        self._wants_local = wants_local
+
     def begin(self, *, boundary: bool) -> None:
         """A backward is about to start; `boundary` says that a step follows it."""
         self._land_until(0)  # every bucket must know what it holds; these have had the whole forward to arrive
-        self._reducing = boundary or self._sharding.shards_gradients
+        self._reducing = (boundary or self._sharding.shards_gradients) and not self._wants_local()
         self._next = 0
         self._waits = True
         for bucket in self.buckets:
@@ -108,8 +113,11 @@ class GradientReducer:
         self.late.clear()
 
     def complete(self) -> None:
-        """Bring everything that has arrived since the last step into the `reduced` shards, and wait for it."""
-        if not self._reducing:
+        """Bring everything that has arrived since the last step into the `reduced` shards, and wait for it.
+
+        Where gradients are kept local, into `bucket.local`.
+        """
+        if not self._reducing and not self._wants_local():
             self.begin(boundary=True)  # a step without a boundary backward before it: reduce what was kept local
         self.finish()
         self.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -126,6 +126,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mean = 1.0 / self._sharding.world if self._rules.gradients.average else 1.0
         return mean / self.loss_factor
 
+    @property
+    def _num_added(self) -> int:
+        """Ranks whose squares an agreed sum holds side by side; 1 where gradients were added first.
+
+        Unreduced gradients have no common norm. What stands for it is the root mean square of the ranks' norms.
+        """
+        return self._sharding.world if self._updater.takes_local_gradients else 1
+
+    @property
+    def _factor(self) -> float:
+        """`gradient_factor` for what the updater gets: a sum over ranks, or one rank's gradient instead."""
+        return self.gradient_factor * self._num_added
+
     def reduced_gradient(self, shard: MasterShard) -> torch.Tensor | None:
         """The reduced gradient of `shard` (1-D, sum over ranks); None when nothing has been reduced since the step."""
         bucket = self._reducer.buckets[shard.bucket]
@@ -205,16 +218,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _nonfinite_parameters(self) -> list[str]:
         """Names of the first parameters whose gradient, as far as this rank holds it, is not finite."""
         names: list[str] = []
+        for parameter, gradient in self._held_gradients():
+            if len(names) <= MAX_NAMES and not bool(torch.isfinite(gradient).all()):
+                names.append(self._store.layout.specs[parameter].name)
+        return names
+
+    def _held_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of a parameter, what this rank holds of its gradient), 1-D."""
         for shard in self.shards:
             reduced = self.reduced_gradient(shard)
-            if reduced is None:
-                continue
-            for piece in shard.pieces:
-                if len(names) > MAX_NAMES:
-                    return names
-                if not bool(torch.isfinite(reduced.narrow(0, piece.in_shard, piece.numel)).all()):
-                    names.append(self._store.layout.specs[piece.parameter].name)
-        return names
+            if reduced is not None:
+                for piece in shard.pieces:
+                    yield piece.parameter, reduced.narrow(0, piece.in_shard, piece.numel)
+        for bucket in self._reducer.buckets:
+            if bucket.local is not None:  # not reduced, on purpose
+                for slot in bucket.bucket.slots:
+                    yield slot.parameter, bucket.local.narrow(0, slot.offset, slot.numel)
 
     def _finish_reductions(self) -> None:
         with ledger.phase("backward"):
@@ -249,12 +268,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         message = torch.tensor([*head, *counts], dtype=torch.float64, device=self._device)
         message[3] += self._store.num_overwritten()
         for bucket in self._reducer.buckets:
-            if bucket.has_reduced:
+            if bucket.local is not None:  # not reduced, on purpose
+                message[0] += sum_of_squares(bucket.local)
+            elif bucket.has_reduced:
                 message[0] += self._squares(bucket)
         self._collectives.agree(message)
         squares, num_late, num_out_of_order, num_overwritten, *counts = message.tolist()
         return _Verdict(
-            norm=squares**0.5 * self.gradient_factor,
+            norm=(squares / self._num_added) ** 0.5 * self._factor,
             used=frozenset(index for index, count in enumerate(counts) if count > 0),
             any_late=num_late > 0,
             any_out_of_order=num_out_of_order > 0,
@@ -305,7 +326,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return ShardGradients(
             reduced=[self._reduced_part(shard, verdict) for shard in self._updater.shards],
             used=verdict.used,
-            scale=self.gradient_factor * clip_coefficient(verdict.norm, self._rules.gradients.clip_norm),
+            scale=self._factor * clip_coefficient(verdict.norm, self._rules.gradients.clip_norm),
         )
 
     def _reduced_part(self, shard: MasterShard, verdict: _Verdict) -> torch.Tensor | None:
@@ -313,7 +334,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket = self._reducer.buckets[shard.bucket]
         if not any(slot.parameter in verdict.used for slot in bucket.bucket.slots):
             return None
-        return bucket.reduced.narrow(0, shard.part.start, shard.part.numel)
+        if not self._updater.takes_local_gradients:
+            return bucket.reduced.narrow(0, shard.part.start, shard.part.numel)
+        if bucket.local is None:
+            bucket.keep_local()  # this rank has none, and zeros count
+        return bucket.local
 
     @property
     def _device(self) -> torch.device:

@@ -183,15 +183,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 # config, key paths that the message must name
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "OneBitLamb": (
-        {
-            "optimizer": {
-                "type": "OneBitLamb",
-                "params": {"lr": 1e-3, "weight_decay": 0.01, "freeze_step": 1000, "comm_backend_name": "nccl"},
-            }
-        },
-        ["optimizer.type"],
-    ),
     "stage 2 with CPU offload": (
         {"zero_optimization": {**STAGE_2, "offload_optimizer": OFFLOAD_CPU}},
         ["zero_optimization.offload_optimizer.device"],

@@ -191,7 +191,7 @@ def test_all_problems_come_at_once() -> None:
         "zero_optimization": {"stage": 5, "reduce_bucket_size": "many", "offload_param": {"device": "cpu"}},
         "fp16": {"enabled": True, "loss_scale": -1},
         "bf16": {"enabled": True},
-        "optimizer": {"type": "OneBitAdam"},
+        "optimizer": {"type": "MuAdam"},
         "scheduler": {"type": "OneCycle"},
         "gradient_clipping": -1,
         "nonsense": 1,

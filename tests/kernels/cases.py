@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_zero.kernels.adagrad import AdagradRule, adagrad, adagrad_reference
 from hf_zero.kernels.adam import AdamRule, adam, adam_reference
+from hf_zero.kernels.frozen_adam import frozen_adam, frozen_adam_reference
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments, lamb_reference
 from hf_zero.kernels.lion import LionRule, lion, lion_reference
 from hf_zero.kernels.norm import sum_of_squares
@@ -112,6 +113,18 @@ def _sgd(rule: SgdRule) -> Update:
     )
 
 
+def _frozen(lr: float, eps: float, weight_decay: float) -> Update:
+    """The factor on the gradient is one on the rate here: a linear update, without the decay."""
+    return Update(
+        states=1,
+        run=lambda vectors, step, scale=1.0, **options: frozen_adam(vectors, lr * scale, eps, weight_decay, **options),
+        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("frozen_adam").frozen_adam_on_gpu(
+            vectors, lr * scale, eps, weight_decay, overflow, seed
+        ),
+        reference=lambda vectors, step, scale: frozen_adam_reference(vectors, lr * scale, eps, weight_decay),
+    )
+
+
 def segments_of(numel: int) -> list[tuple[int, int]]:
     """Three tensors with a gap of padding before the last, where there is room."""
     if numel < 10:
@@ -155,6 +168,7 @@ UPDATES: dict[str, Update] = {
     "sgd": _sgd(SgdRule(lr=1e-2, momentum=0.0, weight_decay=0.1, nesterov=False)),
     "sgd with momentum": _sgd(SgdRule(lr=1e-2, momentum=0.9, weight_decay=0.0, nesterov=False)),
     "sgd with nesterov": _sgd(SgdRule(lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True)),
+    "frozen adam": _frozen(lr=1e-2, eps=1e-2, weight_decay=0.1),
     "lamb": _lamb(LambRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1)),
     "lamb with eps inside": _lamb(
         LambRule(
@@ -321,6 +335,29 @@ def check_signs(numel: int, dtype: torch.dtype, form: Form) -> None:
         torch.testing.assert_close(out.cpu(), reference, rtol=1e-6, atol=1e-6)
     sent = out.cpu() - 1.0
     torch.testing.assert_close(sent + ours.error.cpu(), value.cpu().float() + error.cpu(), rtol=1e-5, atol=1e-5)
+
+
+def check_signs_with_padding(form: Form) -> None:
+    """The last elements are nobody's: they do not count in the scale, and nothing is owed there."""
+    numel, padded = 27, 32
+    value = torch.zeros(padded)
+    value[:numel] = randn(numel, torch.float32, 6)
+    value, error = value.to(form.device), torch.zeros(padded, device=form.device)
+    packed = torch.empty(padded // 8, dtype=torch.uint8, device=form.device)
+    scale = pack_signs(value, error, packed, numel)
+    torch.testing.assert_close(float(scale), float(value.norm()) / numel**0.5, rtol=1e-5, atol=0)
+    assert not error[numel:].any() and bool(error[:numel].any())
+
+
+def check_elements_without_variance(form: Form) -> None:
+    """Frozen Adam only decays them."""
+    vectors = vectors_for(UPDATES["frozen adam"], 100, MIXTURES[0], form.device)
+    vectors.states[0][10:20] = 0.0
+    before, decayed = vectors.weight.clone(), vectors.weight[10:20] * (1 - 1e-2 * 0.1)
+    run = UPDATES["frozen adam"].interpreted if form.interpreted else UPDATES["frozen adam"].run
+    run(vectors, 1)
+    torch.testing.assert_close(vectors.weight[10:20], decayed)
+    assert not bool((vectors.weight[20:] == before[20:] * (1 - 1e-2 * 0.1)).any())
 
 
 def check_quantize(numel: int, block: int, bits: int, dtype: torch.dtype, form: Form) -> None:

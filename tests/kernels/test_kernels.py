@@ -105,6 +105,14 @@ def test_signs(numel: int, dtype: torch.dtype) -> None:
     cases.check_signs(numel, dtype, CPU)
 
 
+def test_signs_with_padding() -> None:
+    cases.check_signs_with_padding(CPU)
+
+
+def test_elements_without_variance() -> None:
+    cases.check_elements_without_variance(CPU)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (CPU_CHUNK_NUMEL + 4096, 2048)])
 def test_quantize(numel: int, block: int, bits: int) -> None:

@@ -60,6 +60,10 @@ def test_signs(numel: int, dtype: torch.dtype) -> None:
     cases.check_signs(numel, dtype, FORM)
 
 
+def test_elements_without_variance() -> None:
+    cases.check_elements_without_variance(FORM)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (4096, 256)])
 def test_quantize(numel: int, block: int, bits: int) -> None:

@@ -1,0 +1,54 @@
+"""Adam with a variance that no longer changes, on flat vectors: what 1-bit optimizers do after their warm-up.
+
+    u = m / (sqrt(v) + eps) + weight_decay * p          (m / ... is 0 where v is exactly 0)
+    p = p - rate * u
+
+The momentum m is made elsewhere, from compressed messages. Where no gradient came during warm-up, v is 0 and a message
+of one bit, never 0, would move the weight by s / eps: such an element keeps still.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.vectors import Vectors, wide_chunks
+
+
+def preconditioned(moment: Tensor, second_moment: Tensor, eps: float) -> Tensor:
+    """m / (sqrt(v) + eps), and 0 where v is 0, as a new tensor."""
+    root = second_moment.sqrt()
+    return (moment / (root + eps)).masked_fill_(root == 0, 0.0)
+
+
+def frozen_adam_reference(vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float) -> None:
+    """The formulas above; `gradient` is m, states are (v,)."""
+    weight, (second_moment,) = vectors.weight, vectors.states
+    moment = vectors.gradient.to(weight.dtype)
+    root = second_moment.sqrt()
+    direction = torch.where(root > 0, moment / (root + eps), torch.zeros_like(root)) + weight_decay * weight
+    weight.sub_(rate * direction)
+    if vectors.narrow is not None:
+        vectors.narrow.copy_(weight)
+
+
+def frozen_adam(
+    vectors: Vectors,
+    rate: Tensor | float,
+    eps: float,
+    weight_decay: float,
+    overflow: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Same as the reference, in one pass over memory. See `wide_chunks` for overflow and seed."""
+    if runs_on_gpu(vectors.weight, *vectors.states):
+        from hf_zero.kernels.gpu.frozen_adam import frozen_adam_on_gpu
+
+        frozen_adam_on_gpu(vectors, rate, eps, weight_decay, overflow, seed)
+        return
+    for part in wide_chunks(vectors, 1.0, overflow, seed):
+        direction = preconditioned(part.gradient, part.states[0], eps)
+        if weight_decay:
+            direction.add_(part.weight, alpha=weight_decay)
+        part.weight.sub_(direction.mul_(rate))

@@ -1,0 +1,45 @@
+"""Adam with a frozen variance in Triton: see hf_zero.kernels.frozen_adam for the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, split_scale, store_rounded
+from hf_zero.kernels.vectors import Vectors
+
+
+@triton.jit
+def _frozen_adam(  # type: ignore[no-untyped-def]
+    weight, moment, second_moment, narrow, rate_tensor, overflow, seed,
+    numel, rate, eps, weight_decay,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask = places(numel, overflow, BLOCK)
+    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
+    if rate_tensor is not None:
+        rate = rate * tl.load(rate_tensor)
+    root = tl.sqrt(v)
+    update = tl.where(root > 0, m / (root + eps), 0.0) + weight_decay * p
+    p -= rate * update
+    store_rounded(weight, offsets, p, mask, seed)
+    if narrow is not None:
+        store_rounded(narrow, offsets, p, mask, seed)
+
+
+def frozen_adam_on_gpu(
+    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, overflow: Tensor | None, seed: int | None
+) -> None:
+    """One launch, no waiting."""
+    numel = vectors.weight.numel()
+    rate_tensor, factor = split_scale(rate)
+    launch: Any = _frozen_adam[grid(numel)]
+    launch(
+        vectors.weight, vectors.gradient, vectors.states[0], vectors.narrow, rate_tensor, overflow, seed,
+        numel, factor, eps, weight_decay, BLOCK=BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+"""What the 1-bit optimizers share: a phase that is counted in updates, and momentum that travels at one bit.
+
+Until a given update they are an ordinary optimizer on reduced gradients. From then on ranks no longer reduce gradients:
+each adds its own to the momentum, and the momentum is averaged by `hf_zero.comm.CompressedMean`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Collectives
+from hf_zero.comm.collectives import own_shard
+from hf_zero.comm.compressed_mean import CompressedMean
+from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.layout import Bucket, Interval, Slot
+from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
+from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
+
+MOMENT, VARIANCE, OWED = "exp_avg", "exp_avg_sq", "error_feedback"
+UPDATES = "num_updates"
+_UNUSED_KEYS = ("exp_avg_mask", "non_freeze")
+
+
+class CompressingOptimizer(torch.optim.Optimizer):
+    """A 1-bit optimizer. It needs the engine, which brings gradients that are not reduced.
+
+    How many updates there have been stands in every group, so that it travels with checkpoints.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        eps_inside_sqrt: bool = False,
+        bias_correction: bool = False,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        """`cuda_aware` and `comm_backend_name` are DeepSpeed's and change nothing: messages go where all others go."""
+        name = type(self).__name__
+        refuse_amsgrad(name, amsgrad)
+        if eps_inside_sqrt or bias_correction:
+            given = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
+            raise ValueError(f"{name}({given}=True): the published algorithm has none; leave it out")
+        if max_grad_norm:
+            raise ValueError(f"{name}(max_grad_norm={max_grad_norm}): set gradient_clipping in ds.json instead")
+        rates = {key: defaults[key] for key in ("lr", "eps", "weight_decay")}
+        check_rates(name, defaults["betas"], **rates)
+        super().__init__(params, {**defaults, "betas": tuple(defaults["betas"]), UPDATES: 0})
+        for group in self.param_groups:
+            for key in _UNUSED_KEYS:
+                if key in group:
+                    raise ValueError(f"{name}: a group with {key!r} is not supported; leave it out")
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        raise RuntimeError(
+            f"{type(self).__name__} runs inside the engine only: give it to initialize(), or name it there"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What an updater that talks to all ranks by itself must know of them.
+
+    Attributes:
+        buckets: of the layout; `shard.bucket` indexes them.
+        is_sharded: whether a rank updates its shard of a bucket only.
+    """
+
+    collectives: Collectives
+    buckets: Sequence[Bucket]
+    is_sharded: bool
+
+
+class CompressingUpdater(Updater):
+    """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], ranks: Ranks) -> None:
+        super().__init__(optimizer, shards)
+        self.ranks = ranks
+        self._means: dict[int, CompressedMean] = {}
+        self._moments: dict[int, Tensor] = {}
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, the same on all ranks."""
+        return int(self.optimizer.param_groups[0][UPDATES])
+
+    @property
+    def compresses(self) -> bool:
+        return self.ranks.collectives.world > 1
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (MOMENT, VARIANCE, OWED)
+
+    def state_replaced(self) -> None:
+        self._means.clear()
+        self._moments.clear()
+
+    @torch.no_grad()
+    def collect_state(self) -> None:
+        for index, mean in sorted(self._means.items()):
+            owned = self._owned(self.shards[index])
+            self.state_of(self.shards[index])[OWED] = mean.owed().narrow(0, owned.start, owned.numel)
+
+    @torch.no_grad()
+    def step(self, gradients: ShardGradients) -> Iterator[int]:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group[UPDATES] += 1
+        for index in self.update_all(gradients):
+            self.state_of(self.shards[index])["step"] += 1
+            yield index
+
+    @abstractmethod
+    def update_all(self, gradients: ShardGradients) -> Iterator[int]:
+        """Update number `num_updates` of all shards; yields the index of each that is done."""
+
+    def state_of(self, shard: MasterShard) -> dict[str, Any]:
+        """The shard's state, made at its first update."""
+        parameter = shard.tensors[0].parameter
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        for name in (MOMENT, VARIANCE):
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        if not isinstance(state.get("step"), Tensor):
+            state["step"] = torch.tensor(float(state.get("step", 0)))
+        return state
+
+    def bucket(self, shard: MasterShard) -> Bucket:
+        return self.ranks.buckets[shard.bucket]
+
+    def slots(self, shard: MasterShard, gradients: ShardGradients) -> list[Slot]:
+        """Where in the whole bucket the tensors lie that this step updates."""
+        return [slot for slot in self.bucket(shard).slots if slot.parameter in gradients.used]
+
+    def runs(self, shard: MasterShard, gradients: ShardGradients) -> list[Interval]:
+        """Maximal intervals of the shard to update, padding included."""
+        runs = Counters().advance(shard.pieces, gradients.used)
+        return [interval for interval, _ in with_padding(runs, shard)]
+
+    def vectors(self, shard: MasterShard, gradient: Tensor, states: Sequence[str]) -> Vectors:
+        """What a kernel gets for one shard."""
+        state = self.state_of(shard)
+        return Vectors(shard.master, gradient, tuple(state[name].view(-1) for name in states), shard.narrow)
+
+    def moment(self, index: int) -> Tensor:
+        """The momentum of the whole bucket, which every rank needs from the first compressed message on."""
+        if index not in self._moments:
+            shard, state = self.shards[index], self.state_of(self.shards[index])
+            whole = self.gather(state[MOMENT].view(-1))
+            owned = self._owned(shard)
+            state[MOMENT] = whole.narrow(0, owned.start, owned.numel)  # a view: one update serves both
+            self._moments[index] = whole
+        return self._moments[index]
+
+    def own_part(self, shard: MasterShard, whole: Tensor) -> Tensor:
+        """The shard's interval of a line over the whole bucket."""
+        owned = self._owned(shard)
+        return whole.narrow(0, owned.start, owned.numel)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The whole line of a bucket from every rank's part (which is the whole where nothing is sharded)."""
+        collectives = self.ranks.collectives
+        if not self.ranks.is_sharded:
+            return own
+        whole = own.new_empty(own.numel() * collectives.world)
+        own_shard(whole, collectives.rank, collectives.world).copy_(own)
+        collectives.all_gather(whole).wait()
+        return whole
+
+    def average(self, index: int, line: Tensor, slots: Sequence[Slot]) -> None:
+        """Replace these tensors of a whole bucket's `line` by their compressed mean over ranks."""
+        if self.compresses:
+            positions = {
+                slot.parameter: position for position, slot in enumerate(self.bucket(self.shards[index]).slots)
+            }
+            self.mean(index, line).average(line, {positions[slot.parameter] for slot in slots})
+
+    def mean(self, index: int, line: Tensor) -> CompressedMean:
+        if index not in self._means:
+            slots = self.bucket(self.shards[index]).slots
+            self._means[index] = CompressedMean(self.ranks.collectives, line, [slot.interval for slot in slots])
+            owed = self.state_of(self.shards[index]).get(OWED)
+            if owed is not None:
+                self._means[index].worker_owed.copy_(self.gather(owed.view(-1)))
+        self.state_of(self.shards[index]).pop(OWED, None)
+        return self._means[index]
+
+    def forget_owed(self) -> None:
+        """Start the error feedback anew."""
+        self._means.clear()
+        for shard in self.shards:
+            self.state_of(shard).pop(OWED, None)
+
+    def _owned(self, shard: MasterShard) -> Interval:
+        bucket = self.bucket(shard)
+        whole = Interval(0, bucket.numel)
+        return bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else whole
+
+
+def add_own_gradient(
+    moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float
+) -> None:
+    """m = m + rest * (scale * gradient - m) for these tensors of two lines."""
+    for slot in slots:
+        part = Vectors(moment, gradient).part(slot.offset, slot.numel)
+        for chunk in wide_chunks(part, scale):
+            chunk.weight.lerp_(chunk.gradient, rest)
