@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Interval, Piece
+from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
 
 Scale = Tensor | float
@@ -50,37 +51,26 @@ class Family(ABC):
         states = tuple(state[name].view(-1) for name in self.state_names(group))
         return Vectors(weight=weight, gradient=gradient, states=states, narrow=narrow)
 
+    def update_alone(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
+    ) -> None:
+        """One update of a parameter in its own shape."""
+        state = self.state_of(optimizer, parameter, group)
+        state["step"] += 1
+        weight = flat_view(parameter)
+        vectors = self.vectors(state, group, weight, gradient.reshape(-1), None)
+        self.update(optimizer, group, vectors, int(state["step"]), 1.0)
+        write_back(parameter, weight)
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+
+class ElementwiseOptimizer(LoneOptimizer):
     """A torch optimizer over one family, usable alone."""
 
     family: Family
     state_dtype: torch.dtype | None = None  # None: the parameter's own
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter)
-        return loss
-
-    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
-        state = self.family.state_of(self, parameter, group)
-        state["step"] += 1
-        weight = parameter.detach().reshape(-1)
-        gradient = parameter.grad
-        assert gradient is not None
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        vectors = self.family.vectors(state, group, weight, gradient.reshape(-1), None)
-        self.family.update(self, group, vectors, int(state["step"]), 1.0)
-        if weight.data_ptr() != parameter.data_ptr():  # not contiguous: `weight` is a copy
-            parameter.copy_(weight.view(parameter.shape))
+    def update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        self.family.update_alone(self, group, parameter, gradient)
 
 
 def check_rates(name: str, betas: Sequence[float] = (), **numbers: float) -> None:

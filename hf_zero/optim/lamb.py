@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch import Tensor
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
+from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.elementwise import check_rates, refuse_amsgrad
 from hf_zero.optim.updater import MasterShard, Peers, ShardGradients, Updater
 
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
-class FusedLamb(torch.optim.Optimizer):
+class FusedLamb(LoneOptimizer):
     """LAMB with the arguments of DeepSpeed's. Here it also runs on a CPU.
 
     Attributes:
@@ -62,32 +63,20 @@ class FusedLamb(torch.optim.Optimizer):
         """Trust ratios of the last step."""
         return [float(coefficient) for coefficient in self.lamb_coeffs]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def begin_step(self) -> None:
         self.lamb_coeffs = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter, parameter.grad)
-        return loss
 
-    def _update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state = state_of(self, parameter)
         state["step"] += 1
-        weight = parameter.detach().reshape(-1)
+        weight = flat_view(parameter)
         states = tuple(state[name].view(-1) for name in _STATES)
         vectors = Vectors(weight=weight, gradient=gradient.reshape(-1), states=states)
         rule, segments = rule_of(group), [(0, weight.numel())]
         ratios = rule.trust_ratios(lamb_moments(vectors, rule, segments))
         lamb_apply(vectors, rule, rule.rate(int(state["step"])) * ratios, segments)
         self.lamb_coeffs.append(ratios[0])
-        if weight.data_ptr() != parameter.data_ptr():
-            parameter.copy_(weight.view(parameter.shape))
+        write_back(parameter, weight)
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:

@@ -11,13 +11,14 @@ needs the whole matrix, so shards of U are gathered, and every rank makes orthog
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.optim.adam import AdamFamily
+from hf_zero.optim.alone import LoneOptimizer
 from hf_zero.optim.elementwise import ElementwiseUpdater, check_rates
 from hf_zero.optim.updater import MasterShard, Peers, ShardGradients, Updater
 
@@ -53,7 +54,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and not any(part in name for part in _NOT_MATRICES)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(LoneOptimizer):
     """Groups with `use_muon` hold matrices; the others get Adam. `muon_groups` makes both from plain groups."""
 
     def __init__(
@@ -87,33 +88,12 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {**defaults, "eps": eps, "adam_w_mode": decoupled, "use_muon": False})
         self._adam = AdamFamily()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    (self._step_matrix if group["use_muon"] else self._step_other)(group, parameter)
-        return loss
-
-    def _step_matrix(self, group: dict[str, Any], parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        update = momentum_update(momentum_of(self, parameter), parameter.grad.to(parameter.dtype), group["momentum"])
+    def update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        if not group["use_muon"]:
+            self._adam.update_alone(self, group, parameter, gradient)
+            return
+        update = momentum_update(momentum_of(self, parameter), gradient.to(parameter.dtype), group["momentum"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction(update), alpha=float(group["lr"]))
-
-    def _step_other(self, group: dict[str, Any], parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        state = self._adam.state_of(self, parameter, group)
-        state["step"] += 1
-        weight = parameter.detach().reshape(-1)
-        vectors = self._adam.vectors(state, group, weight, parameter.grad.reshape(-1), None)
-        self._adam.update(self, group, vectors, int(state["step"]), 1.0)
-        if weight.data_ptr() != parameter.data_ptr():
-            parameter.copy_(weight.view(parameter.shape))
 
 
 def muon_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
