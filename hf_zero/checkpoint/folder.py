@@ -1,4 +1,4 @@
-"""Finds a checkpoint in a folder and lists its state files; opens nothing but `latest`."""
+"""Finds a checkpoint in a folder and lists its state files; reads nothing but `latest` and the manifest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.manifest import files_to_check
 
 _MAX_TAG_BYTES = 4096
 
@@ -77,11 +78,12 @@ def _plain_tag(path: Path, content: bytes) -> str:
 
 
 def list_files(path: Path, tag: str) -> Folder:
-    """The state files in the folder of one tag."""
+    """The state files in the folder of one tag; all those that its manifest lists are there in full size."""
     if not path.is_dir():
         raise CheckpointError(path, f"there is no checkpoint with the tag {tag!r}", _other_tags(path.parent))
     if (path / ds.UNIVERSAL_FOLDER).is_dir():
         return _universal(path, tag)
+    files_to_check(path)  # knows which file is missing; what follows only sees that some are not there
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
     shared = False

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from hf_zero.checkpoint.folder import Folder, find
-from hf_zero.checkpoint.manifest import files_to_check
 from hf_zero.checkpoint.read_sharded import read_sharded
 from hf_zero.checkpoint.read_whole import Shapes, read_stage_0, read_universal
 from hf_zero.checkpoint.view import CheckpointView
@@ -26,10 +25,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: naming the file that is missing, damaged, foreign or not part of one checkpoint.
     """
-    folder = find(directory, tag)
-    if not folder.is_universal:
-        files_to_check(folder.path)
-    return view_of(folder, groups)
+    return view_of(find(directory, tag), groups)
 
 
 def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> CheckpointView:
