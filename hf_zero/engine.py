@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.background import BackgroundSave
-from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.checkpoint.whole_weights import save_whole_weights
 from hf_zero.comm import collectives_for, get_rank, ledger
@@ -71,7 +71,7 @@ class ZeroEngine(EngineSettings):
         self._explicit_boundary: bool | None = None
         self._syncs = True
         self._background_save = BackgroundSave()
-        self._has_scaled = False
+        self._has_scaled = self._is_destroyed = False
         self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)
         self._timer = PhaseTimer(enabled=parts.resolved.logging.wall_clock_breakdown, device=parts.device)
 
@@ -246,6 +246,7 @@ class ZeroEngine(EngineSettings):
         if self._store is not None:
             self._store.release()
         self._assembly = self._store = None
+        self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
 
     # Whole weights
@@ -293,6 +294,8 @@ class ZeroEngine(EngineSettings):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write a checkpoint of everything that training needs, in DeepSpeed's format. Collective.
+
+        Without an optimizer it holds the model alone, in its own dtype.
 
         Args:
             tag: folder inside `save_dir`; default global_step{N}.
@@ -361,24 +364,19 @@ class ZeroEngine(EngineSettings):
         self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
         self.global_samples = counters.global_samples
         self.micro_steps = self.global_steps * self._accumulation_steps
-        if view.scaler:
-            self._training_parts("load_checkpoint").optimizer.loss_scaler.load_state_dict(view.scaler)
+        if view.scaler and self._assembly is not None:
+            self._assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
         state = checkpoint.scheduler_state(view)
         if with_schedule and self.lr_scheduler is not None and state is not None:
             self.lr_scheduler.load_state_dict(state)
 
-    def _subject(self, caller: str) -> Subject:
-        return Subject(
-            module=self.module,
-            assembly=self._training_parts(caller),
-            collectives=collectives_for(self.device),
-            stage=self._resolved.zero.stage,
-            bf16=self.bfloat16_enabled(),
-            sub_group_numel=self._resolved.zero.sub_group_numel,
-            round_robin=self._resolved.checkpoint.round_robin,
-            clip_norm=self.gradient_clipping(),
-            scaler=self._training_parts(caller).optimizer.loss_scaler.state_dict() if self.fp16_enabled() else {},
-        )
+    def _subject(self, caller: str) -> ModelSubject:
+        if self._is_destroyed:
+            raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
+        collectives = collectives_for(self.device)
+        if self._assembly is None:
+            return ModelSubject(self.module, self._store, collectives, self._resolved)
+        return Subject(self.module, self._store, collectives, self._resolved, self._assembly)
 
     def _count_step(self, *, skipped: bool) -> None:
         self.global_steps += 1

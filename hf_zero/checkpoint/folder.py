@@ -133,7 +133,8 @@ def _check_ranks(folder: Folder) -> None:
                 "all nodes in one folder",
             )
     num_model, num_optimizer = len(folder.model_files), len(folder.optimizer_files)
-    if folder.model_file_per_rank and num_model != num_optimizer:
+    # None at all is what a model without optimizer leaves; whether this is one stands in the files.
+    if folder.model_file_per_rank and num_optimizer and num_model != num_optimizer:
         raise CheckpointError(
             folder.path,
             f"holds {num_model} model files and {num_optimizer} optimizer files; stage 3 writes one of each per rank",

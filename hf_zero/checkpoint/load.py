@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.shard_states import is_inside
+from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
 from hf_zero.layout import chunk_numel
 from hf_zero.log import logger
@@ -39,8 +40,8 @@ class LoadPlan:
     groups: Sequence[Group | None]
 
 
-def plan_load(subject: Subject, view: CheckpointView, *, strict: bool, with_optimizer: bool) -> LoadPlan:
-    """Match the checkpoint with the model.
+def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with_optimizer: bool) -> LoadPlan:
+    """Match the checkpoint with the model. A model without optimizer takes its weights alone.
 
     Raises:
         CheckpointError: when a weight is missing (strict), unexpected (strict), or has another shape, or when the
@@ -61,17 +62,22 @@ def plan_load(subject: Subject, view: CheckpointView, *, strict: bool, with_opti
     for name, value in buffers.items():
         if value.shape != own_buffers[name].shape:
             raise _other_shape(view, name, tuple(value.shape), tuple(own_buffers[name].shape))
-    groups = _match_groups(subject, view) if with_optimizer else [None] * len(subject.assembly.members)
+    groups: Sequence[Group | None] = ()
+    if isinstance(subject, Subject):
+        groups = _match_groups(subject, view) if with_optimizer else [None] * len(subject.assembly.members)
     return LoadPlan(view, weights, frozen, buffers, groups)
 
 
 @torch.no_grad()
-def apply(subject: Subject, plan: LoadPlan) -> None:
+def apply(subject: ModelSubject, plan: LoadPlan) -> None:
     """Carry the plan out. Collective: ranks then show each other the weights they read."""
-    store = subject.assembly.store
-    store.prepare_update()
-    store.adopt_edits()
+    store = subject.store
+    if store is not None:
+        store.prepare_update()
+        store.adopt_edits()
     _write_unsharded(subject, plan)
+    if store is None or not isinstance(subject, Subject):
+        return
     for shard in subject.assembly.optimizer.shards:
         _write_masters(shard, plan)
     for index in range(len(store.buckets)):
@@ -161,6 +167,13 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
         if group is None:
             logger.warning("%s: no state for the parameters of one optimizer group; it starts anew", view.folder.path)
         wanted = updater.state_names(options)
+        if view.whole_states and (wanted or subject.assembly.optimizer.sharding.shards_optimizer):
+            raise CheckpointError(
+                view.folder.path,
+                "holds optimizer states of whole matrices, and this optimizer updates one element at a time or flat "
+                "shards",
+                "continue at stage 0 with the optimizer that was saved, or load with load_optimizer_states=False",
+            )
         if wanted and view.states() and not set(wanted) & set(view.states()):
             raise CheckpointError(
                 view.folder.path,
@@ -172,7 +185,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
     return found
 
 
-def _write_unsharded(subject: Subject, plan: LoadPlan) -> None:
+def _write_unsharded(subject: ModelSubject, plan: LoadPlan) -> None:
     own_buffers = dict(persistent_buffers(subject.module))
     for name, value in plan.buffers.items():
         own_buffers[name].copy_(value)
@@ -183,8 +196,12 @@ def _write_unsharded(subject: Subject, plan: LoadPlan) -> None:
 
 def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
     handle = of(parameter)
-    if handle is None:
+    if handle is None and parameter.is_contiguous():
         _fill(parameter.detach().view(-1), parts(0, parameter.numel()))
+    elif handle is None:  # channels_last, for one
+        whole = torch.empty(parameter.numel(), dtype=parameter.dtype)
+        _fill(whole, parts(0, parameter.numel()))
+        parameter.detach().copy_(whole.view(parameter.shape))
     elif handle.is_available:
         whole = torch.empty(handle.numel, dtype=handle.shard.dtype, device=handle.shard.device)
         _fill(whole, parts(0, handle.numel))
@@ -240,6 +257,9 @@ def _write_shard_state(
 ) -> None:
     optimizer, names = subject.assembly.optimizer.updater.optimizer, subject.names
     options = subject.assembly.optimizer.param_groups[shard.group]
+    if view.whole_states:
+        _write_whole_states(subject, shard, view)
+        return
     wanted = subject.assembly.optimizer.updater.state_names(options)
     kinds = [kind for kind in view.states() if wanted is None or kind in wanted]
     for tensor in shard.tensors:
@@ -261,6 +281,21 @@ def _write_shard_state(
         if state:
             state = {key: torch.tensor(value) if key == ds.STEP else value for key, value in state.items()}
             optimizer.state[tensor.parameter] = state
+
+
+def _write_whole_states(subject: Subject, shard: MasterShard, view: CheckpointView) -> None:
+    state = subject.assembly.optimizer.updater.optimizer.state
+    for tensor in shard.tensors:
+        for piece in shard.pieces:
+            saved = view.whole_states.get(subject.names[piece.parameter]) if is_inside(piece, tensor) else None
+            if saved:
+                device = tensor.parameter.device
+                state[tensor.parameter] = {
+                    kind: value.to("cpu" if kind == ds.STEP else device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for kind, value in saved.items()
+                }
 
 
 def _write_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:

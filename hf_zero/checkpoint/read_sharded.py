@@ -47,6 +47,8 @@ def read_sharded(folder: Folder) -> CheckpointView:
     model_paths = list(folder.model_files.values())
     models = [read_torch_file(path) for path in model_paths]
     files = [_rank_file(path) for path in folder.optimizer_files.values()]
+    if not files and not models[0].get(ds.PARAM_SHAPES):
+        return _untrained(folder, models, model_paths)
     stage = _stage(folder, files)
     _check_world(folder, models[0], model_paths[0], files)
     pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, model_paths[0])
@@ -67,6 +69,24 @@ def read_sharded(folder: Folder) -> CheckpointView:
         meta=part.meta,
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
+    )
+
+
+def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> CheckpointView:
+    """A model of stage 3 without optimizer."""
+    check_manifest_is_there(models[0].get(ds.HF_ZERO), paths[0])
+    part = module_part(models, paths, ())
+    return CheckpointView(
+        folder=folder,
+        stage=3,
+        world=len(models),
+        shapes={},
+        frozen=part.frozen,
+        buffers=part.buffers,
+        aliases=part.aliases,
+        groups=(),
+        lines={},
+        meta=part.meta,
     )
 
 

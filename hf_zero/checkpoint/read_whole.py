@@ -60,7 +60,8 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     extents = _whole_extents(groups, is_flat)
     sizes = _sizes(extents)
     states = inner.get(ds.STATE, {})
-    for number, state in states.items():
+    whole = {} if is_flat else _whole_states(states, dict(enumerate(shapes.items())))
+    for number, state in states.items() if not whole else ():
         for kind, tensor in element_states(state, sizes.get(number, 0), of_scalar=sizes.get(number) == 1).items():
             buffers.setdefault(kind, {})[number] = tensor
     stated = inner.get(ds.PARAM_GROUPS, [{}] * len(groups))
@@ -83,7 +84,22 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
         scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
         steps=_steps_0(states, stated, groups, is_flat) | dict((model.get(ds.HF_ZERO) or {}).get(ds.STEPS) or {}),
+        whole_states=whole,
     )
+
+
+def _whole_states(
+    states: Mapping[int, Any], numbered: Mapping[int, tuple[str, tuple[int, ...]]]
+) -> dict[str, Mapping[str, Any]]:
+    """All states by parameter name, if any of them is a tensor that does not hold one value per element."""
+    found = {numbered[number][0]: state for number, state in states.items() if number in numbered}
+    shapes = dict(numbered.values())
+    has_other_shapes = any(
+        isinstance(value, Tensor) and value.ndim and value.numel() != math.prod(shapes[name])
+        for name, state in found.items()
+        for value in state.values()
+    )
+    return found if has_other_shapes else {}
 
 
 def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointView:
@@ -106,6 +122,7 @@ def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> Checkpoin
                 steps[name] = int(value or 0)
             elif isinstance(value, Tensor):
                 buffers.setdefault(file.stem, {})[index] = value
+    _check_complete(folder, shapes, buffers)
     extents = _whole_extents(pieces, False)
     inner = states.get(ds.OPTIMIZER_STATE_DICT) or {}
     first: Mapping[str, Any] = next(iter(inner.get(ds.STATE, {}).values()), {})
@@ -123,6 +140,15 @@ def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> Checkpoin
         meta=part.meta,
         scaler=scaler_values(states.get(ds.LOSS_SCALER)),
     )
+
+
+def _check_complete(folder: Folder, shapes: Shapes, buffers: Mapping[str, Mapping[int, Tensor]]) -> None:
+    """Every parameter has its weights, and the moments that any other one has."""
+    for kind in {MASTER, *buffers}:
+        for index, name in enumerate(shapes):
+            if index not in buffers.get(kind, {}):
+                path = folder.path / ds.UNIVERSAL_FOLDER / name / f"{kind}.pt"
+                raise CheckpointError(path, "this file of the checkpoint is missing", _FIX)
 
 
 def _universal_groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.exchange import Exchange, Placed, join
-from hf_zero.checkpoint.shard_states import GroupSummary, ShardState, buffers_of, read_shards, summarise
+from hf_zero.checkpoint.shard_states import (
+    GroupSummary,
+    ShardState,
+    buffers_of,
+    read_shards,
+    refuse_other_shapes,
+    summarise,
+)
 from hf_zero.checkpoint.states import (
     GroupState,
     ModelWeights,
@@ -25,7 +32,7 @@ from hf_zero.checkpoint.states import (
     ours,
 )
 from hf_zero.checkpoint.stream import Streamed
-from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.layout.memory import extents_in_memory
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
 from hf_zero.layout.reshard import Extent, reshard
@@ -47,6 +54,8 @@ def files_of(
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage == 0:
         return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
+    for shard in subject.assembly.optimizer.shards:
+        refuse_other_shapes(subject.assembly.optimizer.updater.optimizer, shard.tensors)
     if subject.stage == 3:
         return _stage_3(subject, run, collected, weights)
     return _stages_1_2(subject, run, collected, weights, writes_shared_file=writes_shared_file)
@@ -202,6 +211,10 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
         group = collected.groups[shard.group]
         for piece in shard.pieces:
             name, shape = names[piece.parameter], shapes[piece.parameter]
+            master = shard.master.narrow(0, piece.in_shard, piece.numel).view(shape)
+            if piece.parameter in state.whole:
+                states[name] = _whole_state(subject, master, state.whole[piece.parameter])
+                continue
             moments = {
                 kind: tensor.narrow(0, piece.in_shard, piece.numel).view(shape)
                 for kind, tensor in state.moments.items()
@@ -209,7 +222,6 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
             scalars = {**state.scalars}
             if piece.parameter in group.steps:
                 scalars[ds.STEP] = group.steps[piece.parameter]
-            master = shard.master.narrow(0, piece.in_shard, piece.numel).view(shape)
             states[name] = GroupState(master, moments, _scalars(subject, scalars))
     has_masters = any(shard.narrow is not None for shard in shards)
     part, in_order = collected.part(subject), subject.group_shapes()
@@ -217,9 +229,34 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     return {ds.model_file(0, 0): {**model_states(run, weights, in_order, optimizer), ds.HF_ZERO: ours(part)}}
 
 
-def _weights(subject: Subject, *, exclude_frozen: bool) -> ModelWeights:
-    frozen, aliases = subject.frozen(), subject.aliases()
-    dropped = {*frozen, *(alias for alias, owner in aliases.items() if owner in frozen)} if exclude_frozen else set()
+def _whole_state(subject: Subject, master: Tensor, state: Mapping[str, Any]) -> GroupState:
+    tensors = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+    return GroupState(
+        master, tensors, _scalars(subject, {kind: value for kind, value in state.items() if kind not in tensors})
+    )
+
+
+def model_files_of(
+    subject: ModelSubject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool = False
+) -> dict[str, Any]:
+    """This rank's files of a model without optimizer: as at stage 0, or at stage 3 the shards of all ranks."""
+    if subject.store is not None:
+        subject.store.adopt_edits()
+    weights = _weights(subject, exclude_frozen=exclude_frozen)
+    if subject.stage < 3:
+        weights = replace(weights, frozen=None, frozen_shapes=None)  # they stand in `module`
+    elif weights.frozen is None:
+        weights = replace(weights, frozen={}, frozen_shapes={})
+    if subject.stage < 3 and not writes_shared_file:
+        return {}
+    name = ds.model_file(subject.collectives.rank, subject.stage)
+    return {name: {**model_states(run, weights, []), ds.HF_ZERO: {ds.MANIFEST_KEY: True}}}
+
+
+def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
+    aliases, left_out = subject.aliases(), subject.excludable() if exclude_frozen else set()
+    frozen = {name: parameter for name, parameter in subject.frozen().items() if name not in left_out}
+    dropped = left_out | {alias for alias, owner in aliases.items() if owner in left_out}
     buffers = dict(persistent_buffers(subject.module))
     sharded = subject.stage == 3
     parameters: dict[str, Tensor] = {
@@ -235,7 +272,7 @@ def _weights(subject: Subject, *, exclude_frozen: bool) -> ModelWeights:
         shared={} if sharded and rank else aliases,
         frozen_shapes={name: tuple(parameter.shape) for name, parameter in frozen.items()},
         frozen=None
-        if exclude_frozen
+        if exclude_frozen and not frozen
         else {name: _fragment(p, rank, world) if sharded else p.detach() for name, p in frozen.items()},
     )
 

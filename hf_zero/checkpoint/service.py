@@ -14,9 +14,9 @@ from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
 from hf_zero.checkpoint.opening import view_of
-from hf_zero.checkpoint.save import files_of
+from hf_zero.checkpoint.save import files_of, model_files_of
 from hf_zero.checkpoint.states import RunState
-from hf_zero.checkpoint.subject import Subject
+from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
 from hf_zero.checkpoint.verify import check_together, name_alternative, together
 from hf_zero.checkpoint.view import CheckpointView
@@ -48,7 +48,7 @@ class LoadRequest:
 
 
 def save_checkpoint(
-    subject: Subject, run: RunState, request: SaveRequest, policy: CheckpointPolicy, background: BackgroundSave
+    subject: ModelSubject, run: RunState, request: SaveRequest, policy: CheckpointPolicy, background: BackgroundSave
 ) -> Path:
     """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
 
@@ -70,16 +70,19 @@ def save_checkpoint(
         adds_script=subject.stage > 0,
     )
     with ledger.phase("checkpoint"):
-        files = together(
-            lambda: files_of(subject, run, writes_shared_file=is_leader, exclude_frozen=request.exclude_frozen),
-            collectives,
-        )
+        files = together(lambda: _files(subject, run, request, is_leader=is_leader), collectives)
         if policy.in_background:
             copies, beside = in_host_memory(files), background_collectives()
             background.start(lambda: _write(place, copies, beside))
         else:
             _write(place, files, collectives)
     return place.final
+
+
+def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_leader: bool) -> dict[str, Any]:
+    if isinstance(subject, Subject):
+        return files_of(subject, run, writes_shared_file=is_leader, exclude_frozen=request.exclude_frozen)
+    return model_files_of(subject, run, writes_shared_file=is_leader, exclude_frozen=request.exclude_frozen)
 
 
 def _write(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
@@ -101,7 +104,7 @@ def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) ->
     return first
 
 
-def load_checkpoint(subject: Subject, request: LoadRequest, policy: CheckpointPolicy) -> CheckpointView | None:
+def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: CheckpointPolicy) -> CheckpointView | None:
     """Load a checkpoint of any stage, world size and writer; None (and a warning) where there is none.
 
     Raises:
@@ -134,8 +137,8 @@ def _latest(root: Path, policy: CheckpointPolicy) -> str | None:
     return tag_in_latest(root)
 
 
-def _plan(subject: Subject, folder: Folder, request: LoadRequest) -> LoadPlan:
-    view = view_of(folder, subject.group_shapes())
+def _plan(subject: ModelSubject, folder: Folder, request: LoadRequest) -> LoadPlan:
+    view = view_of(folder, subject.group_shapes() if isinstance(subject, Subject) else None)
     return plan_load(subject, view, strict=request.strict, with_optimizer=request.optimizer)
 
 

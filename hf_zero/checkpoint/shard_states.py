@@ -13,15 +13,22 @@ from hf_zero.checkpoint.deepspeed_format import STEP
 from hf_zero.checkpoint.plain import plain
 from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.comm import Collectives
-from hf_zero.optim import MasterShard, Updater
+from hf_zero.layout import Piece
+from hf_zero.optim import MasterShard, MasterTensor, Updater
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """State of one master shard: per element as 1-D tensors as long as the shard, and single values."""
+    """State of one master shard: per element as 1-D tensors as long as the shard, and single values.
+
+    Attributes:
+        whole: by parameter (index of the layout) all of its state as the optimizer has it, where that is not one value
+            per element (the row and column sums of Adafactor); `moments` is empty then.
+    """
 
     moments: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
+    whole: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -51,9 +58,57 @@ def read_shards(updater: Updater) -> list[ShardState]:
     """State of every shard of this rank.
 
     Raises:
-        RuntimeError: for an optimizer that keeps states of other shapes than its parameters'.
+        RuntimeError: for an optimizer that keeps states of other shapes than its parameters' for a part of a parameter.
     """
-    return [_read(updater.optimizer, shard) for shard in updater.shards]
+    optimizer = updater.optimizer
+    tensors = [tensor for shard in updater.shards for tensor in shard.tensors]
+    if any(_other_shapes(optimizer, tensor) for tensor in tensors):
+        return [_read_whole(optimizer, shard) for shard in updater.shards]
+    return [_read(optimizer, shard) for shard in updater.shards]
+
+
+def refuse_other_shapes(optimizer: torch.optim.Optimizer, tensors: Sequence[MasterTensor]) -> None:
+    """Raise where states belong to whole matrices, and files hold one value per element."""
+    for tensor in tensors:
+        for kind, shape in _other_shapes(optimizer, tensor).items():
+            raise RuntimeError(
+                f"{type(optimizer).__name__} keeps a state {kind!r} of shape {shape} for a parameter of shape "
+                f"{tuple(tensor.parameter.shape)}; checkpoints of stages 1 to 3 hold states of one value per element "
+                "only. Use stage 0, save the weights alone (save_only_model, save_16bit_model), or use another "
+                "optimizer."
+            )
+
+
+def _other_shapes(optimizer: torch.optim.Optimizer, tensor: MasterTensor) -> dict[str, tuple[int, ...]]:
+    """States with dimensions that do not hold one value per element."""
+    return {
+        kind: tuple(value.shape)
+        for kind, value in optimizer.state.get(tensor.parameter, {}).items()
+        if isinstance(value, Tensor) and value.ndim and not is_per_element(kind, value, tensor.parameter)
+    }
+
+
+def _read_whole(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
+    found: dict[int, Mapping[str, Any]] = {}
+    for tensor in shard.tensors:
+        inside = [piece for piece in shard.pieces if is_inside(piece, tensor)]
+        if len(inside) != 1 or inside[0].numel != tensor.parameter.numel():
+            refuse_other_shapes(optimizer, [tensor])
+        for piece in inside:
+            state = optimizer.state.get(tensor.parameter, {})
+            found[piece.parameter] = {
+                kind: value.detach()
+                if isinstance(value, Tensor) and (value.ndim or is_per_element(kind, value, tensor.parameter))
+                else _number(value)
+                for kind, value in state.items()
+            }
+    steps = [state[STEP] for state in found.values() if STEP in state]
+    return ShardState({}, {STEP: max(steps)} if steps else {}, found)
+
+
+def is_inside(piece: Piece, tensor: MasterTensor) -> bool:
+    """Whether a piece of a shard lies in this one of its tensors."""
+    return tensor.interval.start <= piece.in_shard < tensor.interval.stop
 
 
 def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
@@ -68,16 +123,14 @@ def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
                 else:
                     whole = moments.setdefault(kind, torch.zeros_like(shard.master, dtype=value.dtype))
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
-            elif isinstance(value, Tensor) and value.numel() != 1:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps a state {kind!r} of shape {tuple(value.shape)} for a parameter "
-                    f"of shape {tuple(tensor.parameter.shape)}; checkpoints hold states of one value per element only. "
-                    "Save the weights alone (save_only_model, save_16bit_model), or use another optimizer."
-                )
             else:
-                found = value.item() if isinstance(value, Tensor) else plain(value)
+                found = _number(value)
                 scalars[kind] = max(found, scalars.get(kind, found)) if kind == STEP else found
     return ShardState(moments, scalars)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else plain(value)
 
 
 def is_per_element(kind: str, value: Any, parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a checkpoint is taken of, or loaded into: a model, its sharded optimizer, the settings that shape files."""
+"""What a checkpoint is taken of, or loaded into: a model, its sharded optimizer, the config."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from typing import Any
 from torch import nn
 
 from hf_zero.comm import Collectives
+from hf_zero.config import Resolved
 from hf_zero.zero.assemble import Assembly
+from hf_zero.zero.store import ParameterStore
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A live training.
+class ModelSubject:
+    """A live model that is not trained: its weights are all there is to save.
 
     Attributes:
-        stage: as configured, also where a world of one needs no sharding.
-        bf16: whether the model trains in bf16; DeepSpeed's file names say so.
-        sub_group_numel: stage 3 files hold tensors of about this size.
-        round_robin: the order that `round_robin_gradients` gives the files of stages 1 and 2.
-        scaler: state of the loss scaler; empty without one.
+        store: holds the model's weights at stage 3; None where they are ordinary tensors.
     """
 
     module: nn.Module
-    assembly: Assembly
+    store: ParameterStore | None
     collectives: Collectives
-    stage: int
-    bf16: bool
-    sub_group_numel: int
-    round_robin: bool
-    clip_norm: float
-    scaler: Mapping[str, Any]
+    resolved: Resolved
+
+    @property
+    def stage(self) -> int:
+        """As configured, also where a world of one needs no sharding."""
+        return self.resolved.zero.stage
 
     @property
     def names(self) -> list[str]:
         """Of the trained parameters, in the order of the layout."""
-        return [spec.name for spec in self.assembly.store.layout.specs]
+        return [spec.name for spec in self.store.layout.specs] if self.store is not None else []
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(parameter.shape) for parameter in self.assembly.store.parameters]
+        return [tuple(parameter.shape) for parameter in self.store.parameters] if self.store is not None else []
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """Parameters that are not trained, by their first name."""
-        trained = {id(parameter) for parameter in self.assembly.store.parameters}
+        trained = {id(parameter) for parameter in self.store.parameters} if self.store is not None else set()
         return {name: p for name, p in self.module.named_parameters() if id(p) not in trained}
+
+    def excludable(self) -> set[str]:
+        """What `exclude_frozen_parameters` leaves out: without an optimizer, what could not be trained anyway."""
+        return {name for name, parameter in self.frozen().items() if not parameter.requires_grad}
 
     def aliases(self) -> dict[str, str]:
         """Second names of tied parameters -> first names."""
@@ -57,6 +59,41 @@ class Subject:
             if owner != name:
                 found[name] = owner
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Subject(ModelSubject):
+    """A live training."""
+
+    assembly: Assembly
+
+    @property
+    def bf16(self) -> bool:
+        """Whether the model trains in bf16; DeepSpeed's file names say so."""
+        return self.resolved.precision.model == "bf16"
+
+    @property
+    def sub_group_numel(self) -> int:
+        """Stage 3 files hold tensors of about this size."""
+        return self.resolved.zero.sub_group_numel
+
+    @property
+    def round_robin(self) -> bool:
+        """The order that `round_robin_gradients` gives the files of stages 1 and 2."""
+        return self.resolved.checkpoint.round_robin
+
+    @property
+    def clip_norm(self) -> float:
+        return self.resolved.gradients.clip_norm
+
+    @property
+    def scaler(self) -> Mapping[str, Any]:
+        """State of the loss scaler; empty without one."""
+        has_scale = self.resolved.precision.model == "fp16"
+        return self.assembly.optimizer.loss_scaler.state_dict() if has_scale else {}
+
+    def excludable(self) -> set[str]:
+        return set(self.frozen())
 
     def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """Names and shapes of every optimizer group, in the group's own order."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hf_zero.checkpoint.deepspeed_format import UNIVERSAL_FOLDER
+from hf_zero.checkpoint.durable import Written
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.folder import Folder
 from hf_zero.checkpoint.manifest import check_content, files_to_check, intact_alternatives
@@ -31,17 +33,22 @@ def together(act: Callable[[], T], collectives: Collectives) -> T:
 def check_together(folder: Folder, collectives: Collectives) -> None:
     """Every file present, of the right size and content, and nothing foreign. Collective.
 
-    Universal checkpoints have no list of their files, so theirs are checked only as they are read.
+    Universal checkpoints have no list of their files: each is checked against the checksums in it, and reading finds
+    out what is missing.
     """
-    if folder.is_universal:
-        return
-    files = together(lambda: files_to_check(folder.path), collectives)
+    files = together(lambda: _files(folder), collectives)
 
     def check_mine() -> None:
         for file in files[collectives.rank :: collectives.world]:
             check_content(folder.path, file)
 
     together(check_mine, collectives)
+
+
+def _files(folder: Folder) -> Sequence[Written | Path]:
+    if not folder.is_universal:
+        return files_to_check(folder.path)
+    return [*folder.model_files.values(), *sorted((folder.path / UNIVERSAL_FOLDER).glob("**/*.pt"))]
 
 
 def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: Collectives) -> CheckpointError:

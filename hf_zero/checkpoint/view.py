@@ -78,6 +78,7 @@ class CheckpointView:
         steps: updates seen by a parameter, where they differ from the group's counter.
         meta: everything in the model file but the weights.
         scaler: state of the loss scaler as plain values; empty when there was none.
+        whole_states: at stage 0, by parameter name all of its optimizer state, where that is not one value per element.
     """
 
     folder: Folder
@@ -92,6 +93,7 @@ class CheckpointView:
     meta: Mapping[str, Any]
     scaler: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    whole_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     indices: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,11 +15,11 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def run_uninterrupted(rank: int, world: int, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
-    """Four steps, a checkpoint, six more steps; the losses of those."""
+    """Four steps, a checkpoint, ten more steps; the losses of those."""
     engine = new_engine(stage, world, **sections)
     train(engine, rank, world, range(4))
     engine.save_checkpoint(root, client_state={"note": [1, "two"]})
-    return train(engine, rank, world, range(4, 10))
+    return train(engine, rank, world, range(4, 14))
 
 
 def run_resumed(rank: int, world: int, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
@@ -30,7 +30,7 @@ def run_resumed(rank: int, world: int, stage: int, root: str, sections: dict[str
     assert path is not None and client_state is not None and client_state["note"] == [1, "two"]
     assert (engine.global_steps, engine.global_samples) == (4, 48)
     assert engine.module.seen.tolist() == [4.0] * 3
-    return train(engine, rank, world, range(4, 10))
+    return train(engine, rank, world, range(4, 14))
 
 
 SAME_WORLD = [(0, 2, {}), (1, 2, BF16), (2, 3, {}), (3, 2, BF16)]

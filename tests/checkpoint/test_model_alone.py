@@ -1,0 +1,128 @@
+"""Checkpoints of models that are not trained, and training checkpoints loaded to look at the model only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint import CheckpointError, open_checkpoint
+from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.engine import ZeroEngine
+from hf_zero.entry import initialize
+from tests.checkpoint.training import new_engine, settings, train
+from tests.support.models import AwkwardMLP
+from tests.support.ranks import run_ranks
+
+
+def untrained(stage: int, world: int, seed: int, **sections: Any) -> ZeroEngine:
+    """An engine without optimizer."""
+    config = {**settings(stage, world), **sections}
+    config.pop("optimizer")
+    config.pop("scheduler")
+    model = AwkwardMLP(seed)
+    model.register_buffer("seen", torch.full((3,), float(seed)))
+    return initialize(model=model, config=config)[0]
+
+
+def whole(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in engine.module_state_dict().items()}
+
+
+def run_saving(rank: int, stage: int, root: str, background: bool) -> dict[str, Tensor]:
+    engine = untrained(stage, 2, 3, hf_zero={"checkpoint": {"async": background}})
+    engine.save_checkpoint(root, client_state={"note": "hello"})
+    engine.save_checkpoint(root, tag="trainable", save_latest=False, exclude_frozen_parameters=True)
+    found = whole(engine)
+    engine.destroy()  # waits for a save in the background
+    return found
+
+
+def run_loading(rank: int, stage: int, root: str) -> dict[str, Tensor]:
+    engine = untrained(stage, 2, 4)
+    path, client_state = engine.load_checkpoint(root)
+    assert path == f"{root}/global_step0" and client_state is not None and client_state["note"] == "hello"
+    return whole(engine)
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("stage", "background", "other"), [(0, False, 3), (2, False, 0), (3, True, 2), (3, False, 3)])
+def test_an_engine_without_optimizer_saves_and_loads_its_model(
+    stage: int, background: bool, other: int, tmp_path: Path
+) -> None:
+    expected = run_ranks(run_saving, 2, stage, str(tmp_path), background)[0]
+    for found in run_ranks(run_loading, 2, other, str(tmp_path)):
+        assert same(found, expected)
+    assert same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected)
+    assert not list(tmp_path.rglob("*optim_states.pt"))
+    assert {"frozen.weight", "frozen.bias"} == set(open_checkpoint(tmp_path).frozen) - set(
+        open_checkpoint(tmp_path, "trainable").frozen
+    )
+    # It can be trained from, too, but not as if there had been a training before.
+    engine = new_engine(2, 1)
+    with pytest.raises(CheckpointError, match=r"holds no optimizer state.*\n.*load_optimizer_states=False"):
+        engine.load_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert same(whole(engine), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_training_checkpoint_is_loaded_to_evaluate(stage: int, tmp_path: Path) -> None:
+    engine = new_engine(stage, 1, bf16={"enabled": True})
+    train(engine, 0, 1, range(2))
+    engine.save_checkpoint(str(tmp_path))
+    other = untrained(stage, 1, 5, bf16={"enabled": True})
+    other.load_checkpoint(str(tmp_path))
+    assert same(whole(other), whole(engine)) and other.global_steps == 2
+
+
+def test_lost_optimizer_files_do_not_look_like_a_model_alone(tmp_path: Path) -> None:
+    """In a checkpoint of DeepSpeed's, which has no list of its files."""
+    engine = new_engine(3, 1)
+    engine.save_checkpoint(str(tmp_path))
+    folder = tmp_path / "global_step0"
+    for path in (*folder.glob("*optim_states.pt"), folder / "hf_zero_manifest.json"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"holds no \*_optim_states.pt file"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_engine_that_was_destroyed_saves_nothing(tmp_path: Path) -> None:
+    engine = new_engine(2, 1)
+    engine.destroy()
+    with pytest.raises(RuntimeError, match=r"save_checkpoint\(\) after destroy\(\)"):
+        engine.save_checkpoint(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}, "scheduler": {"type": None}}
+
+
+@pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_states_of_whole_matrices_resume_to_the_bit(sections: dict[str, Any], tmp_path: Path) -> None:
+    engine = new_engine(0, 1, **ADAFACTOR, **sections)
+    train(engine, 0, 1, range(3))
+    engine.save_checkpoint(str(tmp_path))
+    resumed = new_engine(0, 1, seed=6, **ADAFACTOR, **sections)
+    train(resumed, 0, 1, range(20, 21))
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, 0, 1, range(3, 8)) == train(engine, 0, 1, range(3, 8))
+    other = new_engine(0, 1)
+    before = whole(other)
+    with pytest.raises(CheckpointError, match=r"holds optimizer states of whole matrices.*\n.*at stage 0"):
+        other.load_checkpoint(str(tmp_path))
+    assert same(before, whole(other))
+    other.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+
+
+def test_states_of_whole_matrices_do_not_fit_into_files_of_shards(tmp_path: Path) -> None:
+    engine = new_engine(2, 1, **ADAFACTOR)
+    train(engine, 0, 1, range(1))
+    with pytest.raises(RuntimeError, match=r"keeps a state 'row_var' of shape .*hold states of one value per element"):
+        engine.save_checkpoint(str(tmp_path))
