@@ -1,6 +1,6 @@
 """A plain script on deepspeed.initialize, without Trainer: trains a linear layer for a few steps.
 
-    torchrun --nproc-per-node 2 initialize_script.py ds.json [rank that raises in its third forward]
+torchrun --nproc-per-node 2 initialize_script.py ds.json [rank that raises in its third forward]
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_a_missing_zero_section_is_named_with_all_else(tmp_path: Path) -> None:
     config = {key: value for key, value in BASE.items() if key != "zero_optimization"}
     message = refused(tmp_path, {**config, "gradient_clipping": 3})
     assert "(2 problems)" in message and "gradient_clipping = 3" in message
-    assert 'zero_optimization\n    rule: accelerate' in message and 'add "zero_optimization": {"stage": 2}' in message
+    assert "zero_optimization\n    rule: accelerate" in message and 'add "zero_optimization": {"stage": 2}' in message
 
 
 def test_checkpoints_and_weights_alone(tmp_path: Path) -> None:
