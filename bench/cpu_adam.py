@@ -166,6 +166,27 @@ def measure(numel: int, threads: int, rounds: int, oracle: str | None) -> dict[s
     return {name: [(wall / numel * 1e9, cpu / numel * 1e9) for wall, cpu in times] for name, times in found.items()}
 
 
+def machine(oracle: str | None) -> dict[str, str]:
+    """Date, processor, load, versions and the command, with interpreters by their bare names."""
+    words = ["python" if Path(word).name.startswith("python") else word for word in sys.argv[1:]]
+    versions = [f"torch {torch.__version__}"]
+    if oracle:
+        code = "from importlib.metadata import version as v; print('deepspeed', v('deepspeed'), 'on torch', v('torch'))"
+        answer = subprocess.run([oracle, "-c", code], capture_output=True, text=True, check=True)
+        versions.append(answer.stdout.strip())
+    names = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model n" in line
+    ]
+    return {
+        "date": str(datetime.date.today()),
+        "cpu": names[0] if names else "unknown processor",
+        "cores": str(os.cpu_count()),
+        "load_1min": f"{os.getloadavg()[0]:.1f}",
+        "versions": ", ".join(versions),
+        "command": " ".join(["python -m bench.cpu_adam", *words]),
+    }
+
+
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
@@ -206,14 +227,17 @@ def main() -> None:
         serve_deepspeed(options.numel, options.threads[0])
         return
     found = {n: measure(options.numel, n, options.rounds, options.oracle_python) for n in options.threads}
-    parts = [f"# CPU Adam, {options.numel:,} parameters", options.note, "Median (min-max) over rounds."]
+    facts = machine(options.oracle_python)
+    about = f"{facts['date']} · {facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']} · {facts['versions']}"
+    how = f"`{facts['command']}`: median (min-max) over {options.rounds} rounds."
+    parts = [f"# CPU Adam, {options.numel:,} parameters", about, options.note, how]
     parts += [f"## {threads} thread(s)\n\n{table(times)}" for threads, times in found.items()]
     text = "\n\n".join(part for part in parts if part) + "\n"
     sys.stdout.write(text)
     if options.name:
         stem = RESULTS / f"{datetime.date.today()}-cpu-adam-{options.name}"
         stem.with_suffix(".md").write_text(text)
-        raw: dict[str, Any] = {"numel": options.numel, "torch": torch.__version__, "ns_per_parameter": found}
+        raw: dict[str, Any] = {**facts, "numel": options.numel, "ns_per_parameter": found}
         stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
 
 
