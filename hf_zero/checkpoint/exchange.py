@@ -13,7 +13,7 @@ from hf_zero.checkpoint.stream import Streamed
 from hf_zero.comm import Collectives
 from hf_zero.layout.reshard import Copy
 
-ROUND_BYTES = 32 << 20  # what a rank has on its way to others at one time
+ROUND_BYTES = 8 << 20  # what a rank has on its way to others at one time; it stays in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,20 @@ class Exchange:
 
 
 def _packed(copies: Sequence[Copy], buffers: Sequence[Tensor], start: int, space: Tensor) -> Tensor:
-    """Elements of `copies`, counted from the first one's first: those from `start` on that `space` has room for."""
-    cursor, filled = 0, 0
+    """Elements of `copies`, counted from the first one's first: those from `start` on that `space` has room for.
+
+    They are put together in `space` where they do not lie together already.
+    """
+    cursor, found = 0, []
     for copy in copies:
         low, high = max(start, cursor), min(start + space.numel(), cursor + copy.numel)
         if low < high:
-            source = buffers[copy.source_buffer].narrow(0, copy.source_offset + low - cursor, high - low)
-            space.narrow(0, filled, high - low).copy_(source)
-            filled += high - low
+            found.append(buffers[copy.source_buffer].narrow(0, copy.source_offset + low - cursor, high - low))
         cursor += copy.numel
-    return space.narrow(0, 0, filled)
+    if len(found) == 1:
+        return found[0]
+    filled = sum(part.numel() for part in found)
+    return torch.cat(found, out=space.narrow(0, 0, filled)) if found else space.narrow(0, 0, 0)
 
 
 def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:
