@@ -245,6 +245,8 @@ class ZeroEngine(EngineSettings):
             self._assembly.reducer.remove_hooks()
         if self._store is not None:
             self._store.release()
+        if self._assembly is not None:
+            self._assembly.places.close()
         self._assembly = self._store = None
         self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None

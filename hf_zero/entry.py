@@ -219,7 +219,8 @@ def _plan(resolved: Resolved, device: torch.device) -> Plan:
         require_all_gradients=resolved.zero.require_all_gradients,
         loss_scale=resolved.precision.loss_scale,
     )
-    return Plan(zero=resolved.zero, precision=precision_from(resolved.precision), rules=rules, channels=channels)
+    precision = precision_from(resolved.precision)
+    return Plan(zero=resolved.zero, precision=precision, rules=rules, channels=channels, device=device)
 
 
 def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:

@@ -78,8 +78,10 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
     _write_unsharded(subject, plan)
     if store is None or not isinstance(subject, Subject):
         return
-    for shard in subject.assembly.optimizer.shards:
-        _write_masters(shard, plan)
+    shelf = subject.assembly.optimizer.updater.shelf
+    for number, shard in enumerate(subject.assembly.optimizer.shards):
+        with shelf.opened(number, changes=True):
+            _write_masters(shard, plan)
     for index in range(len(store.buckets)):
         store.publish(index).wait()
     if any(group is not None for group in plan.groups):
@@ -203,14 +205,15 @@ def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
         _fill(whole, parts(0, parameter.numel()))
         parameter.detach().copy_(whole.view(parameter.shape))
     elif handle.is_available:
-        whole = torch.empty(handle.numel, dtype=handle.shard.dtype, device=handle.shard.device)
+        whole = torch.empty(handle.numel, dtype=handle.shard.dtype, device=handle.device)
         _fill(whole, parts(0, handle.numel))
         handle.write(whole.view(handle.shape))
     else:
         chunk = chunk_numel(handle.numel, handle.collectives.world)
         start = min(handle.collectives.rank * chunk, handle.numel)
         stop = min(start + chunk, handle.numel)
-        _fill(handle.shard.narrow(0, 0, stop - start), parts(start, stop))
+        with handle.opened(changes=True) as own:
+            _fill(own.narrow(0, 0, stop - start), parts(start, stop))
 
 
 def _fill(target: Tensor, parts: Iterator[Tensor]) -> None:
@@ -234,14 +237,15 @@ def _write_masters(shard: MasterShard, plan: LoadPlan) -> None:
 def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     updater, names, view = subject.assembly.optimizer.updater, subject.names, plan.view
     steps: dict[int, int] = {}
-    for shard in updater.shards:
+    for number, shard in enumerate(updater.shards):
         group = plan.groups[shard.group]
         if group is None:
             continue
         common = group.scalars.get(ds.STEP)
         if common is not None:
             steps.update({p.parameter: int(view.steps.get(names[p.parameter], common)) for p in shard.pieces})
-        _write_shard_state(subject, shard, group, view, steps)
+        with updater.shelf.opened(number, changes=True):
+            _write_shard_state(subject, shard, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
         if group is not None:
             _write_options(options, group.options)

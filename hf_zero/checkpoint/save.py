@@ -50,6 +50,11 @@ def files_of(
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
     """
     subject.assembly.store.adopt_edits()
+    with subject.assembly.optimizer.updater.shelf.viewing():
+        return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
+
+
+def _files_of(subject: Subject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool) -> dict[str, Any]:
     collected = _Collected.of(subject)
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage == 0:
@@ -121,8 +126,12 @@ def _group_states(
     """
     assembly, collectives = subject.assembly, subject.collectives
     sharded = assembly.optimizer.sharding.shards_optimizer
-    layout = assembly.store.layout
-    source = [e for rank in range(collectives.world) for e in extents_in_memory(layout, rank, sharded=sharded)]
+    layout, limit = assembly.store.layout, assembly.store.portion_numel
+    source = [
+        extent
+        for rank in range(collectives.world)
+        for extent in extents_in_memory(layout, rank, sharded=sharded, portion_numel=limit)
+    ]
     exchange = Exchange(reshard(source, wanted), collectives)
     shards = assembly.optimizer.shards
     wide = torch.float32
@@ -280,4 +289,4 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
 def _fragment(parameter: torch.nn.Parameter, rank: int, world: int) -> Tensor:
     """This rank's chunk of a frozen parameter of stage 3."""
     handle = of(parameter)
-    return handle.shard if handle is not None else cut_chunk(parameter.detach(), rank, world)
+    return handle.view() if handle is not None else cut_chunk(parameter.detach(), rank, world)

@@ -49,7 +49,7 @@ class Rows(Pending):
 class FlatRows(Rows):
     """Rows in one buffer."""
 
-    def __init__(self, buffer: Tensor, flat: Tensor, world: int, pending: Pending) -> None:
+    def __init__(self, buffer: Tensor | None, flat: Tensor, world: int, pending: Pending) -> None:
         self.buffer = buffer
         self.flat: Tensor = flat
         self._world = world
@@ -197,6 +197,9 @@ class LoneCollectives(Collectives):
 
     def _all_gather(self, flat: Tensor) -> Pending:
         return Pending()
+
+    def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return FlatRows(None, row, 1, Pending())
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         return None

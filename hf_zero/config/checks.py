@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_zero.config.errors import FEATURES_PAGE, Problem
+from hf_zero.config.errors import Problem
 from hf_zero.config.optimizer_choice import stage_problem
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root
@@ -51,13 +51,16 @@ def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None
     if offload is None or offload.device in (None, "none"):
         return
     path = f"zero_optimization.{name}.device"
-    if name == "offload_param" and stage < 3:
+    if name == "offload_param" and stage != 3:
         rule = f"offload_param needs stage 3 (this config has stage {stage})"
         fix = 'remove offload_param or set its device to "none"; to offload at stages 1-2, offload_optimizer is the key'
         yield Problem(path, offload.device, rule, fix)
-    else:
-        fix = f'remove {name} or set its device to "none"; see {FEATURES_PAGE}'
-        yield Problem(path, offload.device, "offload is not built yet", fix)
+    elif offload.device == "nvme" and stage < 1:
+        rule = "at stage 0 every rank would write all states to the drive"
+        yield Problem(path, offload.device, rule, 'set zero_optimization.stage to 1, 2 or 3, or the device to "cpu"')
+    elif offload.device == "nvme" and offload.nvme_path in (None, "", "none"):
+        rule = "offload to NVMe needs a folder on the drive"
+        yield Problem(f"zero_optimization.{name}.nvme_path", offload.nvme_path, rule, "name an existing folder")
 
 
 def _precision_problems(config: Root) -> Iterator[Problem]:
@@ -113,8 +116,26 @@ def advice(config: Root) -> Iterator[str]:
     amp = config.amp or Amp()
     if amp.enabled and amp.opt_level == "O1":
         yield "amp: O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale"
+    zero = config.zero_optimization or Zero()
+    yield from _idle("offload_optimizer", zero.offload_optimizer, _NVME_OPTIMIZER)
+    yield from _idle("offload_param", zero.offload_param, _NVME_PARAM)
+    places = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    if config.aio is not None and "nvme" not in places:
+        yield "aio: no effect, nothing is offloaded to NVMe"
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         yield "gradient_predivide_factor: no effect, prescale_gradients divides by the number of ranks"
     size = config.vocabulary_size
     if size is not None and size % 8:
         yield f"vocabulary_size: {size} is not a multiple of 8, which GPUs like better"
+
+
+_NVME_OPTIMIZER = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
+_NVME_PARAM = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+
+
+def _idle(name: str, section: OffloadOptimizer | OffloadParam | None, keys: tuple[str, ...]) -> Iterator[str]:
+    if section is None or section.device == "nvme":
+        return
+    for key in keys:
+        if key in section.model_fields_set and getattr(section, key) not in (None, "none"):
+            yield f"zero_optimization.{name}.{key}: no effect with device {section.device or 'none'} (used with nvme)"

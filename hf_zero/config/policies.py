@@ -9,6 +9,7 @@ from typing import Literal
 from hf_zero.config.sources import Source
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
+OffloadDevice = Literal["cpu", "nvme"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,45 @@ class GatherPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilePolicy:
+    """How files of an NVMe drive are read and written."""
+
+    block_bytes: int = 1 << 20  # of one request
+    queue_depth: int = 8  # requests under way per thread group
+    thread_groups: int = 1
+
+    @property
+    def num_threads(self) -> int:
+        """Each has one request under way."""
+        return self.queue_depth * self.thread_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOffload:
+    """Where masters and optimizer states are kept, and the reduced gradients with them."""
+
+    device: OffloadDevice
+    folder: str | None  # on the NVMe drive
+    pinned: bool  # page-locked host memory
+    buffer_count: int  # vectors of one portion that are in memory at once, for each stage of the pipeline
+    reads_ahead: bool  # the next portion is read during an update
+    writes_behind: bool  # the last portion is written during an update
+    writes_first: bool  # states are written once before the first step
+    ratio: float  # of the elements that are kept there; the rest stays on the training device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterOffload:
+    """Where stage 3 keeps the shards of parameters. Sizes in elements."""
+
+    device: OffloadDevice
+    folder: str | None
+    pinned: bool
+    buffer_numel: int  # of the shards that are in memory on their way, in all
+    host_numel: int  # so many stay in host memory although the place is NVMe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPolicy:
     """What is sharded, and in portions of which size it travels."""
 
@@ -78,6 +118,9 @@ class ZeroPolicy:
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per portion of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy
+    offload_optimizer: OptimizerOffload | None = None
+    offload_param: ParameterOffload | None = None
+    files: FilePolicy = FilePolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

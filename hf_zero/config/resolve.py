@@ -12,6 +12,7 @@ from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.fill import fill, filled
+from hf_zero.config.offload import file_policy, optimizer_offload, parameter_offload
 from hf_zero.config.optimizer_choice import resolve_optimizer
 from hf_zero.config.policies import (
     AutocastPolicy,
@@ -34,7 +35,7 @@ from hf_zero.config.scheduler_choice import resolve_scheduler
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.training import Aio, Checkpoint
 from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
@@ -160,7 +161,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
     return Resolved(
         batch=batch,
         precision=_precision(config),
-        zero=_zero(config.zero_optimization or Zero()),
+        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio()),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
@@ -204,7 +205,7 @@ def _checkpoint(config: Root) -> CheckpointPolicy:
     )
 
 
-def _zero(zero: Zero) -> ZeroPolicy:
+def _zero(zero: Zero, aio: Aio) -> ZeroPolicy:
     return ZeroPolicy(
         stage=zero.stage,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
@@ -212,6 +213,9 @@ def _zero(zero: Zero) -> ZeroPolicy:
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),
+        offload_optimizer=optimizer_offload(zero.offload_optimizer),
+        offload_param=parameter_offload(zero.offload_param),
+        files=file_policy(aio),
     )
 
 

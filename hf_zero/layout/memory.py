@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from hf_zero.layout.buckets import FlatLayout
 from hf_zero.layout.intervals import Interval
+from hf_zero.layout.portions import cut_portions, pieces_of_portion
 from hf_zero.layout.reshard import Extent
 
 
-def extents_in_memory(layout: FlatLayout, rank: int, *, sharded: bool) -> Iterator[Extent]:
-    """What `rank` updates. Buffers are numbered as the master shards: one per bucket and optimizer group in it.
+def extents_in_memory(
+    layout: FlatLayout, rank: int, *, sharded: bool, portion_numel: int | None = None
+) -> Iterator[Extent]:
+    """What `rank` updates. Buffers are numbered as the master shards: the portions of all buckets.
 
     Args:
         sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.
+        portion_numel: the limit that portions were cut by; None: one per optimizer group in a bucket.
     """
     buffer = 0
     for bucket in layout.buckets:
         owned = bucket.shard(rank) if sharded else Interval(0, bucket.numel)
-        pieces = bucket.pieces(owned)
-        for number, run in enumerate(bucket.runs):
-            stop = bucket.runs[number + 1].start if number + 1 < len(bucket.runs) else owned.numel
-            for piece in pieces:
-                if run.start <= piece.in_shard < stop:
-                    offset = piece.in_shard - run.start
-                    yield Extent(piece.parameter, piece.in_parameter, piece.numel, rank, buffer, offset)
+        for _, part in cut_portions(bucket, owned, portion_numel):
+            for piece in pieces_of_portion(bucket, owned, part):
+                yield Extent(piece.parameter, piece.in_parameter, piece.numel, rank, buffer, piece.in_shard)
             buffer += 1

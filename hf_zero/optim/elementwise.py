@@ -164,10 +164,14 @@ class ElementwiseUpdater(Updater):
     def step(self, gradients: ShardGradients) -> Iterator[int]:
         # Schedulers warn unless they see that the optimizer they watch has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for index, reduced in enumerate(gradients.reduced):
-            if reduced is not None:
-                self.update_shard(index, reduced, gradients)
-                yield index
+
+        def work(index: int) -> None:
+            self.update_shard(index, gradients.reduced[index], gradients)
+
+        yield from self.shelf.each(gradients.wanted, work, writes_all=lambda index: self._uses_all(index, gradients))
+
+    def _uses_all(self, index: int, gradients: ShardGradients) -> bool:
+        return all(piece.parameter in gradients.used for piece in self.shards[index].pieces)
 
     def update_shard(self, index: int, reduced: Tensor, gradients: ShardGradients) -> None:
         """Update one shard with its reduced gradient."""

@@ -109,8 +109,6 @@ def rule_of(group: dict[str, Any]) -> LambRule:
 class _Work:
     """One shard between the two passes of a step."""
 
-    index: int
-    vectors: Vectors
     rule: LambRule
     pieces: tuple[Piece, ...]
     rates: tuple[float, ...]
@@ -165,24 +163,36 @@ class LambUpdater(Updater):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not gradients.used:
             return
-        work = [
-            self._prepare(index, shard, reduced, gradients)
-            for index, (shard, reduced) in enumerate(zip(self.shards, gradients.reduced, strict=True))
-            if reduced is not None
-        ]
         device = self.shards[0].master.device
         squares = torch.zeros(max(gradients.used) + 1, 2, dtype=torch.float64, device=device)
-        for item in work:
+        work: dict[int, _Work] = {}
+
+        def first_pass(index: int) -> None:
+            item = work[index] = self._prepare(index, gradients)
             if item.pieces:
                 places = torch.tensor([piece.parameter for piece in item.pieces], device=device)
-                squares[places] += lamb_moments(item.vectors, item.rule, item.segments, gradients.scale)
+                squares[places] += lamb_moments(
+                    self._vectors(index, gradients), item.rule, item.segments, gradients.scale
+                )
+
+        for batch in self.shelf.batches(gradients.wanted):
+            for index in batch:
+                first_pass(index)
         if self._peers is not None:
             self._peers.add_up(squares)
-        for item in work:
-            self._apply(item, squares)
-            yield item.index
+        yield from self.shelf.each(
+            gradients.wanted, lambda index: self._apply(work[index], self._vectors(index, gradients), squares)
+        )
 
-    def _prepare(self, index: int, shard: MasterShard, reduced: Tensor, gradients: ShardGradients) -> _Work:
+    def _vectors(self, index: int, gradients: ShardGradients) -> Vectors:
+        """The shard's vectors, while they are in place."""
+        shard = self.shards[index]
+        state = state_of(self.optimizer, shard.tensors[0].parameter)
+        states = tuple(state[name].view(-1) for name in _STATES)
+        return Vectors(weight=shard.master, gradient=gradients.reduced[index], states=states, narrow=shard.narrow)
+
+    def _prepare(self, index: int, gradients: ShardGradients) -> _Work:
+        shard = self.shards[index]
         state = state_of(self.optimizer, shard.tensors[0].parameter)
         rule = rule_of(self.optimizer.param_groups[shard.group])
         pieces = tuple(piece for piece in shard.pieces if piece.parameter in gradients.used)
@@ -196,14 +206,12 @@ class LambUpdater(Updater):
         for piece in shard.pieces:
             self._steps.setdefault((index, piece.in_shard), known)
         state["step"].fill_(max(steps))
-        states = tuple(state[name].view(-1) for name in _STATES)
-        vectors = Vectors(weight=shard.master, gradient=reduced, states=states, narrow=shard.narrow)
-        return _Work(index, vectors, rule, pieces, tuple(rates))
+        return _Work(rule, pieces, tuple(rates))
 
     @staticmethod
-    def _apply(item: _Work, squares: Tensor) -> None:
+    def _apply(item: _Work, vectors: Vectors, squares: Tensor) -> None:
         if not item.pieces:
             return
         places = torch.tensor([piece.parameter for piece in item.pieces], device=squares.device)
         rates = torch.tensor(item.rates, dtype=squares.dtype, device=squares.device)
-        lamb_apply(item.vectors, item.rule, rates * item.rule.trust_ratios(squares[places]), item.segments)
+        lamb_apply(vectors, item.rule, rates * item.rule.trust_ratios(squares[places]), item.segments)

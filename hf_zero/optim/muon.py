@@ -144,14 +144,15 @@ class MuonUpdater(Updater):
     @torch.no_grad()
     def step(self, gradients: ShardGradients) -> Iterator[int]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for index, (shard, reduced) in enumerate(zip(self.shards, gradients.reduced, strict=True)):
-            if reduced is None:
-                continue
+
+        def work(index: int) -> None:
+            shard, reduced = self.shards[index], gradients.reduced[index]
             if self.optimizer.param_groups[shard.group]["use_muon"]:
                 self._update_matrices(shard, reduced, gradients)
             else:
                 self._others.update_shard(index, reduced, gradients)
-            yield index
+
+        yield from self.shelf.each(gradients.wanted, work)
 
     def _update_matrices(self, shard: MasterShard, reduced: Tensor, gradients: ShardGradients) -> None:
         group = self.optimizer.param_groups[shard.group]

@@ -53,9 +53,8 @@ class OneBitAdamUpdater(CompressingUpdater):
 
     def update_all(self, gradients: ShardGradients) -> Iterator[int]:
         is_warm = self.num_updates > self.optimizer.freeze_step
-        for index, gradient in enumerate(gradients.reduced):
-            if gradient is None:
-                continue
+        for index in gradients.wanted:
+            gradient = gradients.reduced[index]
             if is_warm:
                 self._compressed(index, gradient, gradients)
             else:

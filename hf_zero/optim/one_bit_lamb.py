@@ -110,18 +110,15 @@ class OneBitLambUpdater(CompressingUpdater):
 
     def _exact(self, gradients: ShardGradients) -> Iterator[int]:
         squares = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=self._ratios.device)
-        indices = [index for index, gradient in enumerate(gradients.reduced) if gradient is not None]
-        for index in indices:
+        for index in gradients.wanted:
             shard, gradient = self.shards[index], gradients.reduced[index]
-            assert gradient is not None
             pieces, vectors = self._pieces(shard, gradients), self.vectors(shard, gradient, (MOMENT, VARIANCE))
             if pieces:
                 moments = lamb_moments(vectors, self._rule(shard), _segments(pieces), gradients.scale)
                 squares[self._places(pieces)] += moments
         self._add_up(squares)
-        for index in indices:
+        for index in gradients.wanted:
             shard, gradient = self.shards[index], gradients.reduced[index]
-            assert gradient is not None
             pieces, rule = self._pieces(shard, gradients), self._rule(shard)
             if pieces:
                 rates = rule.lr * rule.trust_ratios(squares[self._places(pieces)])
@@ -136,9 +133,8 @@ class OneBitLambUpdater(CompressingUpdater):
         self._ratios[places] = torch.where(ratios == 1, old, beta * old + (1 - beta) * ratios)
 
     def _compressed(self, gradients: ShardGradients) -> Iterator[int]:
-        for index, gradient in enumerate(gradients.reduced):
-            if gradient is None:
-                continue
+        for index in gradients.wanted:
+            gradient = gradients.reduced[index]
             shard = self.shards[index]
             state, slots = self.state_of(shard), self.slots(shard, gradients)
             state.setdefault(FRESH, state[VARIANCE].clone())

@@ -124,6 +124,12 @@ def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return any(ancestor.__name__ in NEEDS_WHOLE_TENSORS for ancestor in type(optimizer).__mro__)
 
 
+def looks_at_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a shard may be cut into portions that are updated one after the other, without changing the result."""
+    looks_further = is_lamb(optimizer) or type(optimizer) is Muon or holds_whole_tensors(optimizer)
+    return not looks_further and compressing_updater_of(optimizer) is None
+
+
 def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
     """Raise for optimizers whose result would silently be wrong on flat shards."""
     highest = highest_stage(optimizer)

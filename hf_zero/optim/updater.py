@@ -8,40 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_zero.layout import Interval, Piece
-
-
-@dataclass(frozen=True, slots=True)
-class MasterTensor:
-    """One tensor that the base optimizer holds in its `param_groups`: a view of `interval` of the owned part."""
-
-    parameter: nn.Parameter
-    interval: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class MasterShard:
-    """What one rank updates of one bucket for one of the optimizer's groups.
-
-    Attributes:
-        bucket: index of the bucket.
-        part: which elements of the rank's part of the bucket these are.
-        group: index of the optimizer's param group.
-        master: 1-D master weights of the owned part.
-        narrow: 1-D, same length, where the rounded weights go; None when the master is the weight.
-        tensors: how the base optimizer sees `master`: one flat tensor, or one tensor per parameter.
-        pieces: which parameters lie where in `master`.
-    """
-
-    bucket: int
-    part: Interval
-    group: int
-    master: Tensor
-    narrow: Tensor | None
-    tensors: tuple[MasterTensor, ...]
-    pieces: tuple[Piece, ...]
+from hf_zero.layout import Interval
+from hf_zero.optim.shards import MasterShard, MasterTensor
+from hf_zero.optim.shelf import Shelf
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +20,17 @@ class ShardGradients:
     """Inputs of one step.
 
     Attributes:
-        reduced: one 1-D tensor per shard (summed over ranks), None for a shard without any gradient. For an updater
-            that takes local gradients: of the whole bucket, from this rank alone.
+        reduced: one 1-D tensor per shard (summed over ranks); may be read while the shard is in place on the shelf. For
+            an updater that takes local gradients: of the whole bucket, from this rank alone.
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
+        wanted: the shards that have any gradient.
     """
 
-    reduced: Sequence[Tensor | None]
+    reduced: Sequence[Tensor]
     used: Set[int]
     scale: float
+    wanted: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +48,16 @@ class Peers:
 
 
 class Updater(ABC):
-    """Runs one optimizer over all shards of this rank."""
+    """Runs one optimizer over all shards of this rank.
+
+    Attributes:
+        shelf: brings what an update works on to where it runs; everything is there already unless it is replaced.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard]) -> None:
         self.optimizer = optimizer
         self.shards = tuple(shards)
+        self.shelf = Shelf(self.shards)
 
     @property
     def takes_local_gradients(self) -> bool:
@@ -117,22 +95,25 @@ class WholeStepUpdater(Updater):
 
     @torch.no_grad()
     def step(self, gradients: ShardGradients) -> Iterator[int]:
-        for shard, reduced in zip(self.shards, gradients.reduced, strict=True):
-            if reduced is None:
-                continue
-            for tensor in shard.tensors:
-                if self._is_used(shard, tensor, gradients.used):
-                    part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(shard.master.dtype)
-                    part = part * gradients.scale if gradients.scale != 1.0 else part
-                    tensor.parameter.grad = part.view(tensor.parameter.shape)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for index, shard in enumerate(self.shards):
-            if gradients.reduced[index] is None:
-                continue
-            if shard.narrow is not None:
-                shard.narrow.copy_(shard.master)
-            yield index
+        options = _Options(self.optimizer)
+        for batch in self.shelf.batches(gradients.wanted):
+            options.begin()
+            for index in batch:
+                self._hand_over(index, gradients)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            options.end()
+            for index in batch:
+                self.shelf.deliver(index)
+                yield index
+
+    def _hand_over(self, index: int, gradients: ShardGradients) -> None:
+        shard, reduced = self.shards[index], gradients.reduced[index]
+        for tensor in shard.tensors:
+            if self._is_used(shard, tensor, gradients.used):
+                part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(shard.master.dtype)
+                part = part * gradients.scale if gradients.scale != 1.0 else part
+                tensor.parameter.grad = part.view(tensor.parameter.shape)
 
     @staticmethod
     def _is_used(shard: MasterShard, tensor: MasterTensor, used: Set[int]) -> bool:
@@ -141,3 +122,36 @@ class WholeStepUpdater(Updater):
             and Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(tensor.interval) is not None
             for piece in shard.pieces
         )
+
+
+class _Options:
+    """Lets an optimizer that is called once per batch of shards count its group's numbers on once per step.
+
+    Every batch begins with the values that the step began with. They must then end alike, or the optimizer looks at all
+    parameters together.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._name = type(optimizer).__name__
+        self._before = [_numbers(group) for group in self._groups]
+        self._after: list[dict[str, Any]] | None = None
+
+    def begin(self) -> None:
+        if self._after is not None:
+            for group, numbers in zip(self._groups, self._before, strict=True):
+                group.update(numbers)
+
+    def end(self) -> None:
+        after = [_numbers(group) for group in self._groups]
+        if self._after not in (None, after):
+            raise RuntimeError(
+                f"{self._name} computes numbers of its param groups from all parameters together, so it cannot be run "
+                'on one portion after the other. Set zero_optimization.offload_optimizer.device to "cpu".'
+            )
+        self._after = after
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer may count in a group."""
+    return {key: value for key, value in group.items() if isinstance(value, (int, float, bool, str, tuple))}

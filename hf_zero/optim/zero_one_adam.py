@@ -95,9 +95,8 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         number = self.num_updates
         if number == self.optimizer.var_freeze_step + 1:
             self.forget_owed()
-        for index, gradient in enumerate(gradients.reduced):
-            if gradient is None:
-                continue
+        for index in gradients.wanted:
+            gradient = gradients.reduced[index]
             if number > self.optimizer.var_freeze_step:
                 self._alone(index, gradient, gradients)
             elif self._is_exact(number):

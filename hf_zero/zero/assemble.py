@@ -15,13 +15,21 @@ from hf_zero.config import ZeroPolicy
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.native import runs_natively
-from hf_zero.optim.registry import adopt_masters, holds_whole_tensors, refuse_on_flat_shards, updater_for
+from hf_zero.optim.registry import (
+    adopt_masters,
+    holds_whole_tensors,
+    looks_at_elements,
+    refuse_on_flat_shards,
+    updater_for,
+)
 from hf_zero.precision import Precision
 from hf_zero.zero.flat_parameters import FlatParameters
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.masters import master_shards
+from hf_zero.zero.offload import furnish, places_for, rests_elsewhere, trained_numel
 from hf_zero.zero.optimizer import StepRules, ZeroOptimizer
 from hf_zero.zero.peers import peers_of
+from hf_zero.zero.places import Places
 from hf_zero.zero.sharded_store import Channels, ShardedParameters, Trained
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
@@ -34,6 +42,7 @@ class Assembly:
     optimizer: ZeroOptimizer
     reducer: GradientReducer
     store: ParameterStore
+    places: Places
     members: tuple[tuple[int, ...], ...] = ()  # of each optimizer group, in its own order, as indices of the layout
 
 
@@ -46,10 +55,12 @@ class Plan:
     rules: StepRules
     channels: Channels
 
+    device: torch.device
+
     @property
     def sharding(self) -> Sharding:
-        collectives = self.channels.reduce
-        return Sharding(stage=self.zero.stage, rank=collectives.rank, world=collectives.world)
+        collectives, zero = self.channels.reduce, self.zero
+        return Sharding(zero.stage, collectives.rank, collectives.world, alone=rests_elsewhere(zero, self.device))
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
@@ -98,12 +109,16 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     _check_same_everywhere(trained.specs, collectives)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
+    whole_tensors = not sharding.shards_optimizer and (holds_whole_tensors(optimizer) or not runs_natively(optimizer))
+    cuts = looks_at_elements(optimizer) and not whole_tensors
+    owned = trained_numel(trained.specs, sharding)
+    places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels)
+        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, places)
     else:
-        store = FlatParameters(_flat_layout(trained.specs, plan), trained.parameters, sharding, collectives)
-    whole_tensors = not sharding.shards_optimizer and (holds_whole_tensors(optimizer) or not runs_natively(optimizer))
+        layout = _flat_layout(trained.specs, plan)
+        store = FlatParameters(layout, trained.parameters, sharding, collectives, places)
     shards = master_shards(store, whole_tensors=whole_tensors)
     adopt_masters(optimizer, shards, groups)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
@@ -111,14 +126,16 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None, ranks)
+    furnish(updater, store, reducer, plan.zero.offload_optimizer)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
-    wrapped = ZeroOptimizer(store, reducer, updater, sharding, collectives, plan.rules)
-    return Assembly(optimizer=wrapped, reducer=reducer, store=store, members=members)
+    wrapped = ZeroOptimizer(store, reducer, updater, sharding, collectives, plan.rules, places)
+    return Assembly(optimizer=wrapped, reducer=reducer, store=store, places=places, members=members)
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
-    return ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels)
+    places = places_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
+    return ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, places)
 
 
 def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

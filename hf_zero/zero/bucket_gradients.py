@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_zero.kernels.accumulate import add_into
+from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.rows import add_rows, write_rows
-from hf_zero.layout import Slot
+from hf_zero.layout import Interval, Slot
+from hf_zero.memory.requests import StorageError
+from hf_zero.memory.vector import Vector
 from hf_zero.zero.store import TrainedBucket
 
 
@@ -37,7 +41,9 @@ class BucketGradients:
         self.has_reduced = False
         self.used: set[int] = set()
         self._gaps = flat.bucket.gaps()
-        self._reduced: Tensor | None = None
+        self._reduced: Vector | None = None
+        self._is_open_for_result = False
+        self._squares: Tensor | None = None
         self._arrived: set[int] = set()
         self._kept_local = False
 
@@ -50,11 +56,30 @@ class BucketGradients:
         return not self._arrived
 
     @property
-    def reduced(self) -> Tensor:
-        """1-D, owned interval, accumulation dtype; allocated at first use and kept, so that steps do not page it in."""
+    def reduced(self) -> Vector:
+        """Owned interval, accumulation dtype; made at first use and kept, so that steps do not page it in."""
         if self._reduced is None:
-            self._reduced = torch.empty(self.flat.owned.numel, dtype=self.dtypes.accumulation, device=self.flat.device)
+            first = self.bucket.slots[0].parameter
+            name = f"gradients of bucket {self.bucket.index} (parameter {first} and following)"
+            self._reduced = self.flat.place.gradients.keep(name, self.flat.owned.numel, self.dtypes.accumulation)
         return self._reduced
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether a collective may leave its result where reduced gradients stay."""
+        at_hand = self.reduced.resident
+        return at_hand is not None and at_hand.device == self.flat.device
+
+    def place_for_result(self) -> Tensor:
+        """1-D, owned interval, on the training device: where the sum over ranks may be written; give it to
+        `add_reduced` then."""
+        same_dtype = self.dtypes.communication == self.dtypes.accumulation
+        if not self.has_reduced and same_dtype and self.flat.device == self.flat.place.work:
+            with suppress(StorageError):
+                self.reduced.fetch(reads=False)
+                self._is_open_for_result = True
+                return self.reduced.take()
+        return torch.empty(self.flat.owned.numel, dtype=self.dtypes.communication, device=self.flat.device)
 
     def open(self) -> None:
         self.is_open = True
@@ -115,28 +140,57 @@ class BucketGradients:
         self.take(self.local, add=False)
 
     def new_local(self) -> Tensor:
-        """Storage for the whole bucket; the reduced one where that is whole too and still free."""
-        if not self.has_reduced and self.flat.owned.numel == self.bucket.numel:
-            return self.reduced
+        """Storage for the whole bucket; the reduced one where that is whole too, at hand and still free."""
+        if not self.has_reduced and self.flat.owned.numel == self.bucket.numel and self.reduces_in_place:
+            return self.reduced.take()
         return torch.empty(self.bucket.numel, dtype=self.dtypes.accumulation, device=self.flat.device)
 
     def add_reduced(self, part: Tensor) -> None:
-        """Count `part` (owned interval, summed over ranks) in; it may be `reduced` itself."""
-        if self.has_reduced:
-            add_into(self.reduced, part)
-        elif part is not self._reduced:
-            self.reduced.copy_(part)
+        """Count `part` (owned interval, summed over ranks) in; it may be the place for the result, or `reduced`.
+
+        What a drive cannot take or give is found out by all ranks together, in the message before the update.
+        """
+        with suppress(StorageError):
+            self._add_reduced(part)
         self.has_reduced = True
+
+    def _add_reduced(self, part: Tensor) -> None:
+        if not self._is_open_for_result:
+            self.reduced.fetch(reads=self.has_reduced)
+        self._is_open_for_result = False
+        total = self.reduced.take()
+        if self.has_reduced:
+            add_into(total, part.to(total.device))
+        elif part.data_ptr() != total.data_ptr():
+            total.copy_(part)
+        if self.reduced.resident is None:
+            self._squares = sum_of_squares(total)  # while they are here
+        self.reduced.release(changed=True)
+
+    def squares(self, part: Interval) -> Tensor:
+        """Sum of squares of the reduced gradients in `part` of the owned interval: 0-dim, fp64."""
+        if self.reduced.resident is None and part.numel == self.flat.owned.numel and self._squares is not None:
+            return self._squares
+        squares = torch.zeros((), dtype=torch.float64)
+        with suppress(StorageError), self.reduced.opened() as total:
+            squares = sum_of_squares(total.narrow(0, part.start, part.numel))
+        return squares
+
+    def forget_squares(self) -> None:
+        """The reduced gradients have been overwritten."""
+        self._squares = None
 
     def clear(self) -> None:
         """Forget everything gathered since the last step.
 
         The reduced buffer stays allocated, except where whole local gradients stand beside it in the next step.
         """
-        if self._kept_local and self.flat.owned.numel < self.bucket.numel:
+        is_in_the_way = self._kept_local and self.flat.owned.numel < self.bucket.numel
+        if is_in_the_way and self._reduced is not None and self._reduced.resident is not None:
             self._reduced = None
         self._kept_local = False
         self.local = None
         self.has_reduced = False
+        self._squares = None
         self.used.clear()
         self.open()

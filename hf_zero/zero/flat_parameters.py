@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.memory.vector import ResidentVector
 from hf_zero.precision import master_dtype
+from hf_zero.zero.places import Places
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore, TrainedBucket
 
@@ -26,19 +28,25 @@ class FlatParameters(ParameterStore):
     """Stages 0-2: whole parameters. They keep their identity, names and shapes; only their storage moves."""
 
     def __init__(
-        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], sharding: Sharding, collectives: Collectives
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        sharding: Sharding,
+        collectives: Collectives,
+        places: Places,
     ) -> None:
         """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
 
         Args:
             layout: where each parameter goes; `layout.specs[i]` describes `parameters[i]`.
             parameters: trainable parameters, already on the training device.
+            places: where masters are kept.
         """
-        super().__init__(layout, parameters)
+        super().__init__(layout, parameters, places.portion_numel)
         self._sharding = sharding
         self._collectives = collectives
         self._flat = tuple(
-            _flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], sharding, collectives)
+            _flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], sharding, collectives, places)
             for bucket in layout.buckets
         )
         self.buckets = self._flat
@@ -75,15 +83,14 @@ class FlatParameters(ParameterStore):
     @staticmethod
     def _copy_to_master(bucket: TrainedBucket, interval: Interval, parameter: nn.Parameter) -> None:
         common = interval.intersect(bucket.owned)
-        if common is None or bucket.narrow is None:
-            return
-        edited = parameter.detach().view(-1).narrow(0, common.start - interval.start, common.numel)
-        bucket.master.narrow(0, common.start - bucket.owned.start, common.numel).copy_(edited)
+        if common is not None and bucket.has_masters:
+            edited = parameter.detach().view(-1).narrow(0, common.start - interval.start, common.numel)
+            bucket.write_master(common.start - bucket.owned.start, edited)
 
 
 @torch.no_grad()
 def _flatten(
-    bucket: Bucket, parameters: Sequence[nn.Parameter], sharding: Sharding, collectives: Collectives
+    bucket: Bucket, parameters: Sequence[nn.Parameter], sharding: Sharding, collectives: Collectives, places: Places
 ) -> FlatBucket:
     model_dtype = getattr(torch, bucket.dtype)
     wide = torch.zeros(bucket.numel, dtype=master_dtype(model_dtype), device=parameters[0].device)
@@ -92,12 +99,16 @@ def _flatten(
     collectives.broadcast([wide])
     owned = sharding.owned(bucket)
     flat = wide.to(model_dtype)
-    master = wide.narrow(0, owned.start, owned.numel)
-    if flat is not wide and owned.numel < bucket.numel:
-        master = master.clone()  # or the view would keep the whole wide bucket alive
     for slot, parameter in zip(bucket.slots, parameters, strict=True):
         parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
-    weights = flat.narrow(0, owned.start, owned.numel)
+    weights = ResidentVector(flat.narrow(0, owned.start, owned.numel))
+    place = places.next(owned.numel)
     return FlatBucket(
-        bucket=bucket, owned=owned, weights=weights, master=master, parameters=tuple(parameters), flat=flat
+        bucket=bucket,
+        owned=owned,
+        portions=places.portions(bucket, owned, weights, wide.narrow(0, owned.start, owned.numel), place),
+        place=place,
+        parameters=tuple(parameters),
+        device=flat.device,
+        flat=flat,
     )

@@ -6,7 +6,8 @@ The functions' names are DeepSpeed's. Those with `full` in their name are collec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import Piece
-from hf_zero.optim import MasterShard
 from hf_zero.zero.assemble import Assembly
 from hf_zero.zero.sharded_parameter import of
 
@@ -24,10 +24,13 @@ _ATTRIBUTE = "hf_zero_fragments"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank owns of a parameter: `piece` of `shard`."""
+    """What this rank owns of a parameter: `piece` of the shard with this number."""
 
-    shard: MasterShard
+    shard: int
     piece: Piece
+
+
+Source = Callable[[int, bool], AbstractContextManager["Tensor | None"]]  # (shard, whether it changes) -> its values
 
 
 class Fragments:
@@ -37,53 +40,78 @@ class Fragments:
         self._assembly = assembly
         self._collectives = collectives
         self._parts: dict[int, list[_Part]] = {}
-        for shard in assembly.optimizer.shards:
+        for number, shard in enumerate(assembly.optimizer.shards):
             for piece in shard.pieces:
-                self._parts.setdefault(piece.parameter, []).append(_Part(shard, piece))
+                self._parts.setdefault(piece.parameter, []).append(_Part(number, piece))
         self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
 
-    def read(self, parameter: nn.Parameter, source: Callable[[MasterShard], Tensor | None]) -> Tensor | None:
+    def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
         """The whole of what `source` gives for the shards of `parameter`; None where no rank has it. Collective."""
         flat = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=self._assembly.store.device)
-        for part, values in self._owned(parameter, source):
-            flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(values)
-            flat[-1] = 1.0
+        for part in self._parts_of(parameter):
+            with source(part.shard, False) as values:
+                if values is not None:
+                    flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
+                    flat[-1] = 1.0
         if not self._owns_all:
             self._collectives.all_reduce(flat).wait()
         return flat[:-1].view(parameter.shape).clone() if flat[-1] > 0 else None
 
-    def write(self, parameter: nn.Parameter, values: Tensor, target: Callable[[MasterShard], Tensor | None]) -> None:
+    def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Put this rank's part of `values` (the parameter's shape) where `target` says."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
         flat = values.detach().reshape(-1)
-        for part, place in self._owned(parameter, target):
-            place.copy_(flat.narrow(0, part.piece.in_parameter, part.piece.numel))
+        for part in self._parts_of(parameter):
+            with target(part.shard, True) as place:
+                if place is not None:
+                    _inside(place, part).copy_(flat.narrow(0, part.piece.in_parameter, part.piece.numel))
 
-    def local(self, parameter: nn.Parameter, source: Callable[[MasterShard], Tensor | None]) -> Tensor | None:
-        """This rank's chunk at stage 3: a view, without padding."""
-        found = [values for _, values in self._owned(parameter, source)]
-        return found[0] if found else None
+    def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
+        """This rank's chunk at stage 3, without padding: a view where it is at hand, else a copy."""
+        parts = self._parts_of(parameter)
+        found = []
+        for part in parts:
+            with source(part.shard, False) as values:
+                if values is not None:
+                    stays = self._assembly.optimizer.updater.shelf.always_at_hand
+                    found.append(_inside(values, part) if stays else _inside(values, part).clone())
+        return found[0] if len(found) == 1 else (torch.cat(found) if found else None)
 
-    def _owned(
-        self, parameter: nn.Parameter, source: Callable[[MasterShard], Tensor | None]
-    ) -> Iterable[tuple[_Part, Tensor]]:
-        for part in self._parts.get(self._index[id(parameter)], []):
-            values = source(part.shard)
-            if values is not None:
-                yield part, values.view(-1).narrow(0, part.piece.in_shard, part.piece.numel)
+    def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
+        """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
+        flat, cursor = values.detach().reshape(-1), 0
+        for part in self._parts_of(parameter):
+            with target(part.shard, True) as place:
+                if place is not None:
+                    _inside(place, part).copy_(flat.narrow(0, cursor, part.piece.numel))
+            cursor += part.piece.numel
+
+    def _parts_of(self, parameter: nn.Parameter) -> list[_Part]:
+        return self._parts.get(self._index[id(parameter)], [])
 
     # Where things are
 
-    def master(self, shard: MasterShard) -> Tensor | None:
-        return shard.master
+    @contextmanager
+    def master(self, shard: int, changes: bool) -> Iterator[Tensor | None]:
+        optimizer = self._assembly.optimizer
+        with optimizer.updater.shelf.opened(shard, changes=changes):
+            yield optimizer.shards[shard].master
 
-    def gradient(self, shard: MasterShard) -> Tensor | None:
-        return self._assembly.optimizer.reduced_gradient(shard)
+    def gradient(self, shard: int, changes: bool) -> AbstractContextManager[Tensor | None]:
+        optimizer = self._assembly.optimizer
+        return optimizer.reduced_gradient(optimizer.shards[shard], changes=changes)
 
-    def state(self, key: str) -> Callable[[MasterShard], Tensor | None]:
-        return lambda shard: self._assembly.optimizer.optimizer_state(shard, key)
+    def state(self, key: str) -> Source:
+        optimizer = self._assembly.optimizer
+
+        @contextmanager
+        def opened(shard: int, changes: bool) -> Iterator[Tensor | None]:
+            with optimizer.updater.shelf.opened(shard, changes=changes):
+                yield optimizer.optimizer_state(optimizer.shards[shard], key)
+
+        return opened
 
     @property
     def gradient_factor(self) -> float:
@@ -95,6 +123,10 @@ class Fragments:
     def publish(self, parameter: nn.Parameter) -> None:
         """Let edited masters be seen by the model. Collective."""
         self._assembly.optimizer.publish_master(self._index[id(parameter)])
+
+
+def _inside(values: Tensor, part: _Part) -> Tensor:
+    return values.view(-1).narrow(0, part.piece.in_shard, part.piece.numel)
 
 
 def attach_fragments(assembly: Assembly, collectives: Collectives) -> None:
@@ -163,41 +195,36 @@ def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], update_func
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
-    return fragments.local(param, fragments.master)
+    return fragments.read_local(param, fragments.master)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     fragments = _sharded(param)
     fragments.finish_reductions()
-    chunk = fragments.local(param, fragments.gradient)
+    chunk = fragments.read_local(param, fragments.gradient)
     return None if chunk is None else chunk.float() * fragments.gradient_factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     fragments = _sharded(param)
-    return fragments.local(param, fragments.state(optim_state_key))
+    return fragments.read_local(param, fragments.state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
-    _copy_local(fragments.local(param, fragments.master), value)
+    fragments.write_local(param, value, fragments.master)
     fragments.publish(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
     fragments.finish_reductions()
-    _copy_local(fragments.local(param, fragments.gradient), value / fragments.gradient_factor)
+    fragments.write_local(param, value / fragments.gradient_factor, fragments.gradient)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _sharded(param)
-    _copy_local(fragments.local(param, fragments.state(optim_state_key)), value)
-
-
-def _copy_local(chunk: Tensor | None, value: Tensor) -> None:
-    if chunk is not None:
-        chunk.copy_(value.reshape(-1)[: chunk.numel()])
+    fragments.write_local(param, value, fragments.state(optim_state_key))
 
 
 def _managed(param: nn.Parameter) -> Fragments:

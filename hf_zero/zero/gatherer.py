@@ -70,7 +70,7 @@ class Gatherer:
         self._buffers = GatherBuffers()
         for unit in units:
             for part in unit.parts:
-                self._buffers.expect(part.layout.row_numel * part.layout.world, part.shard.dtype)
+                self._buffers.expect(part.layout.row_numel * part.layout.world, part.dtype)
         self._frames: list[_Frame] = []
         self._reach: tuple[int, ...] = ()
         self._cursor = 0
@@ -315,10 +315,13 @@ class Gatherer:
             return
         for position in positions:
             for unit in self._line[position].units:
-                if not unit.is_gathered:
-                    unit.start(self._collectives, self._buffers)
-                    self._in_flight = unit
+                if unit.is_gathered:
+                    continue
+                if self._in_flight is not None:
+                    unit.fetch()  # from where shards are kept, so that the gather after this one can start at once
                     return
+                unit.start(self._collectives, self._buffers)
+                self._in_flight = unit
 
     def _release(self, unit: Unit) -> None:
         if not unit.is_resident:
@@ -341,6 +344,7 @@ class Gatherer:
         for unit in self.units:
             if unit not in busy:
                 self._release(unit)
+                unit.put_back()
 
 
 def _next_node() -> int:

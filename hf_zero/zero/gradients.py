@@ -184,7 +184,7 @@ class GradientReducer:
         self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0, waits=self._waits)
         buffer, sent = self._collect(bucket)
         if self._sharding.shards_optimizer:
-            result = self._place_for_result(bucket)
+            result = bucket.place_for_result()
             pending = self._collectives.reduce_scatter(result, buffer)
         else:
             result = buffer
@@ -202,9 +202,10 @@ class GradientReducer:
                 return bucket.local, None
             buffer, sent = self._take_buffer(bucket)
             return buffer.copy_(bucket.local), sent
-        if same_dtype and not bucket.has_reduced and not self._sharding.shards_optimizer:
-            bucket.take(bucket.reduced, add=False)
-            return bucket.reduced, None
+        if same_dtype and not bucket.has_reduced and not self._sharding.shards_optimizer and bucket.reduces_in_place:
+            reduced = bucket.reduced.take()
+            bucket.take(reduced, add=False)
+            return reduced, None
         buffer, sent = self._take_buffer(bucket)
         bucket.take(buffer, add=False)
         return buffer, sent
@@ -214,11 +215,6 @@ class GradientReducer:
         dtype = bucket.dtypes.communication
         buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.flat.device, waits=self._waits)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
-
-    def _place_for_result(self, bucket: BucketGradients) -> Tensor:
-        if not bucket.has_reduced and bucket.dtypes.communication == bucket.dtypes.accumulation:
-            return bucket.reduced
-        return torch.empty(bucket.flat.owned.numel, dtype=bucket.dtypes.communication, device=bucket.flat.device)
 
     def _land_ready(self) -> None:
         """Count in what has arrived, so that the others get their buffers back."""

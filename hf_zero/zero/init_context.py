@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 
 from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed, local_device
 from hf_zero.config import load_config, resolve_precision
+from hf_zero.memory.vector import ResidentVector
 from hf_zero.precision import Precision, precision_from
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, hold, let_go, of, shard_parameter
 from hf_zero.zero.watched import unwatch, watch
@@ -198,7 +199,7 @@ class _Birth:
         parameter.data = parameter.data.to(local_device())
         handle = shard_parameter(parameter, self._collectives, dtype=self._precision.parameter_dtype(parameter.dtype))
         if handle.shard.device != self._device:
-            handle.move(handle.shard.to(self._device))
+            handle.move(ResidentVector(handle.shard.to(self._device)), self._device)
         if on_host:
             HEAP.freed(parameter.numel() * parameter.element_size())
 

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_zero.layout import Interval, Piece
+from hf_zero.layout import Interval
+from hf_zero.layout.portions import pieces_of_portion
+from hf_zero.memory.vector import at_hand_or_absent
 from hf_zero.optim import MasterShard, MasterTensor
+from hf_zero.zero.places import Portion
 from hf_zero.zero.store import ParameterStore, TrainedBucket
 
 
 def master_shards(store: ParameterStore, *, whole_tensors: bool) -> tuple[MasterShard, ...]:
-    """One shard per bucket and optimizer group, in bucket order.
+    """One shard per portion of the update, in bucket order.
 
     Args:
         whole_tensors: give the optimizer every parameter in its own shape (possible only where a rank owns whole
             buckets); otherwise it sees one flat tensor per shard.
     """
     return tuple(
-        _shard(index, bucket, run, whole_tensors)
+        _shard(index, bucket, portion, whole_tensors)
         for index, bucket in enumerate(store.buckets)
-        for run in range(len(bucket.bucket.runs))
+        for portion in bucket.portions
     )
 
 
-def _shard(index: int, bucket: TrainedBucket, run: int, whole_tensors: bool) -> MasterShard:
-    runs = bucket.bucket.runs
-    stop = runs[run + 1].start if run + 1 < len(runs) else bucket.owned.numel
-    part = Interval(runs[run].start, stop)
-    master = bucket.master.narrow(0, part.start, part.numel)
+def _shard(index: int, bucket: TrainedBucket, portion: Portion, whole_tensors: bool) -> MasterShard:
+    part = portion.part
+    master = at_hand_or_absent(portion.master)
     if whole_tensors:
-        assert bucket.owned.numel == bucket.bucket.numel and len(runs) == 1, "whole tensors need whole buckets"
+        assert part.numel == bucket.bucket.numel, "whole tensors need whole buckets"
         tensors = tuple(
             MasterTensor(nn.Parameter(master.narrow(0, slot.offset, slot.numel).view(parameter.shape)), slot.interval)
             for slot, parameter in zip(bucket.bucket.slots, bucket.parameters, strict=True)
@@ -39,17 +40,9 @@ def _shard(index: int, bucket: TrainedBucket, run: int, whole_tensors: bool) -> 
     return MasterShard(
         bucket=index,
         part=part,
-        group=runs[run].group,
+        group=portion.group,
         master=master,
-        narrow=None if bucket.narrow is None else bucket.narrow.narrow(0, part.start, part.numel),
+        narrow=None if portion.narrow is None else at_hand_or_absent(portion.narrow),
         tensors=tensors,
-        pieces=_pieces(bucket, part),
-    )
-
-
-def _pieces(bucket: TrainedBucket, part: Interval) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(piece.parameter, piece.in_shard - part.start, piece.in_parameter, piece.numel)
-        for piece in bucket.bucket.pieces(bucket.owned)
-        if part.start <= piece.in_shard < part.stop
+        pieces=pieces_of_portion(bucket.bucket, bucket.owned, part),
     )

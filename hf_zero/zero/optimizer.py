@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,11 +15,15 @@ from hf_zero.comm import Collectives, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval
+from hf_zero.log import logger
 from hf_zero.loss_scale import loss_scaler_from
+from hf_zero.memory.failures import stop_if_any
+from hf_zero.memory.requests import StorageError
 from hf_zero.optim import MasterShard, Updater
 from hf_zero.optim.updater import ShardGradients
 from hf_zero.zero.bucket_gradients import BucketGradients
 from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.places import Places
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
@@ -44,6 +49,7 @@ class _Verdict:
     any_late: bool
     any_out_of_order: bool
     any_overwritten: bool
+    any_failed: bool
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -69,6 +75,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharding: Sharding,
         collectives: Collectives,
         rules: StepRules,
+        places: Places,
     ) -> None:
         self.optimizer = updater.optimizer
         self.fragments: Any = None  # kept alive here; see hf_zero.zero.fragments
@@ -81,6 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharding = sharding
         self._collectives = collectives
         self._rules = rules
+        self._places = places
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -139,10 +147,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """`gradient_factor` for what the updater gets: a sum over ranks, or one rank's gradient instead."""
         return self.gradient_factor * self._num_added
 
-    def reduced_gradient(self, shard: MasterShard) -> torch.Tensor | None:
+    @contextmanager
+    def reduced_gradient(self, shard: MasterShard, *, changes: bool = False) -> Iterator[torch.Tensor | None]:
         """The reduced gradient of `shard` (1-D, sum over ranks); None when nothing has been reduced since the step."""
         bucket = self._reducer.buckets[shard.bucket]
-        return bucket.reduced.narrow(0, shard.part.start, shard.part.numel) if bucket.has_reduced else None
+        if not bucket.has_reduced:
+            yield None
+            return
+        if changes:
+            bucket.forget_squares()
+        with bucket.reduced.opened(changes=changes) as reduced:
+            yield reduced.narrow(0, shard.part.start, shard.part.numel)
 
     def optimizer_state(self, shard: MasterShard, key: str) -> torch.Tensor | None:
         """State `key` of `shard` (1-D, as long as its master); None when the optimizer has none."""
@@ -158,8 +173,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for index, bucket in enumerate(self._store.buckets):
             if any(slot.parameter == parameter for slot in bucket.bucket.slots):
                 self._store.prepare_update()
-                if bucket.narrow is not None:
-                    bucket.narrow.copy_(bucket.master)
+                for number, shard in enumerate(self.shards):
+                    if shard.bucket == index:
+                        with self._updater.shelf.opened(number):
+                            self._updater.shelf.deliver(number)
                 self._store.publish(index).wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -226,9 +243,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _held_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a parameter, what this rank holds of its gradient), 1-D."""
         for shard in self.shards:
-            reduced = self.reduced_gradient(shard)
-            if reduced is not None:
-                for piece in shard.pieces:
+            with self.reduced_gradient(shard) as reduced:
+                for piece in shard.pieces if reduced is not None else ():
+                    assert reduced is not None
                     yield piece.parameter, reduced.narrow(0, piece.in_shard, piece.numel)
         for bucket in self._reducer.buckets:
             if bucket.local is not None:  # not reduced, on purpose
@@ -245,6 +262,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with ledger.phase("backward"):
                 self._reducer.reduce_late()
             verdict = self._exchange_verdict()
+        if verdict.any_failed:
+            stop_if_any(self._places.failure, self._collectives)
         if verdict.any_overwritten:
             self._refuse_overwritten()
         order = self._store.settle_order(verdict.any_out_of_order)
@@ -259,35 +278,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 
     def _exchange_verdict(self) -> _Verdict:
-        """One small all-reduce: [sum of squares, late, ranks out of order, overwritten, use of every parameter]."""
+        """One small all-reduce: [squares, late, ranks out of order, overwritten, failed drives, use of parameters]."""
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
             for index in bucket.used:
                 counts[index] = 1.0
-        head = [0.0, len(self._reducer.late), self._store.is_out_of_order, 0.0]
+        head = [0.0, len(self._reducer.late), self._store.is_out_of_order, 0.0, 0.0]
         message = torch.tensor([*head, *counts], dtype=torch.float64, device=self._device)
         message[3] += self._store.num_overwritten()
         for bucket in self._reducer.buckets:
             if bucket.local is not None:  # not reduced, on purpose
                 message[0] += sum_of_squares(bucket.local)
             elif bucket.has_reduced:
-                message[0] += self._squares(bucket)
+                message[0] += self._squares(bucket).to(self._device)
+        message[4] = self._places.failure is not None
         self._collectives.agree(message)
-        squares, num_late, num_out_of_order, num_overwritten, *counts = message.tolist()
+        squares, num_late, num_out_of_order, num_overwritten, num_failed, *counts = message.tolist()
         return _Verdict(
             norm=(squares / self._num_added) ** 0.5 * self._factor,
             used=frozenset(index for index, count in enumerate(counts) if count > 0),
             any_late=num_late > 0,
             any_out_of_order=num_out_of_order > 0,
             any_overwritten=num_overwritten > 0,
+            any_failed=num_failed > 0,
         )
 
     def _squares(self, bucket: BucketGradients) -> torch.Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.
-        reduced = bucket.reduced
         mine = bucket.bucket.shard(self._sharding.rank)
-        part = mine if reduced.numel() == bucket.bucket.numel else Interval(0, reduced.numel())
-        return sum_of_squares(reduced.narrow(0, part.start, part.numel))
+        holds_all = bucket.flat.owned.numel == bucket.bucket.numel
+        return bucket.squares(mine if holds_all else Interval(0, bucket.flat.owned.numel))
 
     def _check_unused(self, verdict: _Verdict) -> None:
         if not self._rules.require_all_gradients:
@@ -307,42 +327,71 @@ class ZeroOptimizer(torch.optim.Optimizer):
         One at a time, because what is under way takes memory.
         """
         gradients = self._shard_gradients(verdict)
-        left = Counter(
-            shard.bucket
-            for shard, part in zip(self._updater.shards, gradients.reduced, strict=True)
-            if part is not None
-        )
+        left = Counter(self._updater.shards[index].bucket for index in gradients.wanted)
         published = Pending()
         with ledger.phase("step"):
-            for index in self._updater.step(gradients):
+            for index in self._each_updated(gradients):
                 bucket = self._updater.shards[index].bucket
                 left[bucket] -= 1
                 if not left[bucket]:
                     published.wait()
                     published = self._store.publish(bucket)
             published.wait()
+            if self._places.drives:
+                stop_if_any(self._places.failure, self._collectives)
+
+    def _each_updated(self, gradients: ShardGradients) -> Iterator[int]:
+        """Shards as they are updated. If a drive fails, the rest is gone through all the same, for the other ranks wait
+        for this one; then all stop together."""
+        left = list(gradients.wanted)
+        try:
+            for index in self._updater.step(gradients):
+                left.remove(index)
+                yield index
+        except StorageError:
+            logger.exception("the update stops here")
+            yield from left
 
     def _shard_gradients(self, verdict: _Verdict) -> ShardGradients:
         return ShardGradients(
-            reduced=[self._reduced_part(shard, verdict) for shard in self._updater.shards],
+            reduced=_Parts(len(self._updater.shards), self._part_for_update),
             used=verdict.used,
             scale=self._factor * clip_coefficient(verdict.norm, self._rules.gradients.clip_norm),
+            wanted=[i for i, shard in enumerate(self._updater.shards) if self._is_used(shard.bucket, verdict)],
         )
 
-    def _reduced_part(self, shard: MasterShard, verdict: _Verdict) -> torch.Tensor | None:
+    def _is_used(self, bucket: int, verdict: _Verdict) -> bool:
         # Not by this rank's own pieces: whether a bucket is published must be the same on all ranks.
+        return any(slot.parameter in verdict.used for slot in self._reducer.buckets[bucket].bucket.slots)
+
+    def _part_for_update(self, index: int) -> torch.Tensor:
+        """The gradient of a shard as its updater takes it, while it is in place."""
+        shard = self._updater.shards[index]
         bucket = self._reducer.buckets[shard.bucket]
-        if not any(slot.parameter in verdict.used for slot in bucket.bucket.slots):
-            return None
         if not self._updater.takes_local_gradients:
-            return bucket.reduced.narrow(0, shard.part.start, shard.part.numel)
+            return bucket.reduced.take().narrow(0, shard.part.start, shard.part.numel)
         if bucket.local is None:
             bucket.keep_local()  # this rank has none, and zeros count
+        assert bucket.local is not None
         return bucket.local
 
     @property
     def _device(self) -> torch.device:
         return self._store.device
+
+
+class _Parts(Sequence[torch.Tensor]):
+    """The gradient of every shard, asked for while it is in place."""
+
+    def __init__(self, number: int, part: Callable[[int], torch.Tensor]) -> None:
+        self._number = number
+        self._part = part
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._part(index)
 
 
 def _listed(names: list[str]) -> str:

@@ -15,12 +15,18 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
 
     def gather_whole(shard: MasterShard, values: Tensor) -> dict[int, Tensor]:
         length = values.numel()
-        everyone = torch.empty(collectives.world * length, dtype=values.dtype, device=values.device)
+        everyone = torch.empty(collectives.world * length, dtype=values.dtype, device=store.device)
         everyone.narrow(0, collectives.rank * length, length).copy_(values)
         collectives.all_gather(everyone).wait()
-        return _wholes(store, shard, everyone)
+        return _wholes(store, shard, everyone.to(values.device))
 
-    return Peers(add_up=collectives.agree, gather_whole=gather_whole)
+    def add_up(values: Tensor) -> None:
+        travelling = values.to(store.device)
+        collectives.agree(travelling)
+        if travelling is not values:
+            values.copy_(travelling)
+
+    return Peers(add_up=add_up, gather_whole=gather_whole)
 
 
 def _wholes(store: ParameterStore, shard: MasterShard, everyone: Tensor) -> dict[int, Tensor]:

@@ -7,7 +7,8 @@ numel are true, what is computed from it is unmistakable, and writing into it ra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from hf_zero.comm import Collectives
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import chunk_numel
 from hf_zero.memory.host_heap import HostHeap
+from hf_zero.memory.vector import Vector, absent
 
 TOGETHER_NUMEL = 1 << 20  # what travels as one
 _HANDLE = "hf_zero_shard"
@@ -54,26 +56,29 @@ class ShardedParameter:
     """The handle of one parameter; `of(parameter)` finds it.
 
     Attributes:
-        shard: 1-D, ceil(numel / world) elements in the parameter's dtype: this rank's chunk, zero-padded at the end.
+        shard: 1-D, ceil(numel / world) elements in the parameter's dtype: this rank's chunk, zero-padded at the end;
+            NaN without memory where the chunk is kept elsewhere, see `opened`.
+        kept: the chunk, where it is not always at hand.
         name: the parameter's name in its model, as far as known.
         whole: the gathered tensor inside a unit's storage, while its unit is gathered.
         holds: how many GatheredParameters contexts hold the parameter.
-        master: this rank's chunk of the master weights, where an engine trains the parameter.
+        write_master: overwrites the beginning of this rank's chunk of the masters, where the parameter is trained.
         owner: the store whose unit the parameter belongs to; None before initialize().
     """
 
     def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, collectives: Collectives) -> None:
         self.parameter = parameter
         self.shard = shard
+        self.kept: Vector | None = None
         self.shape = shape
         self.numel = shape.numel()
         self.collectives = collectives
         self.name = ""
         self.whole: Tensor | None = None
         self.holds = 0
-        self.master: Tensor | None = None
+        self.write_master: Callable[[Tensor], None] | None = None
         self.owner: Any = None
-        self.stand_in = _stand_in(shape, shard)
+        self.stand_in = _stand_in(shape, shard.dtype, shard.device)
         _describe(self)
         self.hide()
 
@@ -97,17 +102,32 @@ class ShardedParameter:
         else:
             self.hide()
 
-    def adopt(self, shard: Tensor) -> None:
-        """Move this rank's chunk into `shard`, which replaces the old one."""
-        shard.copy_(self.shard)
-        self.move(shard)
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is used; its chunk may be elsewhere."""
+        return self.stand_in.device
 
-    def move(self, shard: Tensor) -> None:
-        """Make `shard`, which holds the right values, the chunk."""
-        self.shard = shard
+    @contextmanager
+    def opened(self, *, changes: bool = False) -> Iterator[Tensor]:
+        """This rank's chunk with its values."""
+        if self.kept is None:
+            yield self.shard
+            return
+        with self.kept.opened(changes=changes) as chunk:
+            yield chunk
+
+    def view(self) -> Tensor:
+        """This rank's chunk, only to be read, and only until it changes."""
+        return self.shard if self.kept is None else self.kept.view()
+
+    def move(self, kept: Vector, device: torch.device) -> None:
+        """Keep the chunk in `kept`, which holds the right values; the parameter is used on `device`."""
+        resident = kept.resident
+        self.kept = kept if resident is None else None
+        self.shard = absent(kept.numel, kept.dtype) if resident is None else resident
         self.parameter.ds_tensor = _described_shard(self)  # type: ignore[attr-defined]
-        if self.stand_in.dtype != shard.dtype or self.stand_in.device != shard.device:
-            self.stand_in = _stand_in(self.shape, shard)
+        if self.stand_in.dtype != kept.dtype or self.stand_in.device != device:
+            self.stand_in = _stand_in(self.shape, kept.dtype, device)
             if not self.is_available:
                 self.hide()
 
@@ -125,16 +145,17 @@ class ShardedParameter:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
         chunk = self.shard.numel()
         mine = whole.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
-        self.shard[: mine.numel()].copy_(mine)
-        if self.master is not None and self.master.data_ptr() != self.shard.data_ptr():
-            self.master[: mine.numel()].copy_(mine)
+        with self.opened(changes=True) as own:
+            own[: mine.numel()].copy_(mine)
+        if self.write_master is not None:
+            self.write_master(mine)
         if self.whole is not None and self.whole.data_ptr() != whole.data_ptr():
             self.whole.copy_(whole)
 
 
-def _stand_in(shape: torch.Size, like: Tensor) -> Tensor:
+def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     # A scalar of its own for each: equal addresses are how others recognise tied parameters.
-    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 def of(parameter: Tensor) -> ShardedParameter | None:
@@ -190,7 +211,7 @@ def gather_whole(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, handle in enumerate(handles):
-        by_kind.setdefault((handle.shard.dtype, handle.shard.device), []).append(index)
+        by_kind.setdefault((handle.shard.dtype, handle.device), []).append(index)
     for indices in by_kind.values():
         for batch in _batches(indices, handles):
             members = [handles[index] for index in batch]
@@ -213,17 +234,19 @@ def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Ite
 
 
 def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
-    collectives, first = members[0].collectives, members[0].shard
-    row_numel = sum(member.shard.numel() for member in members)
-    flat = torch.empty(collectives.world * row_numel, dtype=first.dtype, device=first.device)
-    rows = flat.view(collectives.world, row_numel)
-    torch.cat([member.shard for member in members], out=rows[collectives.rank])
+    collectives, dtype, device = members[0].collectives, members[0].shard.dtype, members[0].device
+    chunks = [member.shard.numel() for member in members]
+    flat = torch.empty(collectives.world * sum(chunks), dtype=dtype, device=device)
+    rows = flat.view(collectives.world, sum(chunks))
+    for member, place in zip(members, rows[collectives.rank].split(chunks), strict=True):
+        with member.opened() as own:
+            place.copy_(own)
     collectives.all_gather(flat).wait()
     if len(members) == 1:  # its chunks lie one after the other already
         return [flat[: members[0].numel].view(members[0].shape)]
     gathered, offset = [], 0
     for member in members:
-        whole = torch.empty(member.shape, dtype=first.dtype, device=first.device)
+        whole = torch.empty(member.shape, dtype=dtype, device=device)
         read_rows(whole.view(-1), rows[:, offset : offset + member.shard.numel()])
         gathered.append(whole)
         offset += member.shard.numel()
@@ -257,7 +280,7 @@ def let_go(handles: Sequence[ShardedParameter], modifier_rank: int | None = None
         assert handle.holds >= 0, "let_go without hold"
         if not handle.holds:
             handle.rest()
-            if handle.shard.device.type == "cpu":
+            if handle.device.type == "cpu":
                 HEAP.freed(handle.numel * handle.shard.element_size())
 
 

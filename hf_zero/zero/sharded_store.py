@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, Pending
 from hf_zero.config import GatherPolicy
-from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec, ParameterSpec, lay_rows
+from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.memory.store import MemoryStore, Store
+from hf_zero.memory.vector import ResidentVector, part_of
 from hf_zero.precision import Precision, master_dtype
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
+from hf_zero.zero.places import Place, Places, Portion
 from hf_zero.zero.residency import Residency, merge_orders, plan_residency
 from hf_zero.zero.scopes import Scope, assign_units, find_scopes
 from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten, refuse_read, shard_parameter
@@ -55,9 +59,16 @@ class ShardedParameters(ParameterStore):
     """
 
     def __init__(
-        self, module: nn.Module, trained: Trained, precision: Precision, policy: GatherPolicy, channels: Channels
+        self,
+        module: nn.Module,
+        trained: Trained,
+        precision: Precision,
+        policy: GatherPolicy,
+        channels: Channels,
+        places: Places,
     ) -> None:
         """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
+        self._places = places
         self._module = module
         self._trained = trained
         self._index_of = trained.index_of()
@@ -67,14 +78,14 @@ class ShardedParameters(ParameterStore):
         self._is_attached = False
         self._watched: list[nn.Module] = []
         self._hooks: list[Any] = []
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._device = places.device
         _retire_earlier_stores(self._everything())
         mark_leaves(module, policy)
         scopes = find_scopes(module)
         resident = self._choose_resident(policy)
-        self._masters: dict[UnitPart, Tensor] = {}
+        self._placed: dict[UnitPart, tuple[Place, tuple[Portion, ...]]] = {}
         self.units = self._build_units(scopes, resident)
-        super().__init__(self._build_layout(), trained.parameters)
+        super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
         self.buckets = tuple(self._trained_buckets())
         self.gatherer = self._build_gatherer(scopes, policy)
         self._finished_at = sorted(self._first_positions(), reverse=True)
@@ -107,23 +118,23 @@ class ShardedParameters(ParameterStore):
     def _build_units(self, scopes: Sequence[Scope], resident: set[int]) -> tuple[Unit, ...]:
         units: list[Unit] = []
         for scope, members in assign_units(scopes):
-            parts = self._build_parts([p for p in members if id(p) not in resident])
+            parts = self._build_parts([p for p in members if id(p) not in resident], self._places.parameters)
             if parts:
                 units.append(Unit(len(units), scope.name or type(scope.module).__name__, parts))
-        parts = self._build_parts([p for p in self._everything() if id(p) in resident])
+        parts = self._build_parts([p for p in self._everything() if id(p) in resident], MemoryStore(self._device))
         if parts:
             units.append(Unit(len(units), RESIDENT, parts, is_resident=True))
         return tuple(units)
 
-    def _build_parts(self, parameters: Sequence[nn.Parameter]) -> list[UnitPart]:
+    def _build_parts(self, parameters: Sequence[nn.Parameter], store: Store) -> list[UnitPart]:
         """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are."""
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.is_floating_point() and parameter.numel():
                 by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
-        return [self._build_part(members, dtype) for dtype, members in by_dtype.items()]
+        return [self._build_part(members, dtype, store) for dtype, members in by_dtype.items()]
 
-    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> UnitPart:
+    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, store: Store) -> UnitPart:
         specs = [
             MemberSpec(index, parameter.numel(), self._group_of(parameter))
             for index, parameter in enumerate(parameters)
@@ -131,20 +142,28 @@ class ShardedParameters(ParameterStore):
         layout = lay_rows(
             specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
         )
-        ordered = [parameters[slot.member] for slot in layout.slots]
-        wide: list[Tensor] = []
-        handles = []
-        for slot, parameter in zip(layout.slots, ordered, strict=True):
-            handle = self._shard(parameter)
-            if slot.offset < layout.trained_numel:
-                wide.append(handle.shard)
+        handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
+        wide = _wide(layout, handles)
+        for handle in handles:
             if handle.shard.dtype != dtype:
-                handle.move(handle.shard.to(dtype))
-            handles.append(handle)
-        part = UnitPart(layout, handles)
-        if wide:
-            self._masters[part] = _master(part, wide)
+                with handle.opened() as chunk:
+                    handle.move(ResidentVector(chunk.to(dtype)), self._device)
+        part = UnitPart(layout, handles, store, self._device)
+        if layout.trained_numel:
+            self._place(part, wide)
         return part
+
+    def _place(self, part: UnitPart, wide: Tensor | None) -> None:
+        """Put the masters of a part where they are kept."""
+        layout = part.layout
+        bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
+        place = self._places.next(layout.trained_numel)
+        weights = part_of(part.kept, 0, layout.trained_numel)
+        if wide is None:
+            with weights.opened() as values:
+                wide = values if weights.resident is not None else values.clone()
+        portions = self._places.portions(bucket, row, weights, wide, place)
+        self._placed[part] = (place, portions)
 
     def _group_of(self, parameter: nn.Parameter) -> int | None:
         index = self._index_of.get(id(parameter))
@@ -180,17 +199,19 @@ class ShardedParameters(ParameterStore):
     def _trained_buckets(self) -> Iterator[TrainedBucket]:
         rank = self._channels.reduce.rank
         for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order(), strict=True):
-            weights = part.shard.narrow(0, 0, part.layout.trained_numel)
+            place, portions = self._placed.pop(part)
+            numel = part.layout.trained_numel
             trained = TrainedBucket(
                 bucket=bucket,
-                owned=Interval(rank * weights.numel(), (rank + 1) * weights.numel()),
-                weights=weights,
-                master=self._masters.pop(part),
+                owned=Interval(rank * numel, (rank + 1) * numel),
+                portions=portions,
+                place=place,
                 parameters=tuple(self.parameters[slot.parameter] for slot in bucket.slots),
+                device=self._device,
             )
             for slot, member in zip(part.layout.slots, part.members, strict=True):
-                if slot.offset < part.layout.trained_numel:
-                    member.master = trained.master.narrow(0, slot.offset, slot.chunk)
+                if slot.offset < numel and trained.has_masters:
+                    member.write_master = partial(trained.write_master, slot.offset)
             yield trained
 
     def _build_gatherer(self, scopes: Sequence[Scope], policy: GatherPolicy) -> Gatherer:
@@ -239,7 +260,7 @@ class ShardedParameters(ParameterStore):
         self.detach()
         for unit in self.units:
             for member in unit.members:
-                member.owner, member.master = None, None
+                member.owner, member.write_master = None, None
 
     def begin_backward(self) -> None:
         """In the first step: learn whether every rank's forward took the order of registration. Only then may backward
@@ -348,16 +369,18 @@ class _Refill(Pending):
         self._part.finish(self._buffers)
 
 
-def _master(part: UnitPart, wide: Sequence[Tensor]) -> Tensor:
-    """Master weights of the trained rows, from chunks that may be wider than the part."""
-    weights = part.shard.narrow(0, 0, part.layout.trained_numel)
-    dtype = master_dtype(weights.dtype)
-    if dtype == weights.dtype:
-        return weights
-    master = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
-    for slot, chunk in zip(part.layout.slots, wide, strict=False):
-        master.narrow(0, slot.offset, slot.chunk).copy_(chunk)
-    return master
+def _wide(layout: RowLayout, handles: Sequence[ShardedParameter]) -> Tensor | None:
+    """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
+    themselves, or nothing is trained."""
+    weights: torch.dtype = getattr(torch, layout.dtype)
+    if master_dtype(weights) == weights or not layout.trained_numel:
+        return None
+    wide = torch.zeros(layout.trained_numel, dtype=master_dtype(weights), device=handles[0].shard.device)
+    for slot, handle in zip(layout.slots, handles, strict=True):
+        if slot.offset < layout.trained_numel:
+            with handle.opened() as chunk:
+                wide.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+    return wide
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:

@@ -24,18 +24,23 @@ class Sharding:
     stage: int
     rank: int
     world: int
+    alone: bool = False  # shards also where one rank has all of them: they are kept somewhere else
+
+    @property
+    def _takes_apart(self) -> bool:
+        return self.world > 1 or self.alone
 
     @property
     def shards_optimizer(self) -> bool:
-        return self.stage >= 1 and self.world > 1
+        return self.stage >= 1 and self._takes_apart
 
     @property
     def shards_gradients(self) -> bool:
-        return self.stage >= 2 and self.world > 1
+        return self.stage >= 2 and self._takes_apart
 
     @property
     def shards_parameters(self) -> bool:
-        return self.stage >= 3 and self.world > 1
+        return self.stage >= 3 and self._takes_apart
 
     def owned(self, bucket: Bucket) -> Interval:
         """The part of `bucket` this rank updates."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.zero.places import Place, Portion
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +21,39 @@ class TrainedBucket:
 
     Attributes:
         owned: the interval of the bucket that this rank updates.
-        weights: 1-D, the owned interval in the model's dtype.
-        master: 1-D, the owned interval in the master dtype; `weights` itself where that is wide enough.
+        portions: what the update takes one after the other, in order.
+        place: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
+        device: where the bucket is reduced and gathered.
     """
 
     bucket: Bucket
     owned: Interval
-    weights: Tensor
-    master: Tensor
+    portions: tuple[Portion, ...]
+    place: Place
     parameters: tuple[nn.Parameter, ...]
+    device: torch.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weights.dtype
+        """Of the weights."""
+        return getattr(torch, self.bucket.dtype)  # type: ignore[no-any-return]
 
     @property
-    def device(self) -> torch.device:
-        return self.weights.device
+    def has_masters(self) -> bool:
+        """Whether weights and masters are two things."""
+        return any(portion.narrow is not None for portion in self.portions)
 
-    @property
-    def narrow(self) -> Tensor | None:
-        """Where rounded weights go after an update; None when the master is the weight itself."""
-        return None if self.master.dtype == self.weights.dtype else self.weights
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite masters from element `start` of the owned interval on; nothing where they are the weights."""
+        written = Interval(start, start + values.numel())
+        for portion in self.portions:
+            common = portion.part.intersect(written)
+            if common is None or portion.narrow is None:
+                continue
+            with portion.master.opened(changes=True) as master:
+                target = master.narrow(0, common.start - portion.part.start, common.numel)
+                target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
 
 
 class Reductions(Protocol):
@@ -62,10 +73,14 @@ class ParameterStore(ABC):
         layout: of the trained parameters; `layout.specs[i]` describes `parameters[i]`.
         parameters: the model's trained parameters.
         buckets: their buckets, in the order in which gradients are reduced.
+        portion_numel: most elements of a bucket that are updated as one; None: whatever it has.
     """
 
-    def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], portion_numel: int | None = None
+    ) -> None:
         self.layout = layout
+        self.portion_numel = portion_numel
         self.parameters = tuple(parameters)
         self.buckets: tuple[TrainedBucket, ...] = ()
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from hf_zero.comm import Collectives, Rows
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
+from hf_zero.memory.store import Store
+from hf_zero.memory.vector import part_of
 from hf_zero.zero.sharded_parameter import ShardedParameter
 
 
@@ -53,15 +55,18 @@ class GatherBuffers:
 class UnitPart:
     """The parameters of one dtype in a unit."""
 
-    def __init__(self, layout: RowLayout, members: Sequence[ShardedParameter]) -> None:
-        """`members` stand in the order of `layout.slots`. Their chunks move into one tensor, `shard`."""
-        first = members[0].shard
+    def __init__(
+        self, layout: RowLayout, members: Sequence[ShardedParameter], store: Store, device: torch.device
+    ) -> None:
+        """`members` stand in the order of `layout.slots`. Their chunks move into one vector of `store`, `kept`."""
         self.layout = layout
         self.members = tuple(members)
-        self.shard = torch.zeros(layout.row_numel, dtype=first.dtype, device=first.device)
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.device = device
+        self.kept = store.adopt(f"weights of {members[0].name or 'a unit'} and following", self._joined())
         for slot, member in zip(layout.slots, members, strict=True):
-            member.adopt(self.shard.narrow(0, slot.offset, slot.chunk))
-        self._full = torch.empty(layout.full_numel, dtype=first.dtype, device=first.device)
+            member.move(part_of(self.kept, slot.offset, slot.chunk), device)
+        self._full = torch.empty(layout.full_numel, dtype=self.dtype, device=device)
         self._views = tuple(
             self._full.narrow(0, slot.full_offset, slot.numel).view(member.shape)
             for slot, member in zip(layout.slots, members, strict=True)
@@ -70,9 +75,32 @@ class UnitPart:
         self._num_bytes = self._full.untyped_storage().nbytes()
         self._full.untyped_storage().resize_(0)
         self._rows: Rows | None = None
+        self._is_fetched = False
+
+    def _joined(self) -> Tensor:
+        """The members' chunks as one new tensor, with zeros between them."""
+        row = torch.zeros(self.layout.row_numel, dtype=self.dtype, device=self.members[0].shard.device)
+        for slot, member in zip(self.layout.slots, self.members, strict=True):
+            with member.opened() as chunk:
+                row.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+        return row
+
+    def fetch(self) -> None:
+        """Bring this rank's row to where a gather can start from it."""
+        if not self._is_fetched:
+            self._is_fetched = True
+            self.kept.fetch()
+
+    def put_back(self) -> None:
+        """This rank's row is not needed any more."""
+        if self._is_fetched:
+            self._is_fetched = False
+            self.kept.release(changed=False)
 
     def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
-        self._rows = collectives.gather_rows(self.shard, lambda numel: buffers.take(numel, self.shard))
+        self.fetch()
+        row = self.kept.take().to(self.device, non_blocking=True)
+        self._rows = collectives.gather_rows(row, lambda numel: buffers.take(numel, row))
 
     def finish(self, buffers: GatherBuffers) -> None:
         """Wait for the gather and unpack it; parameters that somebody holds keep what they show."""
@@ -82,6 +110,7 @@ class UnitPart:
             storage.resize_(self._num_bytes)
         self._unpack(rows)
         buffers.give(rows)
+        self.put_back()
         for member, view in zip(self.members, self._views, strict=True):
             member.whole = view
             if not member.holds:
@@ -100,6 +129,7 @@ class UnitPart:
     def discard(self, buffers: GatherBuffers) -> None:
         """Wait for a gather whose result nobody wants here; other ranks did."""
         buffers.give(self._land())
+        self.put_back()
 
     def release(self) -> None:
         for member in self.members:
@@ -153,6 +183,18 @@ class Unit:
     @property
     def members(self) -> tuple[ShardedParameter, ...]:
         return tuple(member for part in self.parts for member in part.members)
+
+    def fetch(self) -> None:
+        """The unit is to be gathered soon."""
+        if not (self.is_gathered or self.is_in_flight):
+            for part in self.parts:
+                part.fetch()
+
+    def put_back(self) -> None:
+        """The unit is not to be gathered soon after all."""
+        if not self.is_in_flight:
+            for part in self.parts:
+                part.put_back()
 
     def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
         """Begin to gather. Buffers outlive the mode they are made in, so inference mode is left for it."""

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 from hf_zero.config import Resolved, resolve
-from tests.config.test_ready_configs import FILES
+from tests.config.test_ready_configs import ALL
 from tests.support.launch import ROOT, launch
 
 
 def test_filled_by_transformers(tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
     script = Path(__file__).with_name("fill_with_transformers.py")
-    launch(script, [tmp_path, answer, *FILES], environment={"HF_ZERO": "1", "PYTHONPATH": str(ROOT)}).check()
+    launch(script, [tmp_path, answer, *ALL], environment={"HF_ZERO": "1", "PYTHONPATH": str(ROOT)}).check()
     filled = json.loads(answer.read_text())
-    assert len(filled) == len(FILES) == 6
+    assert len(filled) == len(ALL) == 6
     for path, config in filled.items():
         check(resolve(config, world_size=1), "fp16" if "fp16" in path else "bf16")
         assert "auto" in Path(path).read_text()

@@ -90,7 +90,7 @@ def run_sharded(
         for gradients in steps:
             whole = torch.cat([gradient.reshape(-1) for gradient in gradients] + [torch.zeros(padding)])
             mine = whole.narrow(0, rank * shard.part.numel, shard.part.numel)
-            assert list(updater.step(ShardGradients([mine * 4], frozenset(range(len(sizes))), 0.25))) == [0]
+            assert list(updater.step(ShardGradients([mine * 4], frozenset(range(len(sizes))), 0.25, [0]))) == [0]
         results[rank] = shard.master
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]

@@ -70,7 +70,7 @@ class Seen:
 
 
 def shard_numel(engine: Any) -> int:
-    return sum(part.shard.numel() for unit in engine._store.units for part in unit.parts)
+    return sum(part.kept.numel for unit in engine._store.units for part in unit.parts)
 
 
 def idle_buffers(engine: Any) -> int:

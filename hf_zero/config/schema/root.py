@@ -145,7 +145,7 @@ class Root(Section):
     msamp: Free | None = unbuilt(None, "fp8 through MS-AMP.", why="MS-AMP is retired; use bf16.enabled")
     data_types: DataTypes | None = detail(None, "Dtypes.")
     zero_optimization: Zero | None = detail(None, "Sharding.")
-    aio: Aio | None = inert(None, "File access under NVMe offload.", why="NVMe offload is not built yet")
+    aio: Aio | None = detail(None, "File access under NVMe offload.")
     activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 

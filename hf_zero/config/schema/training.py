@@ -89,15 +89,15 @@ class ActivationCheckpointing(Section):
 
 
 class Aio(Section):
-    """Asynchronous file access under NVMe offload."""
+    """File access under NVMe offload. Every request under way has a thread, which holds nothing of the interpreter."""
 
-    block_size: Positive = detail(1_048_576, "Request size.", unit="bytes")
-    queue_depth: Positive = detail(8, "Requests in flight.")
-    intra_op_parallelism: Positive = detail(1, "Threads per request.")
-    thread_count: Positive = detail(1, "Older name of intra_op_parallelism.")
-    single_submit: Flag = detail(False, "Submit one by one.")
-    overlap_events: Flag = detail(True, "Overlap submission and completion.")
-    use_gds: Flag = detail(False, "GPUDirect storage.")
+    block_size: Positive = honoured(1_048_576, "Request size, rounded up to 4096.", unit="bytes")
+    queue_depth: Positive = honoured(8, "Requests under way.")
+    intra_op_parallelism: Positive = honoured(1, "Times queue_depth: the number of threads.")
+    thread_count: Positive = honoured(1, "Older name of intra_op_parallelism; the larger of the two counts.")
+    single_submit: Flag = inert(False, "Submit one by one.", why="requests are always handed over one by one")
+    overlap_events: Flag = inert(True, "Overlap submission and completion.", why="they always overlap")
+    use_gds: Flag = unbuilt(False, "GPUDirect storage.", why="files are read and written through host memory")
 
 
 class TensorParallelGroup(Section):

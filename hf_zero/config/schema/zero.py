@@ -15,7 +15,6 @@ from hf_zero.config.schema.fields import (
     Positive,
     Section,
     Whole,
-    check,
     detail,
     honoured,
     inert,
@@ -27,30 +26,49 @@ _BELOW_THREE = (0, 1, 2)
 _PLUS_PLUS = "ZeRO++ belongs to stage 3"
 
 
-class OffloadOptimizer(Section):
-    """Where master weights and optimizer states live: on the device, in host memory, or on NVMe."""
+_INTERNAL = "the update always has all of the CPU's threads"
 
-    device: Literal["none", "cpu", "nvme"] | None = check("none", "Place of the optimizer states: none, cpu or nvme.")
-    nvme_path: PathText | None = detail(None, "Folder on the NVMe drive.")
-    buffer_count: Positive = detail(4, "Buffers in the NVMe pool.", unit="buffers")
-    pin_memory: Flag = detail(True, "Page-locked host buffers.")
-    pipeline_read: Flag = detail(False, "Overlap NVMe reads with the update.")
-    pipeline_write: Flag = detail(False, "Overlap NVMe writes with the update.")
-    fast_init: Flag = detail(False, "Faster initialisation under NVMe.")
-    ratio: Fraction = detail(1.0, "Fraction of the update done on the CPU.")
-    super_offload: Flag = detail(False, "Variant for machines that share memory between CPU and GPU.")
-    cpuadam_cores_perc: Fraction = detail(0.8, "Fraction of the CPU cores for that variant.")
+
+class OffloadOptimizer(Section):
+    """Where master weights, optimizer states and reduced gradients live: on the device, in host memory, or on NVMe."""
+
+    device: Literal["none", "cpu", "nvme"] | None = honoured(
+        "none", "Place of the optimizer states: none, cpu (stages 0-3) or nvme (stages 1-3)."
+    )
+    nvme_path: PathText | None = honoured(None, "nvme: an existing folder on the drive.")
+    buffer_count: Positive = honoured(
+        4, "nvme: vectors of one sub-group in memory at once; Adam has 3. Reading ahead and writing behind add as many."
+    )
+    pin_memory: Flag = honoured(True, "Page-locked host memory, where there is a GPU.")
+    pipeline_read: Flag | None = honoured(None, "nvme: read the next sub-group during an update. Unset: yes.")
+    pipeline_write: Flag | None = honoured(None, "nvme: write the last sub-group during an update. Unset: yes.")
+    fast_init: Flag = honoured(
+        False, "nvme: only reserve room for the optimizer's states at start, instead of writing it once."
+    )
+    ratio: Fraction = honoured(
+        1.0, "Part of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
+    )
+    super_offload: Flag = unbuilt(
+        False, "Variant for machines that share memory between CPU and GPU.", why="it is an update that may be undone"
+    )
+    cpuadam_cores_perc: Fraction = inert(0.8, "Fraction of the CPU cores for that variant.", why=_INTERNAL)
 
 
 class OffloadParam(Section):
     """Where parameters live between uses; stage 3 only."""
 
-    device: Literal["none", "cpu", "nvme"] | None = check("none", "Place of the parameters: none, cpu or nvme.")
-    nvme_path: PathText | None = detail(None, "Folder on the NVMe drive.")
-    buffer_count: Positive = detail(5, "Buffers in the pool.", unit="buffers")
-    buffer_size: Positive = detail(100_000_000, "Size of a buffer.", unit="elements")
-    max_in_cpu: Count = detail(1_000_000_000, "Kept in host memory under NVMe.", unit="elements")
-    pin_memory: Flag = detail(True, "Page-locked host buffers.")
+    device: Literal["none", "cpu", "nvme"] | None = honoured("none", "Place of the parameters: none, cpu or nvme.")
+    nvme_path: PathText | None = honoured(None, "nvme: an existing folder on the drive.")
+    buffer_count: Positive = honoured(
+        5, "nvme: this many times buffer_size may be in memory on its way.", unit="buffers"
+    )
+    buffer_size: Positive = honoured(
+        100_000_000, "nvme: see buffer_count. A shard that is larger has a buffer of its own size.", unit="elements"
+    )
+    max_in_cpu: Count = honoured(
+        1_000_000_000, "nvme: as much of a rank's shards stays in host memory.", unit="elements"
+    )
+    pin_memory: Flag = honoured(True, "Page-locked host memory, where there is a GPU.")
 
 
 class LeafModule(Section):
@@ -112,7 +130,9 @@ class Zero(Section):
     offload_param: OffloadParam | None = honoured(None, "Place of the parameters (stage 3).")
 
     sub_group_size: Count = honoured(
-        1_000_000_000, "Size of the tensors in checkpoint files.", unit="elements", stages=_THREE
+        1_000_000_000,
+        "Size of the portions of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
+        unit="elements",
     )
     stage3_max_live_parameters: Count = honoured(
         1_000_000_000, "Units stay gathered up to this size.", unit="elements", stages=_THREE
@@ -164,4 +184,4 @@ class Zero(Section):
     zeropp_loco_param: Free | None = unbuilt(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
     mics_shard_size: Whole = unbuilt(-1, "Shard over groups of this many ranks.", why="MiCS belongs to stage 3")
     mics_hierarchical_params_gather: Flag = unbuilt(False, "Gather in two hops.", why="MiCS belongs to stage 3")
-    zenflow: Free | None = unbuilt(None, "Partial offload of the update.", why="offload is not built yet", switch="")
+    zenflow: Free | None = unbuilt(None, "Updates that trail behind.", why="every update is complete", switch="")

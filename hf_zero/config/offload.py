@@ -1,0 +1,42 @@
+"""The offload blocks and aio as policies."""
+
+from __future__ import annotations
+
+from hf_zero.config.policies import FilePolicy, OptimizerOffload, ParameterOffload
+from hf_zero.config.schema.training import Aio
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
+
+
+def optimizer_offload(section: OffloadOptimizer | None) -> OptimizerOffload | None:
+    if section is None or section.device in (None, "none"):
+        return None
+    return OptimizerOffload(
+        device="nvme" if section.device == "nvme" else "cpu",
+        folder=section.nvme_path,
+        pinned=section.pin_memory,
+        buffer_count=section.buffer_count,
+        reads_ahead=section.pipeline_read is not False,
+        writes_behind=section.pipeline_write is not False,
+        writes_first=not section.fast_init,
+        ratio=section.ratio,
+    )
+
+
+def parameter_offload(section: OffloadParam | None) -> ParameterOffload | None:
+    if section is None or section.device in (None, "none"):
+        return None
+    return ParameterOffload(
+        device="nvme" if section.device == "nvme" else "cpu",
+        folder=section.nvme_path,
+        pinned=section.pin_memory,
+        buffer_numel=section.buffer_count * section.buffer_size,
+        host_numel=section.max_in_cpu,
+    )
+
+
+def file_policy(section: Aio) -> FilePolicy:
+    return FilePolicy(
+        block_bytes=section.block_size,
+        queue_depth=section.queue_depth,
+        thread_groups=max(section.intra_op_parallelism, section.thread_count),
+    )

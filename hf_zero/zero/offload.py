@@ -1,0 +1,167 @@
+"""From the offload policies to places, and to a shelf that fetches what an update works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from hf_zero.comm import Collectives
+from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
+from hf_zero.layout import ParameterSpec
+from hf_zero.memory.drive import Drive
+from hf_zero.memory.failures import together
+from hf_zero.memory.store import CappedStore, MemoryStore, Store
+from hf_zero.memory.swap_store import BufferPool
+from hf_zero.memory.vector import Vector
+from hf_zero.optim import Updater
+from hf_zero.optim.compressing import CompressingUpdater
+from hf_zero.optim.shelf import ShardVectors, WorkingShelf
+from hf_zero.zero.bucket_gradients import BucketGradients
+from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.places import Place, Places, place_beside, place_in_memory, staging_on
+from hf_zero.zero.sharding import Sharding
+from hf_zero.zero.store import ParameterStore
+
+HOST = torch.device("cpu")
+_GRADIENT_BUFFERS = 4  # two being reduced, two being written
+
+
+def rests_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
+    """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
+    place = zero.offload_param
+    return place is not None and (place.device == "nvme" or device != HOST)
+
+
+def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
+    """Elements that a rank updates, without padding."""
+    total = sum(spec.numel for spec in specs)
+    return -(-total // sharding.world) if sharding.shards_optimizer else total
+
+
+def places_for(
+    zero: ZeroPolicy, device: torch.device, collectives: Collectives, owned_numel: int, *, cuts: bool
+) -> Places:
+    """Where everything of an engine is kept. Collective: a drive that cannot be used stops all ranks.
+
+    Args:
+        owned_numel: elements that this rank updates.
+        cuts: whether the optimizer can update a shard in portions.
+
+    Raises:
+        StorageError: with what is wrong with the drive, on every rank.
+    """
+    drives = _Drives(zero)
+    together(drives.open, collectives)
+    policy = zero.offload_optimizer
+    return Places(
+        device,
+        place_in_memory(device),
+        None if policy is None else _far_place(policy, device, drives),
+        parameters=_place_of_parameters(zero.offload_param, device, drives),
+        far_numel=0 if policy is None else round(owned_numel * policy.ratio),
+        portion_numel=zero.sub_group_numel if cuts and policy is not None else None,
+        drives=drives.all,
+    )
+
+
+class _Drives:
+    """One `Drive` per folder that the config names."""
+
+    def __init__(self, zero: ZeroPolicy) -> None:
+        self._files = zero.files
+        self._folders = [
+            policy.folder
+            for policy in (zero.offload_optimizer, zero.offload_param)
+            if policy is not None and policy.device == "nvme" and policy.folder is not None
+        ]
+        self._open: dict[str, Drive] = {}
+
+    def open(self) -> None:
+        for folder in self._folders:
+            if folder not in self._open:
+                self._open[folder] = Drive(folder, self._files)
+
+    def at(self, folder: str | None) -> Drive:
+        assert folder is not None, "the config is checked"
+        return self._open[folder]
+
+    @property
+    def all(self) -> tuple[Drive, ...]:
+        return tuple(self._open.values())
+
+
+def _far_place(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Place:
+    if policy.device == "cpu":
+        return place_beside(device, policy)
+    drive, pinned = drives.at(policy.folder), policy.pinned and device != HOST
+    stages = 1 + policy.reads_ahead + policy.writes_behind
+    portions = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
+    states = drive.store(drive.file("optimizer"), portions, writes_first=policy.writes_first)
+    gradients = drive.store(drive.file("gradients"), BufferPool(limit=_GRADIENT_BUFFERS, pinned=pinned))
+    return Place(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
+
+
+def _place_of_parameters(policy: ParameterOffload | None, device: torch.device, drives: _Drives) -> Store:
+    if policy is None:
+        return MemoryStore(device)
+    pinned = policy.pinned and device != HOST
+    host = MemoryStore(HOST, pinned=pinned)
+    if policy.device == "cpu":
+        return host
+    drive = drives.at(policy.folder)
+    pool = BufferPool(limit_numel=policy.buffer_numel, pinned=pinned)
+    return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
+
+
+def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
+    """Give `updater` a shelf that fetches, where anything has to be.
+
+    Raises:
+        ConfigError: when buffer_count is too small for the optimizer.
+    """
+    vectors = list(_vectors(store, reducer))
+    if all(_is_at_hand(vector) for vector in vectors):
+        return
+    if isinstance(updater, CompressingUpdater):
+        name, path = type(updater.optimizer).__name__, "zero_optimization.offload_optimizer.device"
+        rule = f"{name} keeps the momentum of all ranks at hand, so there would be little to offload"
+        raise ConfigError(Problem(path, policy and policy.device, rule, 'use AdamW, or set the device to "none"'))
+    updater.shelf = WorkingShelf(
+        updater.optimizer,
+        updater.shards,
+        vectors,
+        reads_ahead=policy is None or policy.reads_ahead,
+        writes_behind=policy is None or policy.writes_behind,
+    )
+    for index, shard in enumerate(updater.shards):
+        names = updater.state_names(updater.optimizer.param_groups[shard.group]) or ()
+        if policy is not None and vectors[index].states is not None:
+            _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
+        updater.shelf.reserve(index, names, getattr(updater.optimizer, "state_dtype", None))
+
+
+def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
+    if policy.buffer_count < needed:
+        rule = f"{name} works on {needed} vectors at once (masters and states)"
+        path = "zero_optimization.offload_optimizer.buffer_count"
+        raise ConfigError(Problem(path, policy.buffer_count, rule, f"set it to {needed} or more"))
+
+
+def _vectors(store: ParameterStore, reducer: GradientReducer) -> list[ShardVectors]:
+    return [
+        ShardVectors(portion.master, portion.narrow, partial(_gradient, gradients), bucket.place.states)
+        for bucket, gradients in zip(store.buckets, reducer.buckets, strict=True)
+        for portion in bucket.portions
+    ]
+
+
+def _gradient(bucket: BucketGradients) -> Vector:
+    return bucket.reduced
+
+
+def _is_at_hand(vectors: ShardVectors) -> bool:
+    narrow = vectors.narrow
+    at_hand = vectors.master.resident is not None and (narrow is None or narrow.resident is not None)
+    return at_hand and vectors.states is None

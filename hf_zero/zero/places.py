@@ -1,0 +1,143 @@
+"""Where masters, optimizer states and gradients of an engine are kept, and where its updates run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.config import OptimizerOffload
+from hf_zero.layout import Bucket, Interval
+from hf_zero.layout.portions import cut_portions
+from hf_zero.memory.drive import Drive
+from hf_zero.memory.staged import StagedVector, StagingPool
+from hf_zero.memory.store import MemoryStore, Store, empty_on
+from hf_zero.memory.vector import ResidentVector, Vector, part_of
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What is updated as one: elements `part` of what a rank owns of a bucket, of one optimizer group.
+
+    Attributes:
+        master: the weights in the master dtype; the same vector as the weights where those are wide enough and at hand.
+        narrow: where rounded weights go after an update; None when the master is the weight itself.
+    """
+
+    group: int
+    part: Interval
+    master: Vector
+    narrow: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where everything of one bucket is kept between its uses.
+
+    Attributes:
+        work: the device that runs the update.
+        masters: of the master weights.
+        states: of the optimizer's states; None: the optimizer's own tensors, beside the masters.
+        gradients: of the reduced gradients.
+        staging: buffers on `work` for weights that are on another device.
+    """
+
+    work: torch.device
+    masters: Store
+    states: Store | None
+    gradients: Store
+    staging: StagingPool
+
+    def weights(self, tensor: Tensor) -> Vector:
+        """Weights in memory, as the update sees them."""
+        return ResidentVector(tensor) if tensor.device == self.work else StagedVector(tensor, self.staging)
+
+
+def place_in_memory(device: torch.device, *, pinned: bool = False) -> Place:
+    """Everything in the memory of `device`, which also runs the update."""
+    store = MemoryStore(device, pinned=pinned)
+    return Place(work=device, masters=store, states=None, gradients=store, staging=staging_on(device, pinned=pinned))
+
+
+def place_beside(device: torch.device, policy: OptimizerOffload) -> Place:
+    """Host memory beside `device`; the CPU runs the update. Where `device` is the CPU this is the same place."""
+    host = torch.device("cpu")
+    return place_in_memory(host, pinned=policy.pinned and device != host)
+
+
+def staging_on(device: torch.device, *, pinned: bool) -> StagingPool:
+    return StagingPool(lambda numel, dtype: empty_on(device, numel, dtype, pinned=pinned))
+
+
+class Places:
+    """Hands every bucket its place: the far one up to its share of the elements, then the near one."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        near: Place,
+        far: Place | None = None,
+        *,
+        parameters: Store | None = None,
+        far_numel: int = 0,
+        portion_numel: int | None = None,
+        drives: Sequence[Drive] = (),
+    ) -> None:
+        """
+        Args:
+            device: where the model runs.
+            parameters: where stage 3 keeps the shards of parameters; None: in the memory of `device`.
+            far_numel: so many elements of this rank's part are kept far away.
+            portion_numel: most that is updated as one; None: whatever a bucket has.
+            drives: what has to be closed in the end.
+        """
+        self.device = device
+        self.parameters = MemoryStore(device) if parameters is None else parameters
+        self._near = near
+        self._far = far
+        self._left = far_numel
+        self.drives = tuple(drives)
+        self.portion_numel = portion_numel
+
+    @property
+    def failure(self) -> str | None:
+        """What could not be read or written on a drive."""
+        return next((str(drive.failure) for drive in self.drives if drive.failure is not None), None)
+
+    def close(self) -> None:
+        """Give up what is kept on drives."""
+        for drive in self.drives:
+            drive.close()
+
+    def next(self, numel: int) -> Place:
+        """The place of the next bucket, of which this rank owns `numel` elements."""
+        if self._far is None or self._left <= 0:
+            return self._near
+        self._left -= numel
+        return self._far
+
+    def portions(
+        self, bucket: Bucket, owned: Interval, weights: Vector, wide: Tensor, place: Place
+    ) -> tuple[Portion, ...]:
+        """Cut the owned part of a bucket for the update, and put its masters where they are kept.
+
+        Args:
+            weights: owned interval in the model's dtype.
+            wide: owned interval in the master dtype; not needed afterwards.
+        """
+        return tuple(self._portions(bucket, owned, weights, wide, place))
+
+    def _portions(
+        self, bucket: Bucket, owned: Interval, weights: Vector, wide: Tensor, place: Place
+    ) -> Iterator[Portion]:
+        for group, part in cut_portions(bucket, owned, self.portion_numel):
+            narrow = part_of(weights, part.start, part.numel)
+            if narrow.resident is not None:
+                narrow = place.weights(narrow.resident)
+            if narrow.resident is not None and narrow.dtype == wide.dtype:
+                yield Portion(group, part, narrow, None)
+            else:
+                name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
+                yield Portion(group, part, place.masters.adopt(name, wide.narrow(0, part.start, part.numel)), narrow)

@@ -1,0 +1,61 @@
+"""Offload changes where things are kept, and not one bit of what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.zero.offload_runs import Run, assert_same_bits, train_run
+
+CPU = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 64}
+
+
+def check(run: Run, world: int, offload: dict[str, Any]) -> None:
+    expected = run_ranks(train_run, world, world, run)
+    for outcome, wanted in zip(run_ranks(train_run, world, world, replace(run, zero=offload)), expected, strict=True):
+        assert_same_bits(outcome, wanted)
+
+
+@pytest.mark.parametrize(
+    ("run", "world"),
+    [
+        (Run(0, clip=0.05, accumulation=2), 2),
+        (Run(1, bf16=False, clip=0.05), 3),
+        (Run(2, clip=0.05, accumulation=3), 2),
+        (Run(3, clip=0.05), 2),
+        (Run(3, bf16=False, accumulation=2), 1),
+        (Run(2, optimizer=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})), 2),
+    ],
+    ids=str,
+)
+def test_host_memory_gives_the_same_bits(run: Run, world: int) -> None:
+    check(run, world, CPU)
+
+
+NVME_RUNS = [
+    (Run(1, clip=0.05, accumulation=2), 2),
+    (Run(2, bf16=False, clip=0.05), 3),
+    (Run(2, clip=0.05, accumulation=3), 1),
+    (Run(3, clip=0.05, accumulation=2), 2),
+    (Run(3, bf16=False), 2),
+    (Run(3), 1),
+    (Run(2, optimizer=(torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5})), 2),
+]
+
+
+def on_drive(folder: Any, *, parameters: bool) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(folder)}
+    zero: dict[str, Any] = {"offload_optimizer": {**place, "buffer_count": 5}, "sub_group_size": 64}
+    if parameters:
+        zero["offload_param"] = {**place, "max_in_cpu": 0}
+    return zero
+
+
+@pytest.mark.parametrize(("run", "world"), NVME_RUNS, ids=str)
+def test_a_drive_gives_the_same_bits_and_is_left_empty(run: Run, world: int, tmp_path: Any) -> None:
+    check(run, world, on_drive(tmp_path, parameters=run.stage == 3))
+    assert not list(tmp_path.iterdir())
