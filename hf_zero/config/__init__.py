@@ -23,7 +23,7 @@ from hf_zero.config.policies import (
     SchedulerPolicy,
     ZeroPolicy,
 )
-from hf_zero.config.resolve import Findings, examine, resolve, resolve_precision
+from hf_zero.config.resolve import Findings, examine, resolve, resolve_offload, resolve_precision
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
 
@@ -59,5 +59,6 @@ __all__ = [
     "examine",
     "load_config",
     "resolve",
+    "resolve_offload",
     "resolve_precision",
 ]

@@ -19,11 +19,13 @@ from hf_zero.config.policies import (
     BatchPolicy,
     CheckpointPolicy,
     CompatibilityPolicy,
+    FilePolicy,
     GatherPolicy,
     GradientPolicy,
     LoggingPolicy,
     LossScalePolicy,
     OptimizerPolicy,
+    ParameterOffload,
     PrecisionPolicy,
     Provenance,
     Resolved,
@@ -185,6 +187,13 @@ def resolve_precision(raw: Mapping[str, object]) -> PrecisionPolicy:
     if wrong:
         raise ConfigError(wrong)
     return _precision(findings.config)
+
+
+def resolve_offload(raw: Mapping[str, object]) -> tuple[ParameterOffload | None, FilePolicy]:
+    """Only where parameters are kept, from a config that may still have open ends."""
+    config = examine(raw, Views(world_size=1), complete=False).config
+    zero = config.zero_optimization or Zero()
+    return parameter_offload(zero.offload_param if zero.stage == 3 else None), file_policy(config.aio or Aio())
 
 
 def compatibility(config: Root) -> CompatibilityPolicy:

@@ -20,7 +20,8 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tenso
         pinned: page-locked, where a GPU is there to profit from it. Exactly so many bytes are: PyTorch's own pinned
             memory is rounded up to a power of two.
     """
-    pages = _Pages(-1, max(round_to_page(numel * dtype.itemsize), PAGE))
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = _Pages(-1, max(round_to_page(numel * dtype.itemsize), PAGE), flags=private)
     raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
     if pinned and torch.cuda.is_available() and _pin(raw):
         pages.pinned_at = raw.data_ptr()

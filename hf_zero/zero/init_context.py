@@ -17,9 +17,11 @@ from torch.nn.modules.module import (
 )
 
 from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed, local_device
-from hf_zero.config import load_config, resolve_precision
+from hf_zero.config import load_config, resolve_offload, resolve_precision
+from hf_zero.memory.store import Store
 from hf_zero.memory.vector import ResidentVector
 from hf_zero.precision import Precision, precision_from
+from hf_zero.zero.parameter_places import store_at_birth
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, hold, let_go, of, shard_parameter
 from hf_zero.zero.watched import unwatch, watch
 
@@ -74,8 +76,9 @@ class Init(AbstractContextManager[Any]):
         if remote_device not in (None, "none", "cpu", self._device.type):
             _refuse_device(remote_device)
         self._collectives = collectives_for(local_device(), Channel.ACCESS)
-        self._precision = _precision(config_dict_or_path if config_dict_or_path is not None else config, dtype)
-        self._birth = _Birth(self._collectives, self._precision, self._device)
+        config = config_dict_or_path if config_dict_or_path is not None else config
+        self._precision = _precision(config, dtype)
+        self._birth = _Birth(self._collectives, self._precision, self._device, _store(config, self._collectives))
         if module is not None:
             self._birth.shard_tree(module)
             self._birth.close()
@@ -121,10 +124,14 @@ def suspended() -> Iterator[None]:
 class _Birth:
     """Shards modules while they are put together."""
 
-    def __init__(self, collectives: Collectives, precision: Precision, device: torch.device) -> None:
+    def __init__(
+        self, collectives: Collectives, precision: Precision, device: torch.device, store: Store | None
+    ) -> None:
+        """`store`: where shards are kept from the start; None: in the memory of `device`."""
         self._collectives = collectives
         self._precision = precision
         self._device = device
+        self._store = store
         self._handles: list[Any] = []
         # In order of appearance, which is the same on all ranks.
         self._unattached: dict[int, weakref.ref[nn.Module]] = {}
@@ -198,7 +205,9 @@ class _Birth:
         on_host = parameter.device.type == "cpu"
         parameter.data = parameter.data.to(local_device())
         handle = shard_parameter(parameter, self._collectives, dtype=self._precision.parameter_dtype(parameter.dtype))
-        if handle.shard.device != self._device:
+        if self._store is not None and handle.kept is None:
+            handle.move(self._store.adopt("a parameter's shard", handle.shard), local_device())
+        elif handle.shard.device != self._device:
             handle.move(ResidentVector(handle.shard.to(self._device)), self._device)
         if on_host:
             HEAP.freed(parameter.numel() * parameter.element_size())
@@ -206,6 +215,11 @@ class _Birth:
 
 def _can_be_sharded(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.numel() > 0 and parameter.device.type != "meta"
+
+
+def _store(config: Any, collectives: Collectives) -> Store | None:
+    """On the drive, where the config wants parameters to be."""
+    return None if config is None else store_at_birth(resolve_offload(load_config(config)), collectives)
 
 
 def _precision(config: Any, dtype: torch.dtype | None) -> Precision:

@@ -12,7 +12,6 @@ from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Prob
 from hf_zero.layout import ParameterSpec
 from hf_zero.memory.drive import Drive
 from hf_zero.memory.failures import together
-from hf_zero.memory.store import CappedStore, MemoryStore, Store
 from hf_zero.memory.swap_store import BufferPool
 from hf_zero.memory.vector import Vector
 from hf_zero.optim import Updater
@@ -20,6 +19,7 @@ from hf_zero.optim.compressing import CompressingUpdater
 from hf_zero.optim.shelf import ShardVectors, WorkingShelf
 from hf_zero.zero.bucket_gradients import BucketGradients
 from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.parameter_places import store_of_parameters
 from hf_zero.zero.places import Place, Places, place_beside, place_in_memory, staging_on
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
@@ -59,7 +59,7 @@ def places_for(
         device,
         place_in_memory(device),
         None if policy is None else _far_place(policy, device, drives),
-        parameters=_place_of_parameters(zero.offload_param, device, drives),
+        parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
         portion_numel=zero.sub_group_numel if cuts and policy is not None else None,
         drives=drives.all,
@@ -83,9 +83,8 @@ class _Drives:
             if folder not in self._open:
                 self._open[folder] = Drive(folder, self._files)
 
-    def at(self, folder: str | None) -> Drive:
-        assert folder is not None, "the config is checked"
-        return self._open[folder]
+    def of(self, policy: OptimizerOffload | ParameterOffload | None) -> Drive | None:
+        return None if policy is None or policy.folder is None else self._open.get(policy.folder)
 
     @property
     def all(self) -> tuple[Drive, ...]:
@@ -93,26 +92,14 @@ class _Drives:
 
 
 def _far_place(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Place:
-    if policy.device == "cpu":
+    drive, pinned = drives.of(policy), policy.pinned and device != HOST
+    if policy.device == "cpu" or drive is None:
         return place_beside(device, policy)
-    drive, pinned = drives.at(policy.folder), policy.pinned and device != HOST
     stages = 1 + policy.reads_ahead + policy.writes_behind
     portions = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), portions, writes_first=policy.writes_first)
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=_GRADIENT_BUFFERS, pinned=pinned))
     return Place(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
-
-
-def _place_of_parameters(policy: ParameterOffload | None, device: torch.device, drives: _Drives) -> Store:
-    if policy is None:
-        return MemoryStore(device)
-    pinned = policy.pinned and device != HOST
-    host = MemoryStore(HOST, pinned=pinned)
-    if policy.device == "cpu":
-        return host
-    drive = drives.at(policy.folder)
-    pool = BufferPool(limit_numel=policy.buffer_numel, pinned=pinned)
-    return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
 
 
 def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:

@@ -122,8 +122,10 @@ class ShardedParameter:
 
     def move(self, kept: Vector, device: torch.device) -> None:
         """Keep the chunk in `kept`, which holds the right values; the parameter is used on `device`."""
-        resident = kept.resident
+        resident, before = kept.resident, self.kept
         self.kept = kept if resident is None else None
+        if before is not None:
+            before.free()
         self.shard = absent(kept.numel, kept.dtype) if resident is None else resident
         self.parameter.ds_tensor = _described_shard(self)  # type: ignore[attr-defined]
         if self.stand_in.dtype != kept.dtype or self.stand_in.device != device:

@@ -22,7 +22,7 @@ from hf_zero.zero.leaves import mark_leaves
 from hf_zero.zero.places import Place, Places, Portion
 from hf_zero.zero.residency import Residency, merge_orders, plan_residency
 from hf_zero.zero.scopes import Scope, assign_units, find_scopes
-from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten, refuse_read, shard_parameter
+from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten, refuse_read, shard_parameter
 from hf_zero.zero.store import ParameterStore, Reductions, TrainedBucket
 from hf_zero.zero.unit import GatherBuffers, Unit, UnitPart
 from hf_zero.zero.watched import unwatch, watch
@@ -151,6 +151,8 @@ class ShardedParameters(ParameterStore):
         part = UnitPart(layout, handles, store, self._device)
         if layout.trained_numel:
             self._place(part, wide)
+        if self._device.type == "cpu":
+            HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks, and what was made of them on the way
         return part
 
     def _place(self, part: UnitPart, wide: Tensor | None) -> None:

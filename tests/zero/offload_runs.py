@@ -33,6 +33,10 @@ class Run:
     optimizer: tuple[Any, dict[str, Any]] | None = None
     sections: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        name = "" if self.optimizer is None else f"-{self.optimizer[0].__name__}"
+        return f"stage{self.stage}-{'bf16' if self.bf16 else 'fp32'}-{self.accumulation}-{self.clip}{name}"
+
     def config(self, world: int) -> dict[str, Any]:
         zero = {"stage": self.stage, "reduce_bucket_size": 150, **(SHARDED if self.stage == 3 else {}), **self.zero}
         return {

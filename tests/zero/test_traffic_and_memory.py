@@ -55,7 +55,7 @@ def run_traffic(rank: int, stage: int, accumulation: int, extra: dict[str, Any])
 
 BUCKETS = DEPTH // 2
 BYTES = 2 * NUM_PARAMETERS  # of bf16 parameters, or gradients
-CONTROL = {"control all_reduce": (1, 8 * (4 + 2 * DEPTH))}  # four facts, a flag per parameter
+CONTROL = {"control all_reduce": (1, 8 * (5 + 2 * DEPTH))}  # five facts, a flag per parameter
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,0 +1,37 @@
+"""Where stage 3 keeps the shards of parameters between their uses."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.comm import Collectives
+from hf_zero.config import FilePolicy, ParameterOffload
+from hf_zero.memory.drive import Drive
+from hf_zero.memory.failures import together
+from hf_zero.memory.store import CappedStore, MemoryStore, Store
+from hf_zero.memory.swap_store import BufferPool
+
+HOST = torch.device("cpu")
+
+
+def store_of_parameters(policy: ParameterOffload | None, device: torch.device, drive: Drive | None) -> Store:
+    """For a model on `device`; `drive` is where the policy's folder lies."""
+    if policy is None:
+        return MemoryStore(device)
+    pinned = policy.pinned and device != HOST
+    host = MemoryStore(HOST, pinned=pinned)
+    if policy.device == "cpu" or drive is None:
+        return host
+    pool = BufferPool(limit_numel=policy.buffer_numel, pinned=pinned)
+    return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
+
+
+def store_at_birth(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> Store | None:
+    """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
+    policy, files = offload
+    if policy is None or policy.device == "cpu" or policy.folder is None:
+        return None
+    folder, opened = policy.folder, list[Drive]()
+    together(lambda: opened.append(Drive(folder, files)), collectives)
+    drive = opened[0]
+    return drive.store(drive.file("parameters"), BufferPool(limit=2))

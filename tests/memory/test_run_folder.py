@@ -1,0 +1,78 @@
+"""A run's folder is its own, goes when it ends, and is removed by the next run where it was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_zero.memory.requests import StorageError
+from hf_zero.memory.run_folder import RunFolder
+
+HOLDER = """
+import sys, time
+from hf_zero.memory.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+(folder.path / "states").write_bytes(bytes(1000))
+print(folder.path.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(root: Path) -> tuple[subprocess.Popen[str], str]:
+    """A process that holds a folder until its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_it_is_private_and_goes_when_it_is_closed(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    assert first.path != second.path and {first.path, second.path} == set(tmp_path.iterdir())
+    first.close()
+    assert list(tmp_path.iterdir()) == [second.path]
+    del second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_goes_when_its_process_ends(tmp_path: Path) -> None:
+    process, name = holder(tmp_path)
+    assert (tmp_path / name).is_dir()
+    process.communicate()
+    assert process.returncode == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
+    living, killed = holder(tmp_path), holder(tmp_path)
+    foreign = tmp_path / "hf_zero_swap.another-machine.1.00000000"
+    foreign.mkdir()
+    killed[0].send_signal(signal.SIGKILL)
+    killed[0].wait()
+    assert (tmp_path / killed[1] / "states").exists()
+    folder = RunFolder(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {living[1], foreign.name, folder.path.name}
+    living[0].communicate()
+    folder.close()
+
+
+def test_a_forked_child_leaves_it_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    child = os.fork()
+    if not child:
+        folder.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert folder.path.is_dir()
+    folder.close()
+
+
+def test_a_drive_that_is_not_mounted_is_not_replaced_by_the_disk_below(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is not an existing folder: mount the drive"):
+        RunFolder(tmp_path / "nvme")
+    assert not (tmp_path / "nvme").exists()
