@@ -132,7 +132,7 @@ def _traffic(engine: Any) -> dict[str, float]:
 
 
 def _allowance(engine: Any) -> dict[str, float]:
-    """What the plan allows: the drive's buffers, two send buffers, and the largest unit gathered, with its gradients."""
+    """Megabytes that the plan allows: the buffers, the largest unit (its weights), and what is always gathered."""
     units = engine._store.units if hasattr(engine._store, "units") else ()
     largest = max((unit.numel for unit in units), default=0) * 2
     resident = sum(unit.numel for unit in units if unit.is_resident) * 2

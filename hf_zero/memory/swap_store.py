@@ -171,6 +171,7 @@ class SwappedVector(Vector):
     def free(self) -> None:
         self.flush()
         self._store.file.free(self._offset, self.num_bytes)
+        self._store.pool.drop()
 
     def _pages(self) -> Tensor:
         assert self._buffer is not None

@@ -182,6 +182,11 @@ class GradientReducer:
 
     def _launch(self, bucket: BucketGradients) -> None:
         self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0, waits=self._waits)
+        if self._sharding.shards_optimizer and self._collectives.world == 1 and bucket.local is None:
+            result = bucket.place_for_result()  # nobody to send to, so nothing to send from
+            bucket.take(result, add=False)
+            self._flights.append(_Flight(bucket, Pending(), result, None))
+            return
         buffer, sent = self._collect(bucket)
         if self._sharding.shards_optimizer:
             result = bucket.place_for_result()

@@ -25,7 +25,7 @@ from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
 HOST = torch.device("cpu")
-_GRADIENT_BUFFERS = 4  # two being reduced, two being written
+_GRADIENT_BUFFERS = 3  # two being reduced, one being written
 
 
 def rests_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:

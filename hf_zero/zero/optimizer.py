@@ -353,8 +353,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield from left
 
     def _shard_gradients(self, verdict: _Verdict) -> ShardGradients:
+        takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun
         return ShardGradients(
-            reduced=_Parts(len(self._updater.shards), self._part_for_update),
+            reduced=_Parts(len(self._updater.shards), self._whole_part if takes_local else self._reduced_part),
             used=verdict.used,
             scale=self._factor * clip_coefficient(verdict.norm, self._rules.gradients.clip_norm),
             wanted=[i for i, shard in enumerate(self._updater.shards) if self._is_used(shard.bucket, verdict)],
@@ -364,12 +365,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Not by this rank's own pieces: whether a bucket is published must be the same on all ranks.
         return any(slot.parameter in verdict.used for slot in self._reducer.buckets[bucket].bucket.slots)
 
-    def _part_for_update(self, index: int) -> torch.Tensor:
-        """The gradient of a shard as its updater takes it, while it is in place."""
+    def _reduced_part(self, index: int) -> torch.Tensor:
+        """The reduced gradient of a shard, while it is in place."""
         shard = self._updater.shards[index]
-        bucket = self._reducer.buckets[shard.bucket]
-        if not self._updater.takes_local_gradients:
-            return bucket.reduced.take().narrow(0, shard.part.start, shard.part.numel)
+        return self._reducer.buckets[shard.bucket].reduced.take().narrow(0, shard.part.start, shard.part.numel)
+
+    def _whole_part(self, index: int) -> torch.Tensor:
+        """The gradient of a shard's whole bucket, from this rank alone."""
+        bucket = self._reducer.buckets[self._updater.shards[index].bucket]
         if bucket.local is None:
             bucket.keep_local()  # this rank has none, and zeros count
         assert bucket.local is not None

@@ -34,4 +34,4 @@ def store_at_birth(offload: tuple[ParameterOffload | None, FilePolicy], collecti
     folder, opened = policy.folder, list[Drive]()
     together(lambda: opened.append(Drive(folder, files)), collectives)
     drive = opened[0]
-    return drive.store(drive.file("parameters"), BufferPool(limit=2))
+    return drive.store(drive.file("parameters"), BufferPool(limit=1))

@@ -15,7 +15,7 @@ def test_filled_by_transformers(tmp_path: Path) -> None:
     script = Path(__file__).with_name("fill_with_transformers.py")
     launch(script, [tmp_path, answer, *ALL], environment={"HF_ZERO": "1", "PYTHONPATH": str(ROOT)}).check()
     filled = json.loads(answer.read_text())
-    assert len(filled) == len(ALL) == 6
+    assert len(filled) == len(ALL) == 10
     for path, config in filled.items():
         check(resolve(config, world_size=1), "fp16" if "fp16" in path else "bf16")
         assert "auto" in Path(path).read_text()
