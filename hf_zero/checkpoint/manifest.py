@@ -18,6 +18,7 @@ from hf_zero.checkpoint.stream import NUM_THREADS
 from hf_zero.checkpoint.torch_reader import check_records
 
 _RESTORE = "restore it from a copy, or load an older checkpoint"
+MAX_BYTES = 64 << 20  # 100,000 ranks would take 20 MB
 _PART_BYTES = 64 << 20
 _READ_BYTES = 4 << 20  # read again and again into the same memory
 
@@ -40,6 +41,8 @@ def read_manifest(folder: Path) -> dict[str, Written] | None:
     path = folder / ds.MANIFEST
     if not path.exists():
         return None
+    if path.stat().st_size > MAX_BYTES:
+        raise CheckpointError(path, f"takes {path.stat().st_size} bytes, far more than a list of files", _RESTORE)
     try:
         stated: Any = json.loads(path.read_bytes())
         seal = stated.pop("crc32")
@@ -47,10 +50,13 @@ def read_manifest(folder: Path) -> dict[str, Written] | None:
             str(name): Written(str(name), int(entry["bytes"]), int(entry["crc32"]))
             for name, entry in stated["files"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(path, f"is damaged ({type(error).__name__})", _RESTORE) from error
-    if seal != _seal(stated) or any("/" in name or name in ("", ".", "..") for name in files):
+    if seal != _seal(stated):
         raise CheckpointError(path, "is damaged: it differs from its own checksum", _RESTORE)
+    for name in files:
+        if "/" in name or name in ("", ".", ".."):
+            raise CheckpointError(path, f"lists {name!r}, which is not a file of this folder", _RESTORE)
     return files
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.engine import ZeroEngine
 from hf_zero.entry import initialize
+from hf_zero.zero import consolidate
 from tests.checkpoint.training import new_engine, settings, train
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -279,6 +281,36 @@ def run_whole_weights(rank: int, stage: int, root: str) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_whole_weights_are_written_as_they_are_gathered(stage: int, tmp_path: Path) -> None:
     assert run_ranks(run_whole_weights, 2, stage, str(tmp_path)) == [True, True]
+
+
+def run_watched_gathers(rank: int, root: str) -> tuple[int, int]:
+    """Bytes of gathered weights that are alive at the same time, at most, and of all weights."""
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
+    engine = new_engine(3, 2, zero_optimization={**zero, "stage3_max_live_parameters": 0})
+    train(engine, rank, 2, range(1))
+    alive: list[Any] = []
+    peak = 0
+    original = consolidate.gather_whole
+
+    def watched(handles: Any) -> Any:
+        nonlocal peak
+        found = original(handles)
+        alive.extend(weakref.ref(tensor) for tensor in found)
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for r in alive if (t := r()) is not None
+        }
+        peak = max(peak, sum(storages.values()))
+        return found
+
+    consolidate.gather_whole, consolidate.MAX_GATHERED_NUMEL = watched, 1
+    engine.save_16bit_model(root)
+    return peak, sum(parameter.numel() * 4 for parameter in engine.module.parameters())
+
+
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    for peak, total in run_ranks(run_watched_gathers, 2, str(tmp_path)):
+        assert 0 < peak < total / 2, "two parameters at a time: the one being written, and the next"
+    assert len(torch.load(tmp_path / "pytorch_model.bin", weights_only=True)) > 10
 
 
 def run_unwritable(rank: int, root: str) -> None:
