@@ -281,8 +281,12 @@ class ShardedParameters(ParameterStore):
         return self.gatherer.is_out_of_order
 
     def num_overwritten(self) -> Tensor | float:
-        marks = [handle.mark for handle in self._released_handles()]
-        return torch.stack([mark.float() for mark in marks]).isnan().logical_not().sum() if marks else 0.0
+        # A kernel or two per dtype, however many parameters there are. (One tensor for all stand-ins would be one
+        # storage, by which others take parameters for tied.)
+        marks: dict[torch.dtype, list[Tensor]] = {}
+        for handle in self._released_handles():
+            marks.setdefault(handle.mark.dtype, []).append(handle.mark)
+        return sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
 
     def refuse_overwritten(self) -> None:
         refuse_overwritten(list(self._released_handles()))

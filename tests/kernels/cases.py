@@ -314,11 +314,14 @@ def _packed(form: Form, value: Tensor, error: Tensor, packed: Tensor) -> Tensor:
 
 
 def check_signs(numel: int, dtype: torch.dtype, form: Form) -> None:
-    value = randn(numel, dtype, 6).to(form.device)
+    value = randn(numel + 3, dtype, 6).to(form.device)[3:]
     value[::7] = 0.0  # sign(0) is +1
     error = randn(numel, torch.float32, 7).to(form.device) * 0.1
     error[::7] = 0.0
-    ours = SimpleNamespace(error=error.clone(), packed=torch.empty(numel // 8, dtype=torch.uint8, device=form.device))
+    ours = SimpleNamespace(
+        error=torch.cat([error[:1], error])[1:],  # misaligned
+        packed=torch.empty(numel // 8 + 1, dtype=torch.uint8, device=form.device)[1:],
+    )
     theirs = SimpleNamespace(error=error.cpu().clone(), packed=torch.empty(numel // 8, dtype=torch.uint8))
     scale = _packed(form, value, ours.error, ours.packed)
     expected = pack_signs_reference(value.cpu(), theirs.error, theirs.packed)
@@ -326,7 +329,7 @@ def check_signs(numel: int, dtype: torch.dtype, form: Form) -> None:
     assert torch.equal(ours.packed.cpu(), theirs.packed)
     torch.testing.assert_close(ours.error.cpu(), theirs.error, rtol=1e-5, atol=1e-6)
     for add in (False, True):
-        out, reference = torch.ones(numel, device=form.device), torch.ones(numel)
+        out, reference = torch.ones(numel + 1, device=form.device)[1:], torch.ones(numel)
         if form.interpreted:
             _gpu("signs").unpack_signs_on_gpu(ours.packed, scale, out, add=add)
         else:
@@ -361,7 +364,7 @@ def check_elements_without_variance(form: Form) -> None:
 
 
 def check_quantize(numel: int, block: int, bits: int, dtype: torch.dtype, form: Form) -> None:
-    flat = randn(numel, dtype, 8).to(form.device)
+    flat = randn(numel + 1, dtype, 8).to(form.device)[1:]
     flat[:block] = 0.0
     expected, expected_scales = quantize_reference(flat.cpu(), block, bits)
     quantized, scales, out = _quantized(form, flat, block, bits)
@@ -375,7 +378,7 @@ def check_quantize(numel: int, block: int, bits: int, dtype: torch.dtype, form: 
 
 
 def _quantized(form: Form, flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.empty(flat.numel(), device=form.device)
+    out = torch.empty(flat.numel() + 1, device=form.device)[1:]
     if not form.interpreted:
         quantized, scales = quantize(flat, block, bits)
         dequantize(quantized, scales, out, bits)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
 from hf_zero.entry import initialize
@@ -125,6 +126,35 @@ def test_a_constant_written_to_a_released_parameter_is_noticed() -> None:
     """torch writes a constant into a broadcast tensor without a word, and the edit would be lost."""
     with pytest.raises(AssertionError, match=r"1 parameters were overwritten[\s\S]*first.bias|another rank has overw"):
         run_ranks(run_lost_edit, 2)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def run_count_marks(rank: int) -> tuple[list[str], int, float]:
+    engine = initialize(model=Net(), config=config(bf16={"enabled": True}))[0]
+    store = engine._store
+    nn.init.zeros_(engine.module.first.bias)
+    with Kernels() as kernels:
+        num_overwritten = store.num_overwritten()
+    return kernels.names, sum(1 for _ in store._released_handles()), float(num_overwritten)
+
+
+def test_looking_for_lost_edits_takes_a_few_kernels_however_many_parameters() -> None:
+    """It took one cast per parameter, in every step."""
+    for names, num_parameters, found in run_ranks(run_count_marks, 2):
+        assert num_parameters >= 5 and found == 1.0
+        assert sorted(names) == sorted(["aten::stack", "aten::isnan", "aten::logical_not", "aten::sum", "aten::add"])
 
 
 def run_born_sharded(rank: int) -> dict[str, torch.Tensor]:
