@@ -3,8 +3,9 @@
     python -m bench.one_bit --name demo
 
 Two ranks, stage 0, bf16: the demo's text, model, rates and batch. The second beta is 0.99 for both unless told
-otherwise: the demo's 0.95 looks at 20 steps, and a variance that stays for good should be a better average. Bytes are those that rank 0 hands to collectives,
-by the engine's own ledger: the whole buffer of an all-reduce once, what is sent in an all-to-all, all rows of a gather.
+otherwise: the demo's 0.95 looks at 20 steps, and a variance that stays for good should be a better average. Bytes are
+those that rank 0 hands to collectives, by the engine's own ledger: the whole buffer of an all-reduce once, what is sent
+in an all-to-all, all rows of a gather.
 """
 
 from __future__ import annotations
