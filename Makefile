@@ -6,6 +6,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 ARGS    ?=
+FOLDER  ?= /tmp
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -24,7 +25,7 @@ TEST_ENV   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all oracle test-oracle bench check format wheel clean
+.PHONY: help venv demo test test-all oracle test-oracle bench bench-offload check format wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
@@ -76,6 +77,10 @@ test-oracle: venv oracle ## compare with a real DeepSpeed (sets up .oracle first
 
 bench: venv ## measure the engine against its peers; options through ARGS="--engine ..."
 	@$(BIN)/python bench/engine.py $(ARGS)
+
+bench-offload: venv ## train from a drive what does not fit, and measure the drive; FOLDER=/mnt/nvme names it
+	@$(BIN)/python bench/offload.py --folder $(FOLDER) $(ARGS)
+	@$(BIN)/python bench/nvme.py --folder $(FOLDER)
 
 check: venv ## lint (ruff) and type check (mypy)
 	@$(BIN)/python -m ruff check $(RUFF_CHECK) $(SOURCES)

@@ -36,11 +36,13 @@ class Variant:
     engine: str
     stage: int | None = None
     released: bool = False  # stage 3 with every unit released after its forward
+    offload: str = ""  # where the optimizer's states are kept: cpu, nvme; "": where the model is
 
     @property
     def name(self) -> str:
         """As shown in the table."""
-        return f"{self.engine}{'' if self.stage is None else f' {self.stage}'}{' released' if self.released else ''}"
+        stage = "" if self.stage is None else f" {self.stage}"
+        return f"{self.engine}{stage}{' released' if self.released else ''}{self.offload and f' {self.offload}'}"
 
 
 def main() -> None:
@@ -69,6 +71,14 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="what to compare")
     parser.add_argument("--stage", nargs="+", type=int, default=[0, 1, 2], help="ZeRO stages of hf_zero and deepspeed")
+    parser.add_argument(
+        "--offload",
+        nargs="+",
+        default=[""],
+        choices=("", "cpu", "nvme"),
+        help="offload_optimizer of hf_zero and deepspeed",
+    )
+    parser.add_argument("--nvme", default=tempfile.gettempdir(), help="a folder on the drive")
     parser.add_argument("--size", default="25m", help="a name in bench/models.py")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="how often every variant is measured")
@@ -86,7 +96,8 @@ def _variants(arguments: argparse.Namespace) -> list[Variant]:
     variants = []
     for engine in arguments.engine:
         if engine in ("hf_zero", "deepspeed"):
-            variants += [Variant(engine, stage) for stage in arguments.stage]
+            places = [place for place in arguments.offload if engine == "hf_zero" or place != "nvme"]
+            variants += [Variant(engine, stage, offload=place) for stage in arguments.stage for place in places]
         elif engine == "hf_zero-released":
             variants += [Variant("hf_zero", stage, released=True) for stage in arguments.stage if stage == 3]
         elif engine == "fsdp2":
@@ -122,6 +133,7 @@ def _command(variant: Variant, arguments: argparse.Namespace, out: Path) -> list
     python = arguments.oracle_python if variant.engine == "deepspeed" else sys.executable
     adam = arguments.adam if variant.engine == "deepspeed" else "native"
     options = {"engine": variant.engine, "stage": variant.stage or 0, "size": arguments.size, "adam": adam, "out": out}
+    options |= {"offload": variant.offload, "nvme": arguments.nvme}
     options |= {"warmup": arguments.warmup, "steps": arguments.steps, "released": int(variant.released)}
     return [python, "-m", "bench.worker", *(f"--{key}={value}" for key, value in options.items())]
 

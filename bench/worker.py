@@ -55,6 +55,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--released", type=int, default=0)
+    parser.add_argument("--offload", default="")
+    parser.add_argument("--nvme", default="")
     parser.add_argument("--adam", choices=("native", "torch"), required=True)
     parser.add_argument("--out", required=True)
     return parser.parse_args()
@@ -82,6 +84,10 @@ def _build(arguments: argparse.Namespace) -> engines.Step:
     if arguments.engine in ("hf_zero", "deepspeed"):
         batch, released = models.SIZES[arguments.size].batch, bool(arguments.released)
         config = engines.ds_config(arguments.stage, batch, arguments.adam, released=released)
+        if arguments.offload:
+            zero = config["zero_optimization"]
+            assert isinstance(zero, dict)
+            zero["offload_optimizer"] = {"device": arguments.offload, "nvme_path": arguments.nvme}
         return engines.build_ds_step(model, config)
     if arguments.engine == "compute":
         dist.init_process_group("gloo")  # for the barriers around the measurement only

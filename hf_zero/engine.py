@@ -93,6 +93,7 @@ class ZeroEngine(EngineSettings):
             The loss, divided if it was, without the loss scale.
         """
         parts = self._training_parts("backward")
+        self.reload_states()
         reducer = parts.reducer
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
@@ -118,6 +119,7 @@ class ZeroEngine(EngineSettings):
     def step(self) -> None:
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
         optimizer = self._training_parts("step").optimizer
+        self.reload_states()
         if not self._syncs:
             raise RuntimeError(
                 "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
@@ -240,6 +242,7 @@ class ZeroEngine(EngineSettings):
     def destroy(self) -> None:
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
         self._background_save.wait()
+        self.reload_states()
         if self._assembly is not None:
             self._assembly.reducer.clear()
             self._assembly.reducer.remove_hooks()
@@ -373,6 +376,7 @@ class ZeroEngine(EngineSettings):
             self.lr_scheduler.load_state_dict(state)
 
     def _subject(self, caller: str) -> ModelSubject:
+        self.reload_states()
         if self._is_destroyed:
             raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
         collectives = collectives_for(self.device)

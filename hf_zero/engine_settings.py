@@ -11,6 +11,7 @@ from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.config import Resolved
 from hf_zero.loader import data_loader
 from hf_zero.zero.assemble import Assembly
+from hf_zero.zero.relief import Relief
 
 
 class EngineSettings(nn.Module):
@@ -22,6 +23,7 @@ class EngineSettings(nn.Module):
         self._assembly = assembly
         self._accumulation_steps = resolved.batch.accumulation_steps
         self._micro_batch_size = resolved.batch.micro_batch_size
+        self._relief: Relief | None = None
 
     def train_batch_size(self) -> int:
         return self._micro_batch_size * self._accumulation_steps * self.dp_world_size
@@ -123,6 +125,27 @@ class EngineSettings(nn.Module):
         """A DataLoader over this rank's part of `dataset`, in micro-batches."""
         drop_last = self._resolved.batch.drop_last
         return data_loader(dataset, self._micro_batch_size, collate_fn=collate_fn, drop_last=drop_last)
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Send to host memory what forward does not need, to make room for generation; the next step brings it back.
+
+        Args:
+            include: members of `OffloadStateTypeEnum`; default: all but the weights of the model.
+            non_blocking: accepted; the copies are complete when this returns.
+        """
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ValueError(f"offload_states(device={device!r}): only host memory (cpu) serves")
+        if self._relief is None:
+            parts = self._training_parts("offload_states")
+            self._relief = Relief(parts.optimizer, parts.reducer)
+        self._relief.send(include, pinned=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has sent away; nothing if there is nothing."""
+        if self._relief is not None:
+            self._relief.bring_back()
 
     def _training_parts(self, caller: str) -> Assembly:
         if self._assembly is None:

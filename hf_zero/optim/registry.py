@@ -130,6 +130,12 @@ def looks_at_elements(optimizer: torch.optim.Optimizer) -> bool:
     return not looks_further and compressing_updater_of(optimizer) is None
 
 
+def states_per_element(optimizer: torch.optim.Optimizer) -> int:
+    """States that an optimizer keeps for every element; a guess (Adam's two) for those that only know themselves."""
+    family = family_of(optimizer)
+    return 2 if family is None else len(family.state_names(optimizer.param_groups[0]))
+
+
 def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
     """Raise for optimizers whose result would silently be wrong on flat shards."""
     highest = highest_stage(optimizer)

@@ -20,12 +20,14 @@ from hf_zero.optim.registry import (
     holds_whole_tensors,
     looks_at_elements,
     refuse_on_flat_shards,
+    states_per_element,
     updater_for,
 )
 from hf_zero.precision import Precision
 from hf_zero.zero.flat_parameters import FlatParameters
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.masters import master_shards
+from hf_zero.zero.needs import check_needs, needs_of
 from hf_zero.zero.offload import furnish, places_for, rests_elsewhere, trained_numel
 from hf_zero.zero.optimizer import StepRules, ZeroOptimizer
 from hf_zero.zero.peers import peers_of
@@ -100,6 +102,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     Raises:
         ConfigError: for an optimizer that cannot work on the shards of this stage.
         RuntimeError: when ranks hold different models, or the optimizer has already been used.
+        DoesNotFit: when there is no room where the config wants states to be kept.
     """
     sharding, collectives = plan.sharding, plan.channels.reduce
     groups = trainable_groups(optimizer.param_groups)
@@ -113,6 +116,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     cuts = looks_at_elements(optimizer) and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
     places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
+    if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
+        needs = needs_of(trained.specs, plan.zero, sharding, plan.device, states_per_element(optimizer))
+        check_needs(needs, plan.zero, plan.device, collectives)
     store: ParameterStore
     if sharding.shards_parameters:
         store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, places)

@@ -65,6 +65,21 @@ class BucketGradients:
         return self._reduced
 
     @property
+    def held(self) -> Tensor | None:
+        """Reduced gradients that are at hand and not applied yet."""
+        return self._reduced.resident if self.has_reduced and self._reduced is not None else None
+
+    def drop_idle(self) -> None:
+        """Free the room for reduced gradients while there are none."""
+        if (
+            not self.has_reduced
+            and self.local is None
+            and self._reduced is not None
+            and self._reduced.resident is not None
+        ):
+            self._reduced = None
+
+    @property
     def reduces_in_place(self) -> bool:
         """Whether a collective may leave its result where reduced gradients stay."""
         at_hand = self.reduced.resident

@@ -147,6 +147,12 @@ class GradientReducer:
         """Launch buckets in this order from the next backward on; the same on all ranks."""
         self._order = list(order)
 
+    def drop_idle(self) -> None:
+        """Free what holds no gradients."""
+        self.wait()
+        for bucket in self.buckets:
+            bucket.drop_idle()
+
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()

@@ -20,7 +20,7 @@ from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
 from hf_zero.memory.store import Store
 from hf_zero.memory.vector import part_of
-from hf_zero.zero.sharded_parameter import ShardedParameter
+from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter
 
 
 class GatherBuffers:
@@ -137,6 +137,8 @@ class UnitPart:
             if not member.holds:
                 member.hide()
         self._full.untyped_storage().resize_(0)
+        if self.kept.resident is None and self.device.type == "cpu":
+            HEAP.freed(self._num_bytes)  # where memory is scarce, holes in the heap count too
 
     def _land(self) -> Rows:
         assert self._rows is not None, "finish without start"

@@ -1,0 +1,156 @@
+"""A drive that fails stops every rank with the reason, wherever it fails, and what was saved before stays good."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.memory import drive as drives
+from hf_zero.memory.requests import FileAccess, StorageError
+from tests.support.ranks import run_ranks
+from tests.zero.offload_runs import Run, engine_for, train, train_run, weights_of
+from tests.zero.test_offload import on_drive
+
+
+class FailingOnce(FileAccess):
+    """Fails for good from one moment on."""
+
+    def __init__(self, verb: str, error: int) -> None:
+        self._verb = verb
+        self._error = error
+        self.is_broken = False
+
+    def read_at(self, file: int, into: memoryview, offset: int) -> int:
+        self._check("read")
+        return super().read_at(file, into, offset)
+
+    def write_at(self, file: int, source: memoryview, offset: int) -> int:
+        self._check("write")
+        return super().write_at(file, source, offset)
+
+    def reserve(self, file: int, offset: int, num_bytes: int) -> None:
+        self._check("reserve")
+        super().reserve(file, offset, num_bytes)
+
+    def _check(self, verb: str) -> None:
+        if self.is_broken and verb == self._verb:
+            raise OSError(self._error, os.strerror(self._error))
+
+
+def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: str) -> str:
+    """Train a step and save, let rank 1's drive break `where`, and return the message that this rank stops with."""
+    access = FailingOnce(verb, error)
+    if rank == 1:
+        drives.ACCESS = access  # type: ignore[misc]
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)
+    engine.save_checkpoint(folder)
+    if where == "update":
+        step = engine.optimizer.updater.step
+
+        def breaking(gradients: object) -> object:
+            access.is_broken = rank == 1
+            return step(gradients)
+
+        engine.optimizer.updater.step = breaking
+    else:
+        access.is_broken = rank == 1
+    try:
+        train(engine, run, rank, 2, first=1, steps=3)
+    except StorageError as failure:
+        return str(failure)
+    return "trained on"
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "verb", "error"),
+    [
+        (2, "update", "read", errno.EIO),
+        (1, "update", "write", errno.ENOSPC),
+        (2, "backward", "write", errno.ENOSPC),
+        (3, "update", "read", errno.EIO),
+    ],
+)
+def test_all_ranks_stop_with_path_and_bytes(stage: int, where: str, verb: str, error: int, tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    run = Run(stage, zero=on_drive(drive, parameters=False))
+    messages = run_ranks(break_drive, 2, run, where, verb, error, str(saved))
+    for message in messages:
+        assert f"rank 1: could not {verb}" in message and os.strerror(error) in message and str(drive) in message
+        assert "bytes at" in message
+    assert not list(drive.iterdir()), "nothing is left on the drive"
+    reference = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
+    resumed = run_ranks(load_and_go_on, 2, run, str(saved))
+    assert all(torch.equal(resumed[0][name], value) for name, value in reference[0].items())
+
+
+def load_and_go_on(rank: int, run: Run, folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_for(run, 2)
+    assert engine.load_checkpoint(folder)[0] is not None
+    train(engine, run, rank, 2, first=1, steps=2)
+    return weights_of(engine)
+
+
+def start_on(rank: int, run: Run) -> str:
+    try:
+        train_run(rank, 2, run)
+    except StorageError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_drive_that_is_not_there_stops_all_ranks_at_the_start(tmp_path: Path) -> None:
+    run = Run(2, zero=on_drive(tmp_path / "unmounted", parameters=False))
+    assert all("is not an existing folder" in message for message in run_ranks(start_on, 2, run))
+
+
+def test_a_folder_that_goes_while_training_runs_does_no_harm(tmp_path: Path) -> None:
+    """Its files are open; the system keeps them until they are closed."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    run = Run(2, zero=on_drive(drive, parameters=False))
+    [expected] = run_ranks(train_run, 1, 1, Run(2))
+    [(numbers, weights)] = run_ranks(train_without_folder, 1, run, str(drive))
+    assert numbers == expected[0]
+    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
+
+
+def train_without_folder(rank: int, run: Run, drive: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = engine_for(run, 1)
+    numbers = train(engine, run, rank, 1, steps=1)
+    Path(drive).rename(drive + ".gone")
+    return numbers + train(engine, run, rank, 1, first=1, steps=run.steps - 1), weights_of(engine)
+
+
+KILLED = """
+import os, signal, sys, torch
+from hf_zero import initialize
+model = torch.nn.Linear(50, 50)
+place = {"device": "nvme", "nvme_path": sys.argv[1]}
+engine, *_ = initialize(model=model, model_parameters=model.parameters(), config={
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2, "offload_optimizer": place}})
+for number in range(3):
+    if number == 2:
+        shelf, each = engine.optimizer.updater.shelf, engine.optimizer.updater.shelf.each
+        engine.optimizer.updater.shelf.each = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+    engine.backward(engine(torch.ones(2, 50)).square().mean())
+    engine.step()
+"""
+
+
+def test_what_a_killed_run_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+    [outcome] = run_ranks(train_run, 1, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
+    assert outcome[0] == run_ranks(train_run, 1, 1, Run(2))[0][0]
+    assert not list(tmp_path.iterdir())

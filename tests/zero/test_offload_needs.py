@@ -1,0 +1,67 @@
+"""What an offloaded training takes is counted before, said, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.config import resolve
+from hf_zero.layout import ParameterSpec
+from hf_zero.zero import needs as needs_module
+from hf_zero.zero.needs import DoesNotFit, Needs, needs_of
+from hf_zero.zero.sharding import Sharding
+from tests.support.ranks import run_ranks
+from tests.zero.offload_runs import Run, engine_for
+from tests.zero.test_offload import CPU, on_drive
+
+CUDA, HOST = torch.device("cuda"), torch.device("cpu")
+BILLION = [ParameterSpec("w", 10**9, 0, "bfloat16")]
+M = 10**6
+
+
+def needs(device: torch.device, stage: int, world: int, **zero: object) -> Needs:
+    config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
+    policy = resolve(config, world_size=world).zero
+    return needs_of(BILLION, policy, Sharding(stage, 0, world), device, 2)
+
+
+def test_adam_on_a_billion_parameters_in_bf16() -> None:
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 3}
+    # 12 bytes of master and states, 2 of gradient
+    assert needs(CUDA, 2, 4) == Needs(device=3500 * M)
+    assert needs(CUDA, 2, 4, offload_optimizer=cpu) == Needs(host=3500 * M)
+    assert needs(CUDA, 0, 4, offload_optimizer=cpu) == Needs(host=14_000 * M)
+    assert needs(CUDA, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == Needs(device=1750 * M, host=1750 * M)
+    assert needs(HOST, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == Needs(host=3500 * M)
+    buffers = 4 * 10 * M * 3 * 3
+    small = {"sub_group_size": 10 * M}
+    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == Needs(host=buffers, disk=3500 * M)
+    without = {**nvme, "pipeline_read": False, "pipeline_write": False}
+    assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == buffers // 3
+    rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
+    assert needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small).disk == 4000 * M
+
+
+def refused(rank: int, run: Run) -> str:
+    needs_module.host_available = lambda: 20_000  # type: ignore[assignment]
+    with pytest.raises(DoesNotFit) as caught:
+        engine_for(run, 2)
+    return str(caught.value)
+
+
+def test_what_cannot_fit_is_refused_on_every_rank_with_both_numbers() -> None:
+    for message in run_ranks(refused, 2, Run(2, zero=CPU)):
+        assert "2 rank(s) need 0.00 GB of host memory" in message and "0.00 GB are available" in message
+        assert "use more ranks, device nvme" in message
+
+
+def said(rank: int, run: Run) -> None:
+    engine_for(run, 1)
+
+
+def test_one_line_says_what_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(said, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "this rank needs" in line]
+    assert "GB of host memory (" in line and "GB of disk (" in line and "activations" in line
