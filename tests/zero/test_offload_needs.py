@@ -45,7 +45,7 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
 
 
 def refused(rank: int, run: Run) -> str:
-    needs_module.host_available = lambda: 20_000  # type: ignore[assignment]
+    needs_module.host_available = lambda: 2_000  # type: ignore[assignment]
     with pytest.raises(DoesNotFit) as caught:
         engine_for(run, 2)
     return str(caught.value)
