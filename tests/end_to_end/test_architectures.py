@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, train
 
 TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-4  # plain PyTorch in fp32 itself is off by 3e-5 from fp64 here, with gemma3
 # Some gradients are zero but for rounding (the bias of a key: softmax does not see it), and there two correct programs
 # differ by noise / eps of an update. A hundredth of one update is far below what any real fault does in several steps.
 ABSOLUTE = 1e-2 * LEARNING_RATE
@@ -37,11 +38,11 @@ def expected(name: str, steps: int) -> Trace:
 
 
 def assert_parity(runs: list[Run], trace: Trace) -> None:
-    """Losses and norms within 1e-5, and every parameter on every rank."""
+    """Losses within 1e-5, norms nearly so, and every parameter on every rank."""
     mean_losses = [sum(losses) / len(runs) for losses in zip(*(run.losses for run in runs), strict=True)]
     assert_same_numbers(mean_losses, trace.losses, TOLERANCE, "losses")
     for run in runs:
-        assert_same_numbers(run.norms, trace.norms, TOLERANCE, "gradient norms")
+        assert_same_numbers(run.norms, trace.norms, NORM_TOLERANCE, "gradient norms")
         assert_close(run.weights, {key: trace.weights[key] for key in run.weights})
 
 

@@ -33,13 +33,18 @@ def through(entry: WeightConverter, found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dim", "rows"), [(1, (3, 3)), (1, (3, 2)), (2, (3, 3))])
 def test_a_pack_is_what_transformers_makes_of_it(dim: int, rows: tuple[int, int]) -> None:
-    """Stacks and pack were in memory together: a rank that loads Mixtral rose above its share and one layer."""
+    """Stacks, pack and parameter were in memory together: loading Mixtral took more than a share and one layer."""
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=dim))
     ours = _in_one_go(theirs)
     assert len(ours.operations) == 1 and len(theirs.operations) == 2
     packed = through(ours, experts(rows))
     assert packed.keys() == {TARGET}
-    assert torch.equal(packed[TARGET], through(theirs, experts(rows))[TARGET])
+    expected = through(theirs, experts(rows))[TARGET]
+    assert packed[TARGET].shape == expected.shape and packed[TARGET].dtype == expected.dtype
+    assert torch.equal(torch.empty_like(expected).copy_(packed[TARGET]), expected)
+    assert torch.equal(torch.empty_like(expected, dtype=torch.bfloat16).copy_(packed[TARGET]), expected.bfloat16())
+    assert torch.equal(packed[TARGET] * 2, expected * 2)  # whatever else is asked of it
+    assert torch.equal(packed[TARGET][1:], expected[1:])
 
 
 def test_what_is_stacked_already_takes_their_way() -> None:

@@ -1,4 +1,4 @@
-"""Around the conversion of checkpoints (experts into packs) at stage 3: no more than one pack in memory at a time."""
+"""Around the conversion of checkpoints (experts into packs) at stage 3: a pack is made where its parameter lies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hf_zero.memory.host_heap import trim
 
@@ -39,8 +40,8 @@ def _in_one_go(entry: Any) -> Any:
 
 
 class _Pack:
-    """What transformers' MergeModulelist and then Concatenate make, without the stacks in between: those and the pack
-    are there at the same time, twice what is needed."""
+    """What transformers' MergeModulelist and then Concatenate make, without the stacks in between and, until somebody
+    asks for it, without the pack: all of those were in memory beside the parameter that they are for."""
 
     def __init__(self, merge: Any, concatenate: Any) -> None:
         self._operations = (merge, concatenate)
@@ -58,19 +59,44 @@ class _Pack:
                     input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
                 )
             return input_dict
-        input_dict.clear()
-        return {target_patterns[0]: _packed(parts, self._dim)}
+        return {target_patterns[0]: PackedExperts(parts, self._dim)}
 
 
-def _packed(parts: Sequence[list[Tensor]], dim: int) -> Tensor:
-    """`cat([stack(part) for part in parts], dim)`; empties the lists."""
-    first = parts[0][0]
-    sizes = [part[0].shape[dim - 1] for part in parts]
-    shape = [len(parts[0]), *first.shape]
-    shape[dim] = sum(sizes)
-    pack = first.new_empty(shape)
-    for part, place in zip(parts, pack.split(sizes, dim), strict=True):
-        for row, expert in zip(place, part, strict=True):
-            row.copy_(expert)
-        part.clear()
-    return pack
+class PackedExperts(Tensor):
+    """`cat([stack(part) for part in parts], dim)` that is put together where it is copied to.
+
+    Copying it into a tensor writes every expert to its place there; any other operation sees an ordinary tensor.
+    """
+
+    _parts: Sequence[Sequence[Tensor]]
+    _dim: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Sequence[Tensor]], dim: int) -> PackedExperts:
+        first = parts[0][0]
+        shape = [len(parts[0]), *first.shape]
+        shape[dim] = sum(part[0].shape[dim - 1] for part in parts)
+        pack: PackedExperts = Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
+        pack._parts, pack._dim = parts, dim
+        return pack
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            return args[1].write_to(args[0])
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def whole(self) -> Tensor:
+        """An ordinary tensor of the same values."""
+        return self.write_to(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+
+    def write_to(self, target: Tensor) -> Tensor:
+        """Fill `target`, which has this shape."""
+        sizes = [part[0].shape[self._dim - 1] for part in self._parts]
+        for part, place in zip(self._parts, target.split(sizes, self._dim), strict=True):
+            for row, expert in zip(place, part, strict=True):
+                row.copy_(expert)
+        return target
