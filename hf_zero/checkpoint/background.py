@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed
 
 
 class BackgroundSave:
@@ -56,7 +56,10 @@ class BackgroundSave:
 
 
 def in_host_memory(value: Any) -> Any:
-    """`value` with every tensor in it copied, so that training may go on; tied tensors stay one."""
+    """`value` with every tensor in it copied, so that training may go on; tied tensors stay one.
+
+    Collective where something in it is still to arrive.
+    """
     return _copied(value, {})
 
 
@@ -66,6 +69,12 @@ def _copied(value: Any, known: dict[object, Any]) -> Any:
         if value.numel() == 0 or key not in known:
             known[key] = value.detach().to("cpu", copy=True)
         return known[key]
+    if isinstance(value, Arriving):
+        for batch in value.batches:
+            known.update((id(awaited), content.materialise()) for awaited, content in batch)
+        return _copied(value.content, known)
+    if isinstance(value, Awaited):
+        return known[id(value)]
     if isinstance(value, Streamed):
         if id(value) not in known:
             known[id(value)] = value.materialise()

@@ -44,6 +44,11 @@ class Exchange:
         # What any rank sends to any other, at most: all take part in as many rounds as that takes.
         self._longest = max(between.values(), default=0)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing has to travel, between any two ranks."""
+        return self._longest == 0
+
     def fill(self, buffers: Sequence[Tensor]) -> dict[int, list[Placed]]:
         """What goes where in each target buffer. Local elements stay views of `buffers`. Collective."""
         placed: dict[int, list[Placed]] = defaultdict(list)
@@ -51,7 +56,7 @@ class Exchange:
         for copy in self._incoming[rank]:
             view = buffers[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
             placed[copy.target_buffer].append(Placed(copy.target_offset, view))
-        if self._longest:
+        if not self.is_local:
             for peer, received in enumerate(self._swap(buffers)):
                 cursor = 0
                 for copy in self._incoming[peer] if peer != rank else ():

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.exchange import Exchange, Placed, join
+from hf_zero.checkpoint.exchange import Exchange, join
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
     ShardState,
@@ -31,7 +32,7 @@ from hf_zero.checkpoint.states import (
     optimizer_states_3,
     ours,
 )
-from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.layout.memory import extents_in_memory
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
@@ -116,13 +117,20 @@ class _Target:
     moment_numel: int
 
 
+Arrivals = Iterator[Sequence[tuple[Awaited, Streamed]]]
+
+
 def _group_states(
     subject: Subject, collected: _Collected, targets: Sequence[_Target], wanted: Sequence[Extent]
-) -> list[GroupState]:
-    """Fill the targets of this rank from the shards of all. Collective.
+) -> tuple[list[GroupState], Arrivals | None]:
+    """The targets of this rank, made from the shards of all.
 
     Args:
         wanted: what lies where in the targets of all ranks; buffers are numbered as `targets`.
+
+    Returns:
+        Where something has to travel between ranks, the groups hold `Awaited` tensors, which the second value brings
+        about, one kind of state at a time: all kinds at once would take as much memory as the shards themselves.
     """
     assembly, collectives = subject.assembly, subject.collectives
     sharded = assembly.optimizer.sharding.shards_optimizer
@@ -133,22 +141,68 @@ def _group_states(
         for extent in extents_in_memory(layout, rank, sharded=sharded, portion_numel=limit)
     ]
     exchange = Exchange(reshard(source, wanted), collectives)
-    shards = assembly.optimizer.shards
+    lines = _lines(subject, collected, targets)
+    found: list[list[Awaited | Streamed]] = []
+    for line in lines:
+        local = line.fill(exchange) if exchange.is_local else None
+        found.append([Awaited(line.dtype, (numel,)) for numel in line.lengths] if local is None else list(local))
+    groups = []
+    for number, target in enumerate(targets):
+        known = collected.groups[target.group]
+        moments = {line.kind: found[i][number] for i, line in enumerate(lines) if i and line.kind in known.kinds}
+        groups.append(GroupState(found[0][number], moments, _scalars(subject, known.scalars)))
+    if exchange.is_local:
+        return groups, None
+    return groups, (_batch(line, exchange, awaited, groups) for line, awaited in zip(lines, found, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One kind of state of all targets: where its elements are now, and how many each target takes."""
+
+    kind: str
+    dtype: torch.dtype
+    lengths: Sequence[int]
+    buffers: Callable[[], list[Tensor]]
+
+    def fill(self, exchange: Exchange) -> list[Streamed]:
+        """The targets. Collective."""
+        placed = exchange.fill(self.buffers())
+        return [join(placed.get(number, ()), numel, self.dtype) for number, numel in enumerate(self.lengths)]
+
+
+def _lines(subject: Subject, collected: _Collected, targets: Sequence[_Target]) -> list[_Line]:
+    """The masters, then every kind of moment; the same on all ranks."""
+    shards = subject.assembly.optimizer.shards
     wide = torch.float32
     for shard in shards:
         wide = torch.promote_types(wide, shard.master.dtype)
-    masters = _joined(exchange.fill([s.master.to(wide) for s in shards]), [t.master_numel for t in targets], wide)
-    moments: list[dict[str, Streamed]] = [{} for _ in targets]
-    for kind, dtype in collected.kinds().items():
-        placed = exchange.fill(buffers_of(kind, dtype, shards, collected.states))
-        flats = _joined(placed, [target.moment_numel for target in targets], dtype)
-        for target, mine, flat in zip(targets, moments, flats, strict=True):
-            if kind in collected.groups[target.group].kinds:
-                mine[kind] = flat
+    held = [shard.master.detach() for shard in shards]  # at hand now; later a drive may have them
+    masters = _Line("", wide, [t.master_numel for t in targets], lambda: [master.to(wide) for master in held])
+    lengths = [target.moment_numel for target in targets]
     return [
-        GroupState(master, mine, _scalars(subject, collected.groups[target.group].scalars))
-        for target, master, mine in zip(targets, masters, moments, strict=True)
+        masters,
+        *(
+            _Line(kind, dtype, lengths, partial(buffers_of, kind, dtype, shards, collected.states))
+            for kind, dtype in collected.kinds().items()
+        ),
     ]
+
+
+def _batch(
+    line: _Line, exchange: Exchange, awaited: Sequence[Awaited | Streamed], groups: Sequence[GroupState]
+) -> list[tuple[Awaited, Streamed]]:
+    """What one exchange brings, as far as the groups want it."""
+    used = {id(content) for group in groups for content in (group.master, *group.moments.values())}
+    return [
+        (place, content)
+        for place, content in zip(awaited, line.fill(exchange), strict=True)
+        if isinstance(place, Awaited) and id(place) in used
+    ]
+
+
+def _arriving(content: dict[str, Any], arrivals: Arrivals | None) -> Any:
+    return content if arrivals is None else Arriving(content, arrivals)
 
 
 def _scalars(subject: Subject, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,10 +214,6 @@ def _scalars(subject: Subject, scalars: Mapping[str, Any]) -> dict[str, Any]:
     if ds.STEP not in scalars or not type(optimizer).__module__.startswith("torch.optim"):
         return dict(scalars)
     return {**scalars, ds.STEP: torch.tensor(float(scalars[ds.STEP]))}
-
-
-def _joined(placed: Mapping[int, Sequence[Placed]], lengths: Sequence[int], dtype: torch.dtype) -> list[Streamed]:
-    return [join(placed.get(number, ()), numel, dtype) for number, numel in enumerate(lengths)]
 
 
 def _members(subject: Subject) -> list[tuple[Member, ...]]:
@@ -182,10 +232,11 @@ def _stages_1_2(
         for group, line in enumerate(lines)
     ]
     wanted = [e for r in range(world) for group, line in enumerate(lines) for e in line.extents(r, group)]
-    groups = _group_states(subject, collected, targets, wanted)
+    groups, arrivals = _group_states(subject, collected, targets, wanted)
     partitions = [Partition(tuple(names[m.parameter] for m in line.members), line) for line in lines]
     part = collected.part(subject)
-    files = {ds.optimizer_file(rank, bf16=subject.bf16): optimizer_states_1_2(run, rank, part, partitions, groups)}
+    states = optimizer_states_1_2(run, rank, part, partitions, groups)
+    files = {ds.optimizer_file(rank, bf16=subject.bf16): _arriving(states, arrivals)}
     if writes_shared_file:
         shapes = subject.shapes
         in_order = [{names[m.parameter]: shapes[m.parameter] for m in line.members} for line in lines]
@@ -204,10 +255,11 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
         subs += mine
         targets += [_Target(group, sub.numel, sub.numel) for sub in mine]
     wanted = [e for r in range(world) for number, sub in enumerate(subs) for e in sub.extents(r, number)]
-    groups = _group_states(subject, collected, targets, wanted)
+    groups, arrivals = _group_states(subject, collected, targets, wanted)
+    states = optimizer_states_3(run, collected.part(subject), numbers, groups)
     in_order = [{names[m.parameter]: shapes[m.parameter] for m in sub.members} for sub in subs]
     return {
-        ds.optimizer_file(rank, bf16=subject.bf16): optimizer_states_3(run, collected.part(subject), numbers, groups),
+        ds.optimizer_file(rank, bf16=subject.bf16): _arriving(states, arrivals),
         ds.model_file(rank, 3): model_states(run, weights, in_order),
     }
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.inert import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 from hf_zero.checkpoint.plain import plain
-from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.stream import Awaited, Streamed
 from hf_zero.layout.partitions import GroupPartition, SubGroup
 
-Content = Tensor | Streamed
+Content = Tensor | Streamed | Awaited
 Shapes = Mapping[str, tuple[int, ...]]
 
 

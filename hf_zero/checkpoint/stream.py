@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_zero.checkpoint import crc
 
 CHUNK_BYTES = 4 << 20  # what one thread holds while it casts
+_SPAN_BYTES = 16 * CHUNK_BYTES
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -51,6 +52,16 @@ class Streamed:
             for chunk in part.detach().split(limit) if part.numel() else ():
                 yield chunk.to(device="cpu", dtype=self.dtype).contiguous()
 
+    def span(self, start: int, stop: int) -> Streamed:
+        """The elements [start, stop), 1-D."""
+        parts, cursor = [], 0
+        for part in self.parts:
+            low, high = max(start, cursor), min(stop, cursor + part.numel())
+            if low < high:
+                parts.append(part.narrow(0, low - cursor, high - low))
+            cursor += part.numel()
+        return Streamed(self.dtype, (stop - start,), tuple(parts))
+
     def materialise(self) -> Tensor:
         """The whole tensor in memory."""
         whole = torch.empty(self.numel, dtype=self.dtype)
@@ -75,6 +86,14 @@ class Awaited:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """The content of a file whose `Awaited` leaves come in batches, which ranks bring about together, one by one."""
+
+    content: Any
+    batches: Iterator[Sequence[tuple[Awaited, Streamed]]]
 
 
 def streamed(tensor: Tensor, dtype: torch.dtype | None = None) -> Streamed:
@@ -114,10 +133,27 @@ def write_records(file: int, records: Sequence[Record], progress: Callable[[int]
                 progress(len(block))
         return checksum
 
-    if len(records) < 2 or sum(record.num_bytes for record in records) < CHUNK_BYTES:
+    if sum(record.num_bytes for record in records) < CHUNK_BYTES:
         return [write(record) for record in records]
+    spans = [(number, span) for number, record in enumerate(records) for span in _spans(record)]
+    totals = [0] * len(records)
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_write") as pool:
-        return list(pool.map(write, records))
+        checksums = pool.map(write, [span for _, span in spans])
+        for (number, span), checksum in zip(spans, checksums, strict=True):
+            totals[number] = crc.combine(totals[number], checksum, span.num_bytes)
+    return totals
+
+
+def _spans(record: Record) -> Iterator[Record]:
+    """A large record in parts, so that several threads can work on it."""
+    content = record.content
+    if not isinstance(content, Streamed) or content.num_bytes <= _SPAN_BYTES:
+        yield record
+        return
+    numel = _SPAN_BYTES // content.dtype.itemsize
+    for start in range(0, content.numel, numel):
+        span = content.span(start, min(start + numel, content.numel))
+        yield Record(record.offset + start * content.dtype.itemsize, span)
 
 
 def _blocks(content: Streamed | Awaited | bytes) -> Iterator[memoryview]:

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, _weights_only_unpickler
 
 from hf_zero.checkpoint import inert, zip_format
 from hf_zero.checkpoint.durable import Written, written
-from hf_zero.checkpoint.stream import Awaited, Record, Streamed, streamed, write_records
+from hf_zero.checkpoint.stream import Arriving, Awaited, Record, Streamed, streamed, write_records
 
 _PROTOCOL = 2  # torch's own choice, and the one that its restricted reader knows best
 
@@ -40,19 +40,23 @@ def write_torch_file(path: Path, value: object, progress: Any = None) -> Written
         return _finish(file, path, members, checksums)
 
 
-def write_torch_file_as_it_comes(path: Path, value: object, arrivals: Iterable[tuple[Awaited, Tensor]]) -> Written:
-    """The same where tensors arrive one by one: leaves of `value` are `Awaited`, each of which arrives once."""
-    members = _plan(value, path)
+def write_torch_file_as_it_comes(path: Path, arriving: Arriving) -> Written:
+    """The same where tensors arrive in batches: leaves of the content are `Awaited`, each of which arrives once."""
+    members = _plan(arriving.content, path)
     place = {id(member.content): number for number, member in enumerate(members)}
     checksums = [0] * len(members)
     with _created(path) as file:
-        for awaited, tensor in arrivals:
-            number = place.pop(id(awaited))
-            assert tensor.numel() == awaited.numel, "a tensor of another size has arrived"
-            record = Record(members[number].offset, streamed(tensor, awaited.dtype))
-            (checksums[number],) = write_records(file, [record])
-        for number in place.values():
-            (checksums[number],) = write_records(file, [members[number].record])
+        # No name may hold on to a batch while the next one is made.
+        while (batch := next(arriving.batches, None)) is not None:
+            numbers = [place.pop(id(awaited)) for awaited, _ in batch]
+            records = [Record(members[number].offset, content) for number, (_, content) in zip(numbers, batch)]
+            assert all(records[i].num_bytes == members[number].record.num_bytes for i, number in enumerate(numbers))
+            for number, checksum in zip(numbers, write_records(file, records), strict=True):
+                checksums[number] = checksum
+            del batch, records
+        rest = list(place.values())
+        for number, checksum in zip(rest, write_records(file, [members[n].record for n in rest]), strict=True):
+            checksums[number] = checksum
         return _finish(file, path, members, checksums)
 
 

@@ -25,7 +25,8 @@ from hf_zero.checkpoint.durable import PARTIAL, Written, sync_folder, write_smal
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.manifest import write_manifest
 from hf_zero.checkpoint.script import ZERO_TO_FP32
-from hf_zero.checkpoint.torch_file import write_torch_file
+from hf_zero.checkpoint.stream import Arriving
+from hf_zero.checkpoint.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
 from hf_zero.log import logger
 
@@ -117,7 +118,19 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def _write_files(place: Destination, files: Mapping[str, Any]) -> list[Written]:
-    return [write_torch_file(place.partial / name, content) for name, content in files.items()]
+    # Other ranks wait for this one's part of what arrives, so that comes first, and comes even if it cannot be written.
+    in_order = sorted(files.items(), key=lambda item: not isinstance(item[1], Arriving))
+    return [_write_file(place.partial / name, content) for name, content in in_order]
+
+
+def _write_file(path: Path, content: Any) -> Written:
+    if not isinstance(content, Arriving):
+        return write_torch_file(path, content)
+    try:
+        return write_torch_file_as_it_comes(path, content)
+    finally:
+        for _ in content.batches:
+            pass
 
 
 def _finish(place: Destination, reports: Sequence[tuple[str, list[Written]]]) -> None:

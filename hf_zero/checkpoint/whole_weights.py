@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.durable import into_place
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.stream import Awaited
+from hf_zero.checkpoint.stream import Arriving, Awaited, streamed
 from hf_zero.checkpoint.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
 from hf_zero.zero.consolidate import persistent_buffers, state_dict_order, whole_values
@@ -27,8 +27,8 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             state, awaited = _state(module, exclude_frozen=exclude_frozen)
-            arriving = ((awaited[id(parameter)], values) for parameter, values in arrivals)
-            into_place(path, lambda partial: write_torch_file_as_it_comes(partial, state, arriving))
+            batches = ([(place := awaited[id(p)], streamed(values, place.dtype))] for p, values in arrivals)
+            into_place(path, lambda partial: write_torch_file_as_it_comes(partial, Arriving(state, batches)))
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
     for _ in arrivals:  # the other ranks', and what is left after an error: gathers need everybody

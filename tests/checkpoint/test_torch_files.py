@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.checkpoint import CheckpointError, inert
+from hf_zero.checkpoint import CheckpointError, inert, stream
 from hf_zero.checkpoint.crc import checksum, combine
 from hf_zero.checkpoint.safetensors_file import write_safetensors
-from hf_zero.checkpoint.stream import Streamed, streamed
-from hf_zero.checkpoint.torch_file import write_torch_file
+from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed, streamed
+from hf_zero.checkpoint.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.torch_reader import check_records, read_torch_file
 
 WEIGHT = torch.arange(35.0).view(5, 7)
@@ -62,6 +62,22 @@ def test_torch_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
             assert same, key
         assert read["weight"].data_ptr() == read["tied"].data_ptr() and read["weight"].data_ptr() % 64 == 0
         assert type(read["stage"]) is inert.ZeroStageEnum
+
+
+def test_tensors_that_arrive_later_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches in any order, in spans that several threads write, cast on the way, some not waited for."""
+    monkeypatch.setattr(stream, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(stream, "_SPAN_BYTES", 256)
+    whole = {"a": torch.arange(500.0), "b": torch.arange(77), "c": WEIGHT, "d": WEIGHT.bfloat16()}
+    write_torch_file(tmp_path / "x.pt", whole)
+    awaited = {key: Awaited(value.dtype, tuple(value.shape)) for key, value in whole.items() if key != "c"}
+    first = [(awaited["d"], Streamed(torch.bfloat16, (35,), (WEIGHT.view(-1)[:3], WEIGHT.view(-1)[3:])))]
+    second = [(awaited[key], streamed(whole[key])) for key in ("b", "a")]
+    arriving = Arriving({**whole, **awaited}, iter([first, second]))
+    (tmp_path / "later").mkdir()
+    written = write_torch_file_as_it_comes(tmp_path / "later" / "x.pt", arriving)
+    data = (tmp_path / "later" / "x.pt").read_bytes()
+    assert data == (tmp_path / "x.pt").read_bytes() and written.crc32 == zlib.crc32(data)
 
 
 def test_the_pickle_names_deepspeeds_modules_never_ours(tmp_path: Path) -> None:
