@@ -47,7 +47,7 @@ def test_the_metadata_promises_what_the_project_promises(wheel: Path) -> None:
     assert (fields["Name"], fields["Requires-Python"]) == ("hf-zero", ">=3.10")
     needed = {line.split(";")[0].strip() for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert needed == {
-        "torch>=2.6", "transformers>=5.0", "accelerate>=1.10", "safetensors", "pydantic>=2", "rich", "psutil",
+        "torch>=2.6", "transformers>=5.0", "accelerate>=1.10", "safetensors", "pydantic>=2", "rich", "psutil", "numpy",
     }  # fmt: skip
 
 

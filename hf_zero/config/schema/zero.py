@@ -23,7 +23,7 @@ from hf_zero.config.schema.fields import (
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
-_PLUS_PLUS = "ZeRO++ belongs to stage 3"
+_PLUS_PLUS = "ZeRO++ is not built"
 
 
 _INTERNAL = "the update always has all of the CPU's threads"
@@ -182,6 +182,6 @@ class Zero(Section):
     zero_quantized_nontrainable_weights: Flag = unbuilt(False, "Store frozen weights as int8.", why=_PLUS_PLUS)
     zero_quantized_gradients: Flag = unbuilt(False, "Reduce int4 gradients.", why=_PLUS_PLUS)
     zeropp_loco_param: Free | None = unbuilt(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
-    mics_shard_size: Whole = unbuilt(-1, "Shard over groups of this many ranks.", why="MiCS belongs to stage 3")
-    mics_hierarchical_params_gather: Flag = unbuilt(False, "Gather in two hops.", why="MiCS belongs to stage 3")
+    mics_shard_size: Whole = unbuilt(-1, "Shard over groups of this many ranks.", why="MiCS is not built")
+    mics_hierarchical_params_gather: Flag = unbuilt(False, "Gather in two hops.", why="MiCS is not built")
     zenflow: Free | None = unbuilt(None, "Updates that trail behind.", why="every update is complete", switch="")
