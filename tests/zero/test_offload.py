@@ -68,3 +68,16 @@ def test_units_of_a_lone_rank_give_the_same_weights(tmp_path: Any) -> None:
     assert numbers[::2] == expected_numbers[::2], "losses"
     assert numbers[1::2] == pytest.approx(expected_numbers[1::2], rel=1e-6), "norms"
     assert_same_bits(([], weights), ([], expected_weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["cpu", "nvme", "half"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sweep(stage: int, world: int, place: str, tmp_path: Any) -> None:
+    """Both dtypes, with and without accumulation and clipping, in several portions; `half` is a ratio of 0.5."""
+    offload = CPU if place == "cpu" else on_drive(tmp_path, parameters=stage == 3 and world > 1)
+    if place == "half":
+        offload["offload_optimizer"] = {**offload["offload_optimizer"], "ratio": 0.5}
+    for bf16, accumulation, clip in ((True, 1, 0.05), (False, 2, 0.05), (True, 3, 0.0)):
+        check(Run(stage, bf16=bf16, accumulation=accumulation, clip=clip), world, offload)
