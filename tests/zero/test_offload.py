@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_zero.entry import initialize
+from hf_zero.zero.init_context import Init
+from tests.support.models import AwkwardMLP
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, assert_same_bits, train_run
+from tests.zero.offload_runs import Run, assert_same_bits, train, train_run, weights_of
 
 CPU = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 64}
 
@@ -81,3 +85,22 @@ def test_sweep(stage: int, world: int, place: str, tmp_path: Any) -> None:
         offload["offload_optimizer"] = {**offload["offload_optimizer"], "ratio": 0.5}
     for bf16, accumulation, clip in ((True, 1, 0.05), (False, 2, 0.05), (True, 3, 0.0)):
         check(Run(stage, bf16=bf16, accumulation=accumulation, clip=clip), world, offload)
+
+
+def train_born_in_shards(rank: int, world: int, run: Run, drive: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = run.config(world)
+    with Init(config_dict_or_path=config):
+        model = AwkwardMLP()
+    files = sum(file.stat().st_size for file in Path(drive).glob("*/parameters")) if drive else 1
+    assert files > 0, "shards are on the drive as soon as there are any"
+    engine, *_ = initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config)
+    return train(engine, run, rank, world), weights_of(engine)
+
+
+def test_a_model_born_on_the_drive_trains_and_loads_like_any(tmp_path: Path) -> None:
+    """Whole models do not fit where parameters are offloaded, so shards go to the drive module by module."""
+    expected = run_ranks(train_born_in_shards, 2, 2, Run(3), "")
+    run = Run(3, zero=on_drive(tmp_path, parameters=True))
+    for ours, wanted in zip(run_ranks(train_born_in_shards, 2, 2, run, str(tmp_path)), expected, strict=True):
+        assert_same_bits(ours, wanted)
+    assert not list(tmp_path.iterdir())
