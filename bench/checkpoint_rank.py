@@ -54,7 +54,8 @@ def build(name: str, stage: int, size: models.Size) -> tuple[Any, str]:
     (tokens,) = models.batches(size, 1, int(os.environ["RANK"]))
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
-    return engine, hf_zero.__version__ if name == "hf_zero" else deepspeed.__version__
+    version = hf_zero.__version__ if name == "hf_zero" else deepspeed.__version__
+    return engine, f"{version} (torch {torch.__version__})"
 
 
 def measured(act: Callable[[], object]) -> dict[str, float]:
