@@ -106,7 +106,8 @@ def report(run: dict[str, Any]) -> str:
         f"states are {state_gb:.1f} GB, trained with a peak of {peak:.0f} MB above the imports "
         f"({result['after_imports_mb']:.0f} MB)",
         f"- Promise: buffers {allowed['buffers']:.0f} MB + one unit {allowed['unit']:.0f} MB + 15% = {promised:.0f} "
-        f"MB: {verdict}",
+        f"MB: {verdict}; with the gradients of that unit, which are there at the same time, "
+        f"{promised + SLACK * allowed['unit']:.0f} MB",
         "",
         "| step | loss | forward s | backward s | update s | of it waiting | read + written GB | GB/s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
