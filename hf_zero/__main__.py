@@ -1,4 +1,4 @@
-"""The command line: `python -m hf_zero explain ds.json`."""
+"""The command line, `hf-zero` or `python -m hf_zero`: `explain ds.json`, `launch script.py`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_zero.explain.command import add_arguments, run
-
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m hf_zero", description="ZeRO training for Hugging Face users.")
+    words = sys.argv[1:] if words is None else list(words)
+    if words[:1] == ["launch"]:
+        # What stands behind the script is the script's, whatever it looks like: no other parser may see it.
+        from hf_zero.launch.command_line import main as launch
+
+        return launch(words[1:])
+    parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training for Hugging Face users.")
     commands = parser.add_subparsers(metavar="command", required=True)
+    commands.add_parser("launch", help="start a script on all devices of this machine or of several")
     explain = commands.add_parser(
         "explain",
         help="what a ds.json means: every key with its value, where that came from, and what it does",
         allow_abbrev=False,
     )
+    if words[:1] != ["explain"]:
+        parser.parse_args(words)
+    # Not before it is wanted: it loads transformers.
+    from hf_zero.explain.command import add_arguments, run
+
     add_arguments(explain)
     known, more = parser.parse_known_args(words)
     return run(known, more)

@@ -1,0 +1,182 @@
+"""`hf-zero launch`, from words to an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_zero.launch.backends import BACKENDS, Backend
+from hf_zero.launch.backends.base import Request
+from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch.hostfile import check_host
+from hf_zero.launch.job import Job, Program
+from hf_zero.launch.options import LAUNCHERS, parse
+from hf_zero.launch.resources import LOCALHOST, chosen_world, listed_world
+from hf_zero.launch.variables import inherited, read_env_files
+from hf_zero.launch.world import World
+from hf_zero.network import address_towards
+from hf_zero.rank_variables import LOCAL_ADDRESS
+
+logger = logging.getLogger("hf_zero.launch")
+_USAGE = 2
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; its exit status: the first failing rank's, 128 + n after signal n, 2 for what is asked wrong."""
+    try:
+        return _run(parse(words))
+    except LaunchError as error:
+        sys.stderr.write(f"hf-zero launch: {error}\n")
+        return _USAGE
+
+
+def _run(options: argparse.Namespace) -> int:
+    logging.basicConfig(format="hf-zero launch: %(message)s", level=options.log_level.upper())
+    listed = listed_world(options, os.environ)
+    world = chosen_world(options, listed, os.environ)
+    backend = choose_backend(options, world, has_hosts=listed is not None)
+    request = Request(
+        has_hosts=listed is not None,
+        launcher_args=_split(options.launcher_args),
+        node_rank=options.node_rank,
+        ssh_port=options.ssh_port,
+        venv_script=options.venv_script,
+    )
+    job = _job(options, world, backend, master_address(options, world, backend, has_hosts=listed is not None))
+    logger.info("%s", describe(job, backend))
+    with _pid_file(options.save_pid):
+        return backend.run(job, request)
+
+
+def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool) -> Backend:
+    """Who starts the ranks. One host is this machine, unless the user insists; Slurm decides for itself.
+
+    Raises:
+        LaunchError: for an unknown launcher, and for options that the chosen one cannot honour.
+    """
+    if options.launcher not in BACKENDS:
+        raise LaunchError(f"--launcher {shown(options.launcher)} is none of {', '.join(LAUNCHERS)}")
+    name = options.launcher
+    is_alone = len(world.nodes) == 1 and not options.force_multi and name != "slurm"
+    if options.no_ssh:
+        name = "nossh" if has_hosts else "local"
+    elif is_alone and BACKENDS[name].is_remote:
+        name = "local"
+    backend = BACKENDS[name]()
+    if backend.is_remote and not has_hosts:
+        raise LaunchError(f"--launcher {name} starts ranks on other hosts, and there is no hostfile that names them")
+    if name not in ("pdsh", "nossh", "local") and options.venv_script is not None and name not in backend.refuses:
+        raise LaunchError(f"--venv_script is for remote shells, and {name} uses none: activate it before you start")
+    for option, reason in backend.refuses.items():
+        if getattr(options, option, None) not in (None, False, ""):
+            raise LaunchError(f"--{option} does not go with --launcher {name}: {reason}")
+    return backend
+
+
+def master_address(options: argparse.Namespace, world: World, backend: Backend, *, has_hosts: bool) -> str:
+    """Where rank 0 is found; empty where Slurm will say."""
+    if options.master_addr:
+        return str(options.master_addr)
+    first = world.nodes[0].name
+    if not has_hosts or (len(world.nodes) == 1 and backend.name != "slurm" and not backend.is_remote):
+        return LOCAL_ADDRESS
+    if backend.name == "slurm":
+        return ""
+    if backend.name != "pdsh":
+        return first
+    if first == LOCALHOST:
+        return address_towards(world.nodes[-1].name) or LOCAL_ADDRESS
+    return _ask_over_ssh(first, options)
+
+
+def _ask_over_ssh(host: str, options: argparse.Namespace) -> str:
+    """The host's first address. The same call shows that ssh needs no password there."""
+    port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", *port, host, "hostname", "-I"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{host} cannot be asked for its address over ssh: {error}") from None
+    if said.returncode != 0 and not (options.no_ssh_check and said.returncode != 255):
+        reason = said.stderr.strip().splitlines()[-1:] or [f"exit status {said.returncode}"]
+        raise LaunchError(
+            f"{host} is not reached over ssh without a password ({reason[0][:200]}): set up keys, or start every host "
+            "by hand with --no_ssh --node_rank R"
+        )
+    addresses = said.stdout.split()
+    if not addresses:
+        raise LaunchError(f"{host} does not know its own address (hostname -I): give --master_addr")
+    check_host(addresses[0], f"the address of {host}")
+    return addresses[0]
+
+
+def _job(options: argparse.Namespace, world: World, backend: Backend, master: str) -> Job:
+    program = Program(
+        script=options.user_script,
+        arguments=tuple(options.user_args),
+        is_module=options.module,
+        without_python=options.no_python,
+        takes_local_rank=not options.no_local_rank and backend.name not in ("torchrun", "standard"),
+    )
+    folder = os.path.abspath(".")
+    log_folder = options.enable_each_rank_log
+    return Job(
+        program=program,
+        world=world,
+        master_addr=master,
+        master_port=options.master_port,
+        token=secrets.token_hex(8),
+        variables=travelling_variables(os.environ, folder),
+        folder=folder,
+        log_folder=None if log_folder in (None, "None") else os.path.abspath(log_folder),
+        binds_cores=options.bind_cores_to_rank,
+        core_list=options.bind_core_list,
+    )
+
+
+def travelling_variables(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """What every rank gets: known variables of ours, this folder among Python's, and `.deepspeed_env` above all."""
+    known = inherited(environment)
+    known["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, known.get("PYTHONPATH", "")]))
+    return known | read_env_files(environment, [Path.home(), Path(folder)])
+
+
+def describe(job: Job, backend: Backend) -> str:
+    """One line on what is about to happen."""
+    names = job.world.names
+    hosts = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{job.world.num_ranks} ranks on {hosts} by {backend.name}: {shlex.join(job.program.command(0))}"
+
+
+def _split(words: str) -> list[str]:
+    try:
+        return shlex.split(words)
+    except ValueError as error:
+        raise LaunchError(f"--launcher_args {shown(words)}: {error}") from None
+
+
+@contextmanager
+def _pid_file(is_wanted: bool) -> Iterator[None]:
+    """While it is open, /tmp/<our number>.deepspeed holds our number; somebody else's file is not touched."""
+    if not is_wanted:
+        yield
+        return
+    path = Path(f"/tmp/{os.getpid()}.deepspeed")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise LaunchError(f"--save_pid cannot write {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(str(os.getpid()))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

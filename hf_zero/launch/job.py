@@ -1,0 +1,143 @@
+"""A job: what is run, on which nodes, with which variables. It travels to other hosts as one word without quotes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from hf_zero.launch.cores import parse_cores, share_cores, usable_cores
+from hf_zero.launch.errors import LaunchError
+from hf_zero.launch.world import Node, Place, World
+from hf_zero.rank_variables import LOCAL_ADDRESS
+
+# Linux takes no longer argument than 128 KiB.
+_MAX_WORD = 120 << 10
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs."""
+
+    script: str
+    arguments: tuple[str, ...]
+    is_module: bool = False
+    without_python: bool = False
+    takes_local_rank: bool = True
+
+    def command(self, local_rank: int, python: str = sys.executable) -> list[str]:
+        """The argument vector of one rank."""
+        start = [] if self.without_python else [python, "-u"] + ["-m"] * self.is_module
+        told = [f"--local_rank={local_rank}"] if self.takes_local_rank else []
+        return [*start, self.script, *told, *self.arguments]
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """One process to start.
+
+    Attributes:
+        environment: what is set beside the variables of whoever starts it.
+        cores: those that it is bound to; empty for all.
+    """
+
+    rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a node must know to start its ranks.
+
+    Attributes:
+        token: random; marks what the nodes say to the launcher among what the ranks print.
+        variables: set on every rank, below those that make it a rank.
+        log_folder: gets a file per rank if named.
+        gives_devices: whether ranks are told which devices are theirs; Slurm does so itself.
+        core_list: the user's `--bind_core_list`; None for all cores of a host.
+    """
+
+    program: Program
+    world: World
+    master_addr: str
+    master_port: int
+    token: str = ""
+    variables: Mapping[str, str] | None = None
+    folder: str = "."
+    log_folder: str | None = None
+    gives_devices: bool = True
+    binds_cores: bool = False
+    core_list: str | None = None
+
+    def encode(self) -> str:
+        """One word of letters, digits, `-`, `_` and `=`.
+
+        Raises:
+            LaunchError: when it is longer than a command line may be.
+        """
+        word = base64.urlsafe_b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
+        if len(word) > _MAX_WORD:
+            raise LaunchError(
+                f"arguments and variables of this job take {len(word)} bytes, and a command line ends at {_MAX_WORD}: "
+                "remove from .deepspeed_env what the ranks do not need"
+            )
+        return word
+
+    @staticmethod
+    def decode(word: str) -> Job:
+        """The job in a word of `encode`."""
+        try:
+            fields = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
+            nodes = tuple(Node(node["name"], tuple(node["slots"])) for node in fields.pop("world")["nodes"])
+            program = fields.pop("program")
+            program["arguments"] = tuple(program["arguments"])
+            return Job(program=Program(**program), world=World(nodes), **fields)
+        except (binascii.Error, zlib.error, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"this is no job of `hf-zero launch`: {error}") from None
+
+    def on_node(self, node_rank: int) -> list[RankCommand]:
+        """The ranks of one node."""
+        return [self._rank(place) for place in self.world.places() if place.node_rank == node_rank]
+
+    def of_rank(self, rank: int, first_host: str | None = None) -> RankCommand:
+        """One rank; `first_host` is where rank 0 is, if nobody knew that beforehand."""
+        return self._rank(list(self.world.places())[rank], first_host)
+
+    def _rank(self, place: Place, first_host: str | None = None) -> RankCommand:
+        node = self.world.nodes[place.node_rank]
+        environment = {
+            **(self.variables or {}),
+            "MASTER_ADDR": self.master_addr or first_host or LOCAL_ADDRESS,
+            "MASTER_PORT": str(self.master_port),
+            "RANK": str(place.rank),
+            "LOCAL_RANK": str(place.local_rank),
+            "WORLD_SIZE": str(self.world.num_ranks),
+            "LOCAL_WORLD_SIZE": str(len(node.slots)),
+            "LOCAL_SIZE": str(len(node.slots)),
+            "CROSS_RANK": str(place.node_rank),
+            "CROSS_SIZE": str(len(self.world.nodes)),
+        }
+        if self.gives_devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(node.slots)
+        cores = self._cores(len(node.slots), place.local_rank)
+        if cores:
+            environment["OMP_NUM_THREADS"] = str(len(cores))
+        elif "OMP_NUM_THREADS" not in os.environ:
+            # Otherwise every rank takes all cores, and on a CPU they spend their time waiting for each other.
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // len(node.slots))))
+        return RankCommand(place.rank, tuple(self.program.command(place.local_rank)), environment, cores)
+
+    def _cores(self, num_ranks: int, local_rank: int) -> tuple[int, ...]:
+        if not self.binds_cores:
+            return ()
+        if "KMP_AFFINITY" in os.environ:
+            raise LaunchError("KMP_AFFINITY would move threads off the cores of --bind_cores_to_rank: unset it")
+        cores = usable_cores() if self.core_list is None else parse_cores(self.core_list)
+        return share_cores(cores, num_ranks, local_rank)

@@ -1,0 +1,235 @@
+"""`hf-zero launch` as a user runs it on one machine: ranks, failures, signals, logs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_zero.launch import resources
+from hf_zero.launch.command_line import choose_backend, main, travelling_variables
+from hf_zero.launch.options import parse
+from hf_zero.launch.resources import chosen_world, listed_world
+
+LAUNCH = [sys.executable, "-m", "hf_zero", "launch"]
+# Each rank says in a file of its own what it was told.
+TELL = """
+import json, os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES GIVEN".split()
+told = {name: os.environ.get(name) for name in names}
+told |= {"arguments": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0)), "folder": os.getcwd()}
+json.dump(told, open(f"told{os.environ['RANK']}", "w"))
+print("rank", os.environ["RANK"], "was here")
+"""
+
+
+def run(folder: Path, *words: str, script: str = TELL, **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, "HOME": str(folder), **variables}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    return subprocess.run(
+        [*LAUNCH, *words], cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=60
+    )
+
+
+def told(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("told*"))]
+
+
+def test_every_rank_is_told_its_place(tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_text("GIVEN='$(touch evil)'\n")
+    done = run(tmp_path, "--num_gpus", "2", "--master_port", "29511", "script.py", "--a", "$(touch evil); b")
+    assert done.returncode == 0, done.stderr
+    ranks = told(tmp_path)
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"] and [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1"]
+    for index, rank in enumerate(ranks):
+        common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        assert common.items() <= rank.items() and rank["CUDA_VISIBLE_DEVICES"] == "0,1"
+        assert rank["GIVEN"] == "$(touch evil)"
+        assert rank["arguments"] == [f"--local_rank={index}", "--a", "$(touch evil); b"]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 was here", "rank 1 was here"]
+    assert not (tmp_path / "evil").exists()
+
+
+def test_devices_are_those_that_are_visible(tmp_path: Path) -> None:
+    done = run(tmp_path, "--no_local_rank", "script.py", CUDA_VISIBLE_DEVICES="2,GPU-aa")
+    assert done.returncode == 0, done.stderr
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in told(tmp_path)] == ["2,GPU-aa"] * 2
+    assert told(tmp_path)[0]["arguments"] == []
+
+
+def test_one_host_of_several_started_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("first slots=2\nsecond slots=4\n")
+    words = ["--hostfile", "hosts", "--no_ssh", "--node_rank", "1", "--include", "first@second:1,3"]
+    done = run(tmp_path, *words, "script.py")
+    assert done.returncode == 0, done.stderr
+    ranks = told(tmp_path)
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks] == [
+        ("2", "0", "4"),
+        ("3", "1", "4"),
+    ]
+    assert ranks[0]["MASTER_ADDR"] == "first" and ranks[0]["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_modules_programs_and_cores(tmp_path: Path) -> None:
+    assert run(tmp_path, "--num_gpus", "1", "--module", "script").returncode == 0
+    assert told(tmp_path)[0]["arguments"] == ["--local_rank=0"]
+    done = run(tmp_path, "--num_gpus", "2", "--no_python", "--no_local_rank", "/bin/echo", "a  b")
+    assert done.stdout == "a  b\na  b\n"
+    core = str(min(os.sched_getaffinity(0)))
+    bound = run(tmp_path, "--num_gpus", "1", "--bind_cores_to_rank", "--bind_core_list", core, "script.py")
+    assert bound.returncode == 0 and told(tmp_path)[0]["cores"] == [int(core)]
+
+
+def test_the_first_failure_is_what_is_seen_last(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, sys, time
+rank = os.environ["RANK"]
+print(f"rank {rank} begins", flush=True)
+if rank == "1":
+    while not (pathlib.Path("0").exists() and pathlib.Path("2").exists()):
+        time.sleep(0.01)
+    sys.exit("the disk of rank 1 is full")
+pathlib.Path(rank).touch()
+time.sleep(60)
+"""
+    done = run(tmp_path, "--num_gpus", "3", "script.py", script=script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-3:] == [
+        "hf-zero launch: rank 1 on localhost failed first (exit status 1). It said last:",
+        "  rank 1 begins",
+        "  the disk of rank 1 is full",
+    ]
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    script = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); import time; time.sleep(60)"
+    done = run(tmp_path, "--num_gpus", "2", "script.py", script=script)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 on localhost failed first (killed by SIGKILL), without a word." in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+    script = """
+import os, pathlib, signal, sys, time
+def heard(number, frame):
+    pathlib.Path("heard" + os.environ["RANK"]).write_text(str(number))
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, heard)
+pathlib.Path("ready" + os.environ["RANK"]).touch()
+time.sleep(60)
+"""
+    (tmp_path / "script.py").write_text(script)
+    launcher = subprocess.Popen([*LAUNCH, "--num_gpus", "2", "script.py"], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 50
+        while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=50) == 128 + number
+    finally:
+        launcher.kill()
+    assert [(tmp_path / f"heard{rank}").read_text() for rank in range(2)] == [str(int(number))] * 2
+
+
+def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
+    script = "import os, pathlib; print('I am', os.environ['RANK']); print([p.name for p in pathlib.Path('/tmp').glob('*.deepspeed')])"
+    done = run(tmp_path, "--num_gpus", "2", "--save_pid", "--enable_each_rank_log", "logs", "script.py", script=script)
+    assert done.returncode == 0 and done.stdout == ""
+    logs = sorted((tmp_path / "logs").iterdir())
+    assert [log.name[14:] for log in logs] == ["_rank0.log", "_rank1.log"]
+    said, numbers = logs[1].read_text().splitlines()
+    assert said == "I am 1" and numbers != "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--autotuning", "tune", "x.py"], "relaunches nothing to find its settings"),
+        (["--include", "a", "--num_gpus", "1", "x.py"], "leave out --num_nodes and --num_gpus"),
+        (["--include", "a", "--exclude", "a", "x.py"], "exclude one another"),
+        (["--module", "--no_python", "x.py"], "give one of them"),
+        (["--bind_core_list", "0", "x.py"], "no effect without --bind_cores_to_rank"),
+        (["--bind_cores_to_rank", "--bind_core_list", "1-0", "--num_gpus", "1", "x.py"], "must go upwards"),
+        (["--master_port", "0", "x.py"], "is no port"),
+        (["--num_gpus", "two", "x.py"], "invalid int value: 'two'"),
+        (["--num_gpus", "-2", "x.py"], "--num_gpus -2 must lie between"),
+        (["--num_nodes", "2", "--num_gpus", "1", "x.py"], "needs a hostfile"),
+        (["--hostfile", "none", "x.py"], "'none' cannot be read"),
+        (["--launcher", "bsub", "--num_gpus", "1", "x.py"], "'bsub' is none of pdsh, openmpi"),
+        (["--launcher", "pdsh", "--force_multi", "--num_gpus", "1", "x.py"], "no hostfile that names them"),
+        (["--launcher", "slurm", "x.py"], "an allocation to run in"),
+        (["--launcher", "torchrun", "--num_gpus", "1", "--bind_cores_to_rank", "x.py"], "it has --numa-binding"),
+        (["--hostfile", "two", "--launcher", "mpich", "--ssh_port", "2", "x.py"], "--ssh_port does not go with"),
+        (["--hostfile", "two", "--launcher", "openmpi", "--venv_script", "v", "x.py"], "activate it before"),
+        (["--hostfile", "two", "--launcher", "local", "x.py"], "the job has 2 hosts"),
+        (["--hostfile", "two", "--no_ssh", "x.py"], "--node_rank -1 must say which, from 0 to 1"),
+        (["--hostfile", "two", "--launcher_args", "'", "--no_ssh", "x.py"], "No closing quotation"),
+        (["--num_gpus", "1", "--no_python", "./none"], "'./none' cannot be started"),
+        (["--enable_each_rank_log", "two", "--num_gpus", "1", "x.py"], "is no folder"),
+        ([], "required"),
+    ],
+)
+def test_what_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "two").write_text("a slots=2\nb slots=2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(words) == 2
+    said = capfd.readouterr().err
+    assert message in said and said.startswith("hf-zero launch: ")
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    check = "import sys; from hf_zero.__main__ import main\ntry: main(['launch', '--help'])\nexcept SystemExit: pass\n"
+    check += "assert not {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0 and "--bind_cores_to_rank" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "expected"),
+    [
+        ([], 2, "pdsh"),
+        ([], 1, "local"),
+        (["--force_multi"], 1, "pdsh"),
+        (["--launcher", "OpenMPI"], 2, "openmpi"),
+        (["--launcher", "openmpi"], 1, "local"),
+        (["--launcher", "slurm"], 1, "slurm"),
+        (["--launcher", "standard"], 2, "standard"),
+        (["--no_ssh", "--launcher", "openmpi"], 2, "nossh"),
+        (["--num_nodes", "1"], 2, "local"),
+    ],
+)
+def test_who_starts_the_ranks(words: list[str], hosts: int, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("".join(f"h{host} slots=2\n" for host in range(hosts)))
+    options = parse(["--hostfile", str(tmp_path / "hosts"), *words, "x.py"])
+    listed = listed_world(options, {})
+    world = chosen_world(options, listed, {})
+    assert choose_backend(options, world, has_hosts=listed is not None).name == expected
+
+
+def test_accelerates_none_is_no_hostfile() -> None:
+    assert listed_world(parse(["--hostfile", "None", "x.py"]), {}) is None
+
+
+def test_a_machine_without_gpus_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "_COUNT", "print(0)")
+    assert chosen_world(parse(["x.py"]), None, {}).num_ranks == 1
+    monkeypatch.setattr(resources, "_COUNT", "print(8)")
+    assert chosen_world(parse(["x.py"]), None, {}).num_ranks == 8
+
+
+def test_this_folder_comes_first_for_python(tmp_path: Path) -> None:
+    assert travelling_variables({"PYTHONPATH": "/a"}, str(tmp_path))["PYTHONPATH"] == f"{tmp_path}:/a"
