@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from importlib.metadata import Distribution, DistributionFinder
-    from types import ModuleType
+    from types import CodeType, ModuleType
     from typing import Any
 
 NAME = "deepspeed"
@@ -26,6 +26,9 @@ ALIAS_FILE = os.path.join(ALIAS_FOLDER, "__init__.py")
 TAKEN_OVER = frozenset(
     (
         "accelerate.accelerator",
+        "accelerate.commands.config.config_args",
+        "accelerate.commands.launch",
+        "accelerate.state",
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
         "peft.utils.other",
@@ -34,6 +37,8 @@ TAKEN_OVER = frozenset(
         "transformers.modeling_utils",
     )
 )
+# Taken over also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.
+LAUNCHER = frozenset(("accelerate.commands.config.config_args", "accelerate.commands.launch"))
 
 
 class AliasFinder:
@@ -51,7 +56,7 @@ class AliasFinder:
             return _alias_spec() if self.answers() else None
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
             return _submodule_spec(name, path)
-        if name in TAKEN_OVER and self.answers():
+        if name in TAKEN_OVER and (self.answers() or (name in LAUNCHER and _switch() is not False)):
             return self._spec_with_takeovers(name, path)
         return None
 
@@ -91,11 +96,14 @@ class AliasFinder:
         if execute is not None:
 
             def exec_module(module: ModuleType) -> None:
+                vars(loader).pop("get_code", None)
                 execute(module)
                 _take_over(module)
 
             try:
                 loader.exec_module = exec_module
+                if name in LAUNCHER:
+                    loader.get_code = _program
             except AttributeError:
                 return spec  # a loader that cannot be changed: the module stays as it is
         return spec
@@ -138,6 +146,11 @@ def install() -> None:
         module = sys.modules.get(name)
         if module is not None:
             _take_over(module)
+
+
+def _program(name: str) -> CodeType:
+    """What `python -m` runs: it takes a module's code without importing it, so that nothing would be taken over."""
+    return compile(f"from {name} import main\nmain()", name, "exec")
 
 
 def _take_over(module: ModuleType) -> None:

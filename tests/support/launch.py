@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # Carried by every process of a launch: torch's launcher puts its workers into sessions of their own, so the process
 # group does not find them all.
 MARK = "TEST_LAUNCH_MARK"
+ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,12 +41,16 @@ def launch(
     arguments: Sequence[object],
     *,
     processes: int | None = None,
+    launcher: Sequence[object] = (),
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 120,
 ) -> Finished:
-    """Run ``script`` with ``python``: alone (``processes=None``) or on that many ranks under torch.distributed.run."""
-    command = [python]
+    """Run ``script`` with ``python``: alone (``processes=None``) or on that many ranks under torch.distributed.run.
+
+    ``launcher``: words before the script, another launcher's (ACCELERATE and flags); it starts the ranks then.
+    """
+    command = [python, *(str(word) for word in launcher)]
     if processes is not None:
         # Port 0: the launcher picks a free one, so that launches beside each other do not meet.
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]

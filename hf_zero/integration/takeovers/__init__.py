@@ -26,6 +26,7 @@ class Takeover:
     parameters: tuple[str, ...]  # as we know them; with others we leave it alone
     home: str  # our file; its `around(original)` makes the replacement
     importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
+    maker: str = "around"  # in our file
 
     def find(self, module: ModuleType) -> tuple[Any, str, Callable[..., Any]] | None:
         """The holder, the name and the original; None when upstream has changed shape."""
@@ -50,9 +51,11 @@ class Takeover:
             return False
         holder, name, original = found
         if not hasattr(original, MARK):
-            replacement = functools.wraps(original)(import_module(f"{_HERE}.{self.home}").around(original))
+            maker = getattr(import_module(f"{_HERE}.{self.home}"), self.maker)
+            replacement = functools.wraps(original)(maker(original))
             setattr(replacement, MARK, original)
-            setattr(holder, name, replacement)
+            is_static = isinstance(inspect.getattr_static(holder, name), staticmethod)
+            setattr(holder, name, staticmethod(replacement) if is_static else replacement)
             for importer in map(sys.modules.get, self.importers):
                 if getattr(importer, name, None) is original:
                     setattr(importer, name, replacement)
@@ -60,9 +63,45 @@ class Takeover:
 
 
 _CONFIG, _PLUGIN, _PREPARE = "accelerate.utils.deepspeed", "accelerate.utils.dataclasses", "accelerate.accelerator"
-_TRAINER = "transformers.integrations.deepspeed"
+_TRAINER, _LAUNCH = "transformers.integrations.deepspeed", "accelerate.commands.launch"
 
 TAKEOVERS = (
+    Takeover(_LAUNCH, "launch_command_parser", ("subparsers",), "launch_flag", maker="around_parser"),
+    Takeover(_LAUNCH, "_validate_launch_command", ("args",), "launch_flag", maker="around_validation"),
+    Takeover(_LAUNCH, "prepare_deepspeed_cmd_env", ("args",), "launch_flag", maker="around_environment"),
+    Takeover(
+        "accelerate.commands.config.config_args",
+        "BaseConfig.process_config",
+        ("config_dict",),
+        "launch_flag",
+        maker="around_config_file",
+    ),
+    Takeover(
+        "accelerate.state",
+        "PartialState._prepare_backend",
+        ("self", "cpu", "sagemaker_dp", "backend"),
+        "cpu_ranks",
+        maker="around_backend",
+    ),
+    Takeover(
+        "accelerate.state",
+        "AcceleratorState.__init__",
+        (
+            "self",
+            "mixed_precision",
+            "cpu",
+            "dynamo_plugin",
+            "deepspeed_plugin",
+            "fsdp_plugin",
+            "torch_tp_plugin",
+            "megatron_lm_plugin",
+            "parallelism_config",
+            "_from_accelerator",
+            "kwargs",
+        ),
+        "cpu_ranks",
+        maker="around_state",
+    ),
     Takeover(_CONFIG, "HfDeepSpeedConfig.__init__", ("self", "config_file_or_dict"), "reading"),
     Takeover(
         _PLUGIN,

@@ -1,0 +1,59 @@
+"""Around accelerate's choice of device and back-end: with our engine, ranks on CPUs are ranks, joined by gloo."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+_USE_CPU = "ACCELERATE_USE_CPU"
+
+
+def around_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
+    def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        chosen, kind = original(self, cpu, sagemaker_dp, backend)
+        if kind == "NO" and _engine_is_wanted() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:
+            return original(self, True, sagemaker_dp, backend)
+        return chosen, kind
+
+    return _prepare_backend
+
+
+def around_state(original: Callable[..., None]) -> Callable[..., None]:
+    # Upstream leaves DeepSpeed aside when it is told to use the CPU, and trains with DDP.
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self)._shared_state or not _engine_is_wanted():
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        if not (given.arguments.get("cpu") or _is_on(_USE_CPU)):
+            return original(self, *args, **kwargs)
+        _state_of_cpu_ranks(given.arguments.get("kwargs", {}))
+        given.arguments["cpu"] = False
+        said = os.environ.pop(_USE_CPU, None)
+        try:
+            original(*given.args, **given.kwargs)
+        finally:
+            if said is not None:
+                os.environ[_USE_CPU] = said
+
+    return __init__
+
+
+def _state_of_cpu_ranks(options: dict[str, Any]) -> None:
+    """The part of the state that knows of ranks and device; `options` are those of the process group."""
+    from accelerate.state import PartialState
+
+    if not PartialState._shared_state:
+        PartialState(True, **options)
+
+
+def _engine_is_wanted() -> bool:
+    return _is_on("ACCELERATE_USE_DEEPSPEED")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
