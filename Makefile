@@ -53,7 +53,8 @@ test: venv ## set up and run the tests (a few minutes)
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
 	@$(PYTEST) -m "not slow and not oracle" $(ARGS)
 
-test-all: venv ## the tests, with the slow ones
+test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's schemas for those of the examples)
+	@$(BIN)/python -m pip install -qq -e '.[examples,dev,clusters]'
 	@echo "Running all tests but the DeepSpeed comparisons on $(WORKERS) workers."
 	@$(PYTEST) -m "not oracle" $(ARGS)
 

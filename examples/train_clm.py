@@ -4,7 +4,8 @@ Without further arguments it builds a small Llama-style model and teaches it the
 
     python examples/train_clm.py --do_train --do_eval --output_dir out/clm --max_steps 200
 
-Everything in `TrainingArguments` works on the command line, `--deepspeed ds.json` included.
+Everything in `TrainingArguments` works on the command line, `--deepspeed ds.json` included. Besides a folder,
+`--resume_from_checkpoint` takes `last`: the newest checkpoint of the output folder, or the beginning if there is none.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger("train_clm")
 
@@ -196,6 +199,19 @@ def new_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, bl
     return model
 
 
+def checkpoint_to_resume(training_args: TrainingArguments) -> str | None:
+    """The folder that `--resume_from_checkpoint` names; for `last`, the newest one of the output folder, if any.
+
+    `last` lets one command start a job and start it again, as launchers do after a lost machine.
+    """
+    if training_args.resume_from_checkpoint != "last":
+        return training_args.resume_from_checkpoint
+    output_dir = str(training_args.output_dir)
+    found: str | None = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    logger.info("resuming from %s", found or "no checkpoint: there is none yet")
+    return found
+
+
 def train(trainer: Trainer, resume_from_checkpoint: str | None) -> None:
     result = trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     trainer.save_model()  # the tokenizer goes with it
@@ -220,7 +236,12 @@ def main(arguments: list[str] | None = None) -> None:
         torch.distributed.destroy_process_group()
 
 
-def run(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
+def run(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    callbacks: list[TrainerCallback] | None = None,
+) -> None:
     set_up_logging(training_args)
     set_seed(training_args.seed)
 
@@ -245,10 +266,11 @@ def run(model_args: ModelArguments, data_args: DataArguments, training_args: Tra
         eval_dataset=blocks["validation"],
         processing_class=tokenizer,
         data_collator=default_data_collator,
+        callbacks=callbacks,
     )
     if training_args.do_train:
         logger.info("training on %d process(es), %s", training_args.world_size, training_args.device)
-        train(trainer, training_args.resume_from_checkpoint)
+        train(trainer, checkpoint_to_resume(training_args))
     if training_args.do_eval:
         evaluate(trainer)
     if trainer.is_world_process_zero():

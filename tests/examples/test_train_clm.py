@@ -14,6 +14,7 @@ import torch
 from train_clm import (
     DataArguments,
     ModelArguments,
+    checkpoint_to_resume,
     load_blocks,
     load_model,
     load_text,
@@ -162,3 +163,17 @@ def test_trains_and_evaluates_under_the_launcher(text_folder: Path, tmp_path: Pa
     assert model.dtype is torch.bfloat16
     ids = tokenizer((text_folder / "part05.py").read_text(), return_tensors="pt")["input_ids"][:, :32]
     assert model(input_ids=ids, labels=ids).loss.item() < losses[0] / 2
+
+
+def test_resuming_from_the_last_checkpoint_begins_anew_where_there_is_none(tmp_path: Path) -> None:
+    def found(output: Path, value: str) -> str | None:
+        *_, training_args = parse(
+            ["--do_train", "--use_cpu", "--output_dir", str(output), "--resume_from_checkpoint", value]
+        )
+        return checkpoint_to_resume(training_args)
+
+    assert found(tmp_path / "absent", "last") is None
+    for step in (5, 40, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert found(tmp_path, "last") == str(tmp_path / "checkpoint-40")
+    assert found(tmp_path, "elsewhere") == "elsewhere"

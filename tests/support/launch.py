@@ -82,7 +82,7 @@ def _environment(mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
 def _end_survivors(mark: str, patience_s: float = 2.0) -> int:
     """Count, then kill, the processes that still carry the mark after a short while."""
     deadline = time.monotonic() + patience_s
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := processes_marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
         try:
@@ -92,7 +92,7 @@ def _end_survivors(mark: str, patience_s: float = 2.0) -> int:
     return len(left)
 
 
-def _marked(mark: str) -> list[int]:
+def processes_marked(mark: str) -> list[int]:
     wanted = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
