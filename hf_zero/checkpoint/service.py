@@ -70,6 +70,7 @@ def save_checkpoint(
         adds_script=subject.stage > 0,
     )
     with ledger.phase("checkpoint"):
+        _check_drives(subject)
         files = together(lambda: _files(subject, run, request, is_leader=is_leader), collectives)
         if policy.in_background:
             copies, beside = in_host_memory(files), background_collectives()
@@ -88,6 +89,13 @@ def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_lea
 def _write(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
     write_checkpoint(place, files, collectives)
     logger.info("checkpoint %s is complete", place.final)
+
+
+def _check_drives(subject: ModelSubject) -> None:
+    """Raises StorageError on all ranks, when one has lost what is to be saved, or what was loaded."""
+    if isinstance(subject, Subject) and subject.assembly.places.drives:
+        subject.assembly.optimizer.updater.shelf.flush()
+        subject.assembly.places.check(subject.collectives)
 
 
 def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) -> str:
@@ -126,6 +134,7 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
         except CheckpointError as error:
             raise name_alternative(error, root, str(tag), collectives) from error
         apply(subject, plan)
+        _check_drives(subject)
     logger.info("checkpoint %s (stage %d, %d ranks) is loaded", folder.path, plan.view.stage, plan.view.world)
     return plan.view
 

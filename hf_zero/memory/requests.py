@@ -2,6 +2,10 @@
 
 A thread spends its time inside the system call, where it holds nothing of the interpreter. Long pieces are cut into
 blocks, so that one piece keeps all threads busy.
+
+A request that fails raises nowhere: it is noted (`Requests.failure`), nothing is moved from then on, and whoever waits
+gets memory with anything in it. One rank alone must not leave a collective that the others are in; all stop together
+at the next point where they meet (`failures.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -64,14 +69,12 @@ class Completion:
         self._left = num_requests
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._error: StorageError | None = None
         self.started_at = time.perf_counter()
         self.ended_at = 0.0
 
-    def note(self, error: StorageError | None) -> None:
+    def note(self) -> None:
         """One request has ended."""
         with self._lock:
-            self._error = self._error or error
             self._left -= 1
             if not self._left:
                 self.ended_at = time.perf_counter()
@@ -84,11 +87,6 @@ class Completion:
     def end(self) -> None:
         """Return when all requests have ended."""
         self._done.wait()
-
-    def check(self) -> None:
-        """Raise StorageError when one of the requests failed."""
-        if self._error is not None:
-            raise self._error
 
 
 @dataclass(slots=True)
@@ -114,16 +112,7 @@ class Requests:
         return self._submit("write", self.access.write_at, piece)
 
     def wait(self, completion: Completion) -> None:
-        """Wait, and count for how long.
-
-        Raises:
-            StorageError: when one of the requests failed.
-        """
-        self.end(completion)
-        completion.check()
-
-    def end(self, completion: Completion) -> None:
-        """Wait, whatever became of it; `failure` says if anything failed."""
+        """Wait, and count for how long. `failure` says whether anything failed."""
         if not completion.is_done:
             started = time.perf_counter()
             completion.end()
@@ -146,21 +135,27 @@ class Requests:
             self.trace.append((verb, piece.memory.nbytes, completion))
         for start in starts:
             block = replace(piece, offset=piece.offset + start, memory=piece.memory[start : start + step])
-            self._queue.put(lambda block=block: completion.note(self._carry_out(verb, move, block)))  # type: ignore[misc]
+            self._queue.put(partial(self._carry_out, verb, move, block, completion))
         return completion
 
-    def _carry_out(self, verb: str, move: Callable[[int, memoryview, int], int], block: Piece) -> StorageError | None:
+    def note_failure(self, failure: StorageError) -> None:
+        """The first one counts; what follows is often its consequence."""
+        self.failure = self.failure or failure
+
+    def _carry_out(
+        self, verb: str, move: Callable[[int, memoryview, int], int], block: Piece, completion: Completion
+    ) -> None:
         done = 0
         try:
-            while done < block.memory.nbytes:
+            while done < block.memory.nbytes and self.failure is None:
                 moved = move(block.file, block.memory[done:], block.offset + done)
                 if moved <= 0:
                     raise OSError(f"the file ends after {block.offset + done} bytes")
                 done += moved
         except OSError as error:
-            self.failure = self.failure or _explain(verb, block, error)
-            return self.failure
-        return None
+            self.note_failure(_explain(verb, block, error))
+        finally:
+            completion.note()
 
     def _start(self) -> None:
         while len(self._threads) < self.policy.num_threads:

@@ -12,7 +12,13 @@ from hf_zero.memory.vector import ResidentVector, Vector
 
 
 class Store(ABC):
-    """Makes vectors that stay in one place."""
+    """Makes vectors that stay in one place.
+
+    Attributes:
+        can_fail: whether that is a drive, see `Vector.failure`.
+    """
+
+    can_fail = False
 
     @abstractmethod
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
@@ -21,13 +27,6 @@ class Store(ABC):
     @abstractmethod
     def adopt(self, name: str, values: Tensor) -> Vector:
         """A vector with these values (1-D), which are moved there."""
-
-    def flush(self) -> None:  # noqa: B027
-        """Return when everything released is where it belongs.
-
-        Raises:
-            StorageError: when something could not be written.
-        """
 
 
 class MemoryStore(Store):
@@ -52,6 +51,8 @@ class MemoryStore(Store):
 class CappedStore(Store):
     """Takes the first `numel` elements that come, or a little less; the rest goes to another store."""
 
+    can_fail = True
+
     def __init__(self, first: Store, numel: int, rest: Store) -> None:
         self._first = first
         self._left = numel
@@ -62,10 +63,6 @@ class CappedStore(Store):
 
     def adopt(self, name: str, values: Tensor) -> Vector:
         return self._choose(values.numel()).adopt(name, values)
-
-    def flush(self) -> None:
-        self._first.flush()
-        self._rest.flush()
 
     def _choose(self, numel: int) -> Store:
         if numel > self._left:

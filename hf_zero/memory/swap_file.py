@@ -31,27 +31,26 @@ class SwapFile:
         weakref.finalize(self, os.close, self._file)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make sure that the file can grow to `num_bytes`.
-
-        Raises:
-            StorageError: when the drive has not so much room.
-        """
+        """Make sure that the file can grow to `num_bytes`; a drive that has not so much room has failed."""
         if num_bytes <= self._reserved:
             return
         needed = num_bytes - self._reserved
         try:
             self.requests.access.reserve(self._file, self._reserved, needed)
         except OSError as error:
-            raise StorageError(
-                f"{self.path} needs {needed:,} bytes more, and the drive has {_free_bytes(self.path.parent):,} left: "
-                f"{error}. Free some space, choose another nvme_path, or use more ranks."
-            ) from error
+            free = _free_bytes(self.path.parent)
+            self.requests.note_failure(
+                StorageError(
+                    f"{self.path} needs {needed:,} bytes more, and the drive has {free:,} left: {error}. "
+                    "Free some space, choose another nvme_path, or use more ranks."
+                )
+            )
         self._reserved = num_bytes
 
-    def allocate(self, num_bytes: int) -> int:
-        """Where `num_bytes` may be kept."""
+    def allocate(self, num_bytes: int, *, unused: bool = False) -> int:
+        """Where `num_bytes` may be kept; an `unused` place has never held anything and reads as zeros."""
         length = round_to_page(num_bytes)
-        freed = self._free.get(length)
+        freed = None if unused else self._free.get(length)
         if freed:
             return freed.pop()
         self.reserve(self._end + length)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.memory.host import host_empty, round_to_page
-from hf_zero.memory.requests import Completion
+from hf_zero.memory.requests import Completion, StorageError
 from hf_zero.memory.store import Store
 from hf_zero.memory.swap_file import SwapFile
 from hf_zero.memory.vector import Vector
@@ -82,16 +82,22 @@ class BufferPool:
 class SwapStore(Store):
     """Keeps vectors in `file` and works on them in buffers of `pool`."""
 
+    can_fail = True
+
     def __init__(self, file: SwapFile, pool: BufferPool, *, writes_first: bool = True) -> None:
         """`writes_first`: zeros are written, not just assumed, so that a bad drive shows at the start."""
         self.file = file
         self.pool = pool
         self._writes_first = writes_first
-        self._pending: deque[Completion] = deque()
+
+    @property
+    def failure(self) -> StorageError | None:
+        """What could not be read or written."""
+        return self.file.requests.failure
 
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
-        vector = SwappedVector(self, name, numel, dtype)
-        if zeros and self._writes_first:  # what was never written reads as zeros anyway
+        vector = SwappedVector(self, name, numel, dtype, unused=zeros)
+        if zeros and self._writes_first:
             with vector.opened(reads=False, changes=True) as values:
                 values.zero_()
         return vector
@@ -102,27 +108,17 @@ class SwapStore(Store):
             place.copy_(values)
         return vector
 
-    def wait(self, completion: Completion) -> None:
-        self.file.requests.wait(completion)
-
-    def note_write(self, completion: Completion) -> None:
-        while self._pending and self._pending[0].is_done:
-            self.wait(self._pending.popleft())
-        self._pending.append(completion)
-
-    def flush(self) -> None:
-        while self._pending:
-            self.wait(self._pending.popleft())
-
 
 class SwappedVector(Vector):
     """One vector of a `SwapStore`."""
 
-    def __init__(self, store: SwapStore, name: str, numel: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, store: SwapStore, name: str, numel: int, dtype: torch.dtype, *, unused: bool = False
+    ) -> None:
         super().__init__(numel, dtype)
         self.name = name
         self._store = store
-        self._offset = store.file.allocate(self.num_bytes)
+        self._offset = store.file.allocate(self.num_bytes, unused=unused)
         self._users = 0
         self._changed = False
         self._buffer: Tensor | None = None
@@ -135,7 +131,7 @@ class SwappedVector(Vector):
         if self._users > 1:
             return
         self.flush()
-        self._buffer = self._store.pool.take(self._store.file.requests.end)
+        self._buffer = self._store.pool.take(self._wait)
         if reads:
             self._reading = self._store.file.read(self._offset, self._pages())
 
@@ -143,7 +139,7 @@ class SwappedVector(Vector):
         assert self._buffer is not None, f"{self.name} was not fetched"
         if self._reading is not None:
             reading, self._reading = self._reading, None
-            self._store.wait(reading)
+            self._wait(reading)
         return self._buffer[: self.num_bytes].view(self.dtype)
 
     def release(self, *, changed: bool) -> None:
@@ -155,7 +151,6 @@ class SwappedVector(Vector):
         assert self._buffer is not None
         if self._changed:
             self._writing = self._store.file.write(self._offset, self._pages())
-            self._store.note_write(self._writing)
         self._store.pool.give(self._buffer, self._writing)
         self._buffer, self._changed = None, False
 
@@ -166,12 +161,19 @@ class SwappedVector(Vector):
     def flush(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            self._store.wait(writing)
+            self._wait(writing)
 
     def free(self) -> None:
         self.flush()
         self._store.file.free(self._offset, self.num_bytes)
         self._store.pool.drop()
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self._store.failure
+
+    def _wait(self, completion: Completion) -> None:
+        self._store.file.requests.wait(completion)
 
     def _pages(self) -> Tensor:
         assert self._buffer is not None

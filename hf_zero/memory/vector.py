@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hf_zero.memory.requests import StorageError
+
 
 class Vector(ABC):
     """One vector in some place. Who fetches it twice releases it twice."""
@@ -35,6 +37,11 @@ class Vector(ABC):
     def is_whole(self) -> bool:
         """Whether nothing but these values comes and goes with them."""
         return True
+
+    @property
+    def failure(self) -> StorageError | None:
+        """What could not be read or written in the place; values may be anything since then."""
+        return None
 
     @abstractmethod
     def fetch(self, *, reads: bool = True) -> None:
@@ -108,6 +115,10 @@ class Part(Vector):
     @property
     def is_whole(self) -> bool:
         return self._whole.is_whole and self.numel == self._whole.numel
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self._whole.failure
 
     def fetch(self, *, reads: bool = True) -> None:
         self._whole.fetch(reads=reads)

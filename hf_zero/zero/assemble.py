@@ -103,6 +103,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
         ConfigError: for an optimizer that cannot work on the shards of this stage.
         RuntimeError: when ranks hold different models, or the optimizer has already been used.
         DoesNotFit: when there is no room where the config wants states to be kept.
+        StorageError: on all ranks, when one cannot use its drive.
     """
     sharding, collectives = plan.sharding, plan.channels.reduce
     groups = trainable_groups(optimizer.param_groups)
@@ -133,6 +134,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None, ranks)
     furnish(updater, store, reducer, plan.zero.offload_optimizer)
+    places.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
     wrapped = ZeroOptimizer(store, reducer, updater, sharding, collectives, plan.rules, places)
     return Assembly(optimizer=wrapped, reducer=reducer, store=store, places=places, members=members)
@@ -141,7 +143,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
     places = places_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
-    return ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, places)
+    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, places)
+    places.check(plan.channels.reduce)
+    return store
 
 
 def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

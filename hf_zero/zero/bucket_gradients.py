@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from hf_zero.kernels.accumulate import add_into
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.rows import add_rows, write_rows
 from hf_zero.layout import Interval, Slot
-from hf_zero.memory.requests import StorageError
 from hf_zero.memory.vector import Vector
 from hf_zero.zero.store import TrainedBucket
 
@@ -59,10 +57,18 @@ class BucketGradients:
     def reduced(self) -> Vector:
         """Owned interval, accumulation dtype; made at first use and kept, so that steps do not page it in."""
         if self._reduced is None:
-            first = self.bucket.slots[0].parameter
-            name = f"gradients of bucket {self.bucket.index} (parameter {first} and following)"
-            self._reduced = self.flat.place.gradients.keep(name, self.flat.owned.numel, self.dtypes.accumulation)
+            self._reduced = self._new_reduced()
         return self._reduced
+
+    def _new_reduced(self) -> Vector:
+        first = self.bucket.slots[0].parameter
+        name = f"gradients of bucket {self.bucket.index} (parameter {first} and following)"
+        return self.flat.place.gradients.keep(name, self.flat.owned.numel, self.dtypes.accumulation)
+
+    def reserve(self) -> None:
+        """Take room on a drive at the start, so that one that is too small shows then."""
+        if self.flat.place.gradients.can_fail:
+            self._reduced = self._new_reduced()
 
     @property
     def held(self) -> Tensor | None:
@@ -90,10 +96,9 @@ class BucketGradients:
         `add_reduced` then."""
         same_dtype = self.dtypes.communication == self.dtypes.accumulation
         if not self.has_reduced and same_dtype and self.flat.device == self.flat.place.work:
-            with suppress(StorageError):
-                self.reduced.fetch(reads=False)
-                self._is_open_for_result = True
-                return self.reduced.take()
+            self.reduced.fetch(reads=False)
+            self._is_open_for_result = True
+            return self.reduced.take()
         return torch.empty(self.flat.owned.numel, dtype=self.dtypes.communication, device=self.flat.device)
 
     def open(self) -> None:
@@ -161,15 +166,7 @@ class BucketGradients:
         return torch.empty(self.bucket.numel, dtype=self.dtypes.accumulation, device=self.flat.device)
 
     def add_reduced(self, part: Tensor) -> None:
-        """Count `part` (owned interval, summed over ranks) in; it may be the place for the result, or `reduced`.
-
-        What a drive cannot take or give is found out by all ranks together, in the message before the update.
-        """
-        with suppress(StorageError):
-            self._add_reduced(part)
-        self.has_reduced = True
-
-    def _add_reduced(self, part: Tensor) -> None:
+        """Count `part` (owned interval, summed over ranks) in; it may be the place for the result, or `reduced`."""
         if not self._is_open_for_result:
             self.reduced.fetch(reads=self.has_reduced)
         self._is_open_for_result = False
@@ -181,15 +178,14 @@ class BucketGradients:
         if self.reduced.resident is None:
             self._squares = sum_of_squares(total)  # while they are here
         self.reduced.release(changed=True)
+        self.has_reduced = True
 
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares of the reduced gradients in `part` of the owned interval: 0-dim, fp64."""
         if self.reduced.resident is None and part.numel == self.flat.owned.numel and self._squares is not None:
             return self._squares
-        squares = torch.zeros((), dtype=torch.float64)
-        with suppress(StorageError), self.reduced.opened() as total:
-            squares = sum_of_squares(total.narrow(0, part.start, part.numel))
-        return squares
+        with self.reduced.opened() as total:
+            return sum_of_squares(total.narrow(0, part.start, part.numel))
 
     def forget_squares(self) -> None:
         """The reduced gradients have been overwritten."""

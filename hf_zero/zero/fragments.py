@@ -47,13 +47,18 @@ class Fragments:
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
 
     def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
-        """The whole of what `source` gives for the shards of `parameter`; None where no rank has it. Collective."""
+        """The whole of what `source` gives for the shards of `parameter`; None where no rank has it. Collective.
+
+        Raises:
+            StorageError: on all ranks, when one could not read its part from a drive.
+        """
         flat = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
             with source(part.shard, False) as values:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
                     flat[-1] = 1.0
+        self._assembly.places.check(self._collectives)
         if not self._owns_all:
             self._collectives.all_reduce(flat).wait()
         return flat[:-1].view(parameter.shape).clone() if flat[-1] > 0 else None
@@ -69,7 +74,11 @@ class Fragments:
                     _inside(place, part).copy_(flat.narrow(0, part.piece.in_parameter, part.piece.numel))
 
     def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
-        """This rank's chunk at stage 3, without padding: a view where it is at hand, else a copy."""
+        """This rank's chunk at stage 3, without padding: a view where it is at hand, else a copy.
+
+        Raises:
+            StorageError: when it could not be read from a drive.
+        """
         parts = self._parts_of(parameter)
         found = []
         for part in parts:
@@ -77,6 +86,8 @@ class Fragments:
                 if values is not None:
                     stays = self._assembly.optimizer.updater.shelf.always_at_hand
                     found.append(_inside(values, part) if stays else _inside(values, part).clone())
+        if self._assembly.places.failure is not None:
+            raise self._assembly.places.failure
         return found[0] if len(found) == 1 else (torch.cat(found) if found else None)
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:

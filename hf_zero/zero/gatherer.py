@@ -82,7 +82,9 @@ class Gatherer:
         self.order_is_settled = False
         self.is_out_of_order = False
         self._num_passes = 0  # that backward may have to walk through
+        self._has_started = False  # a gather, since ranks met the last time
         self.on_progress: Callable[[int | None], None] = lambda _position: None
+        self.on_gathered: Callable[[], None] = lambda: None  # after a pass in which all ranks gathered something
 
     # Order
 
@@ -192,6 +194,7 @@ class Gatherer:
                 if unit not in used and not self._keeps(self._line[position], unit):
                     self._release(unit)  # it was passed over
         self.is_out_of_order = self.is_out_of_order or self._seen != sorted(self._seen)
+        self._tell_gathered()
 
     def _acquire(self, scope: HookedScope) -> None:
         assert scope.position is not None, "a scope without units has nothing to acquire"
@@ -285,14 +288,24 @@ class Gatherer:
                 self._join_backward(position)
             self._finish_unwanted()
         self.release_all()
+        self._tell_gathered()
 
     # Both ways
+
+    def _tell_gathered(self) -> None:
+        if self._has_started:
+            self._has_started = False
+            self.on_gathered()
+
+    def _start(self, unit: Unit) -> None:
+        self._has_started = True
+        unit.start(self._collectives, self._buffers)
 
     def _gather(self, unit: Unit) -> None:
         if unit.is_gathered:
             return
         if not unit.is_in_flight:
-            unit.start(self._collectives, self._buffers)
+            self._start(unit)
         unit.finish(self._buffers)
         if self._in_flight is unit:
             self._in_flight = None
@@ -305,7 +318,7 @@ class Gatherer:
             self._gather(unit)
             return
         if not unit.is_in_flight:
-            unit.start(self._collectives, self._buffers)
+            self._start(unit)
         unit.discard(self._buffers)
         if self._in_flight is unit:
             self._in_flight = None
@@ -320,7 +333,7 @@ class Gatherer:
                 if self._in_flight is not None:
                     unit.fetch()  # from where shards are kept, so that the gather after this one can start at once
                     return
-                unit.start(self._collectives, self._buffers)
+                self._start(unit)
                 self._in_flight = unit
 
     def _release(self, unit: Unit) -> None:

@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
 
 from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed, local_device
 from hf_zero.config import load_config, resolve_offload, resolve_precision
-from hf_zero.memory.store import Store
+from hf_zero.memory.failures import stop_if_any
+from hf_zero.memory.swap_store import SwapStore
 from hf_zero.memory.vector import ResidentVector
 from hf_zero.precision import Precision, precision_from
 from hf_zero.zero.parameter_places import store_at_birth
@@ -125,7 +126,7 @@ class _Birth:
     """Shards modules while they are put together."""
 
     def __init__(
-        self, collectives: Collectives, precision: Precision, device: torch.device, store: Store | None
+        self, collectives: Collectives, precision: Precision, device: torch.device, store: SwapStore | None
     ) -> None:
         """`store`: where shards are kept from the start; None: in the memory of `device`."""
         self._collectives = collectives
@@ -153,6 +154,8 @@ class _Birth:
             for module in filter(None, [reference() for reference in self._unattached.values()]):
                 self.shard_tree(module)
             self.close()
+            if self._store is not None:
+                stop_if_any(self._store.failure, self._collectives)
         self._unattached.clear()
         for reference in self._watched:
             watched = reference()
@@ -217,7 +220,7 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.numel() > 0 and parameter.device.type != "meta"
 
 
-def _store(config: Any, collectives: Collectives) -> Store | None:
+def _store(config: Any, collectives: Collectives) -> SwapStore | None:
     """On the drive, where the config wants parameters to be."""
     return None if config is None else store_at_birth(resolve_offload(load_config(config)), collectives)
 

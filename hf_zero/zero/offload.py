@@ -52,9 +52,11 @@ def places_for(
     Raises:
         StorageError: with what is wrong with the drive, on every rank.
     """
-    drives = _Drives(zero)
-    together(drives.open, collectives)
-    policy = zero.offload_optimizer
+    return together(lambda: _places(zero, device, owned_numel, cuts=cuts), collectives)
+
+
+def _places(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Places:
+    drives, policy = _Drives(zero), zero.offload_optimizer
     return Places(
         device,
         place_in_memory(device),
@@ -70,18 +72,12 @@ class _Drives:
     """One `Drive` per folder that the config names."""
 
     def __init__(self, zero: ZeroPolicy) -> None:
-        self._files = zero.files
-        self._folders = [
+        folders = [
             policy.folder
             for policy in (zero.offload_optimizer, zero.offload_param)
             if policy is not None and policy.device == "nvme" and policy.folder is not None
         ]
-        self._open: dict[str, Drive] = {}
-
-    def open(self) -> None:
-        for folder in self._folders:
-            if folder not in self._open:
-                self._open[folder] = Drive(folder, self._files)
+        self._open = {folder: Drive(folder, zero.files) for folder in dict.fromkeys(folders)}
 
     def of(self, policy: OptimizerOffload | ParameterOffload | None) -> Drive | None:
         return None if policy is None or policy.folder is None else self._open.get(policy.folder)
@@ -127,6 +123,8 @@ def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, p
         if policy is not None and vectors[index].states is not None:
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
         updater.shelf.reserve(index, names, getattr(updater.optimizer, "state_dtype", None))
+    for bucket in reducer.buckets:
+        bucket.reserve()
 
 
 def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:

@@ -15,10 +15,7 @@ from hf_zero.comm import Collectives, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval
-from hf_zero.log import logger
 from hf_zero.loss_scale import loss_scaler_from
-from hf_zero.memory.failures import stop_if_any
-from hf_zero.memory.requests import StorageError
 from hf_zero.optim import MasterShard, Updater
 from hf_zero.optim.updater import ShardGradients
 from hf_zero.zero.bucket_gradients import BucketGradients
@@ -263,7 +260,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._reducer.reduce_late()
             verdict = self._exchange_verdict()
         if verdict.any_failed:
-            stop_if_any(self._places.failure, self._collectives)
+            self._places.check(self._collectives)
         if verdict.any_overwritten:
             self._refuse_overwritten()
         order = self._store.settle_order(verdict.any_out_of_order)
@@ -330,27 +327,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         left = Counter(self._updater.shards[index].bucket for index in gradients.wanted)
         published = Pending()
         with ledger.phase("step"):
-            for index in self._each_updated(gradients):
+            for index in self._updater.step(gradients):
                 bucket = self._updater.shards[index].bucket
                 left[bucket] -= 1
                 if not left[bucket]:
                     published.wait()
                     published = self._store.publish(bucket)
             published.wait()
-            if self._places.drives:
-                stop_if_any(self._places.failure, self._collectives)
-
-    def _each_updated(self, gradients: ShardGradients) -> Iterator[int]:
-        """Shards as they are updated. If a drive fails, the rest is gone through all the same, for the other ranks wait
-        for this one; then all stop together."""
-        left = list(gradients.wanted)
-        try:
-            for index in self._updater.step(gradients):
-                left.remove(index)
-                yield index
-        except StorageError:
-            logger.exception("the update stops here")
-            yield from left
+            self._places.check(self._collectives)
 
     def _shard_gradients(self, verdict: _Verdict) -> ShardGradients:
         takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun

@@ -9,7 +9,7 @@ from hf_zero.config import FilePolicy, ParameterOffload
 from hf_zero.memory.drive import Drive
 from hf_zero.memory.failures import together
 from hf_zero.memory.store import CappedStore, MemoryStore, Store
-from hf_zero.memory.swap_store import BufferPool
+from hf_zero.memory.swap_store import BufferPool, SwapStore
 
 HOST = torch.device("cpu")
 
@@ -26,12 +26,15 @@ def store_of_parameters(policy: ParameterOffload | None, device: torch.device, d
     return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
 
 
-def store_at_birth(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> Store | None:
+def store_at_birth(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> SwapStore | None:
     """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
     policy, files = offload
     if policy is None or policy.device == "cpu" or policy.folder is None:
         return None
-    folder, opened = policy.folder, list[Drive]()
-    together(lambda: opened.append(Drive(folder, files)), collectives)
-    drive = opened[0]
-    return drive.store(drive.file("parameters"), BufferPool(limit=1))
+    folder = policy.folder
+
+    def open_drive() -> SwapStore:
+        drive = Drive(folder, files)
+        return drive.store(drive.file("parameters"), BufferPool(limit=1))
+
+    return together(open_drive, collectives)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.comm import Collectives
 from hf_zero.config import OptimizerOffload
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.portions import cut_portions
 from hf_zero.memory.drive import Drive
+from hf_zero.memory.failures import stop_if_any
+from hf_zero.memory.requests import StorageError
 from hf_zero.memory.staged import StagedVector, StagingPool
 from hf_zero.memory.store import MemoryStore, Store, empty_on
 from hf_zero.memory.vector import ResidentVector, Vector, part_of
@@ -102,9 +105,14 @@ class Places:
         self.portion_numel = portion_numel
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> StorageError | None:
         """What could not be read or written on a drive."""
-        return next((str(drive.failure) for drive in self.drives if drive.failure is not None), None)
+        return next((drive.failure for drive in self.drives if drive.failure is not None), None)
+
+    def check(self, collectives: Collectives) -> None:
+        """All ranks raise StorageError if the drive of any has failed. Collective, where there are drives."""
+        if self.drives:
+            stop_if_any(self.failure, collectives)
 
     def close(self) -> None:
         """Give up what is kept on drives."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import chunk_numel
+from hf_zero.memory.failures import meet
 from hf_zero.memory.host_heap import HostHeap
 from hf_zero.memory.vector import Vector, absent
 
@@ -209,7 +210,11 @@ def cut_chunk(whole: Tensor, rank: int, world: int) -> Tensor:
 
 @torch.no_grad()
 def gather_whole(handles: Sequence[ShardedParameter]) -> list[Tensor]:
-    """The full values of `handles`, each a tensor of its own. Collective: all-gathers per dtype, in list order."""
+    """The full values of `handles`, each a tensor of its own. Collective: all-gathers per dtype, in list order.
+
+    Raises:
+        StorageError: on all ranks, when one could not read its chunks from a drive.
+    """
     found: dict[int, Tensor] = {}
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, handle in enumerate(handles):
@@ -218,6 +223,10 @@ def gather_whole(handles: Sequence[ShardedParameter]) -> list[Tensor]:
         for batch in _batches(indices, handles):
             members = [handles[index] for index in batch]
             found.update(zip(batch, _gather_together(members), strict=True))
+    kept = [handle.kept for handle in handles if handle.kept is not None]
+    if kept:
+        failures = (vector.failure for vector in kept)
+        meet(next((failure for failure in failures if failure), None), handles[0].collectives, handles[0].device)
     return [found[index] for index in range(len(handles))]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, Pending
 from hf_zero.config import GatherPolicy
 from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.memory.failures import meet
 from hf_zero.memory.store import MemoryStore, Store
 from hf_zero.memory.vector import ResidentVector, part_of
 from hf_zero.precision import Precision, master_dtype
@@ -88,6 +89,8 @@ class ShardedParameters(ParameterStore):
         super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
         self.buckets = tuple(self._trained_buckets())
         self.gatherer = self._build_gatherer(scopes, policy)
+        if places.parameters.can_fail:
+            self.gatherer.on_gathered = lambda: meet(places.failure, channels.gather, places.device)
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
         self._gather_resident()
