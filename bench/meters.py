@@ -42,6 +42,12 @@ def cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def machine_busy_s() -> float:
+    """CPU seconds that all processes of the machine have used so far."""
+    user, nice, system, _idle, _waiting, *interrupts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+
+
 def rss_mb() -> float:
     """Resident memory now."""
     return _status_kb("VmRSS") / 1024

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 NUMBERS = ("cpu_s", "wall_s", "peak_mb", "peak_steps_mb", "after_imports_mb")
+QUIET = 0.1  # of the machine may be used by others in a measurement whose wall time counts
 WHOLE, SHARDED = (0, 1, 2), (3,)  # stages by what they do with parameters
 ANY = (*WHOLE, *SHARDED)
 # What the project promises of its engine, checked in every report: (title, figure, against, at most, at stages).
@@ -37,6 +38,7 @@ def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One measurement: numbers averaged over ranks, memory of the worst rank, traffic as rank 0 issued it."""
     result = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("cpu_s", "wall_s")}
     result |= {key: max(rank[key] for rank in ranks) for key in NUMBERS if key.endswith("_mb")}
+    result["others_s"] = max(0.0, ranks[0]["busy_s"] - sum(rank["cpu_s"] for rank in ranks))
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks))]
     return {**result, "losses": losses, **{key: ranks[0][key] for key in ("collectives", "python", "versions")}}
 
@@ -85,8 +87,9 @@ def _step_table(run: dict[str, Any]) -> list[str]:
         for figure in ("cpu_s", "wall_s"):
             row.append(f"{_median(run, variant['name'], figure):.3f}")
             row += [_spread(_ratios(run, variant, figure, peer)) for peer in ("ddp", "deepspeed")]
-        rows.append([*row, f"{run['rounds'][-1][variant['name']]['losses'][-1]:.4f}"])
-    return _table([*header, "last loss"], rows)
+        disturbed = [f"{_others_share(run, measured[variant['name']]):.0%}" for measured in run["rounds"]]
+        rows.append([*row, f"{run['rounds'][-1][variant['name']]['losses'][-1]:.4f}", " ".join(disturbed)])
+    return _table([*header, "last loss", "others, by round"], rows)
 
 
 def _memory_table(run: dict[str, Any]) -> list[str]:
@@ -131,13 +134,24 @@ def _target_table(run: dict[str, Any]) -> list[str]:
 
 
 def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str) -> list[float]:
-    """Within each round: this variant over its peer; empty where there is none, or it is the peer itself."""
+    """Within each round: this variant over its peer; empty where there is none, or it is the peer itself.
+
+    Of wall times, the rounds that other processes have left alone, if there are any.
+    """
     if peer == "deepspeed":
         peer = f"deepspeed {variant['stage']}" + (" cpu" if variant.get("offload") else "")
     name = variant["name"]
     if name == peer or peer not in run["rounds"][0]:
         return []
-    return [measured[name][figure] / measured[peer][figure] for measured in run["rounds"]]
+    rounds = run["rounds"]
+    if figure == "wall_s":
+        rounds = [r for r in rounds if max(_others_share(run, r[name]), _others_share(run, r[peer])) <= QUIET] or rounds
+    return [measured[name][figure] / measured[peer][figure] for measured in rounds]
+
+
+def _others_share(run: dict[str, Any], measured: dict[str, Any]) -> float:
+    """Of the machine's CPU time during a measurement, what processes outside it used."""
+    return float(measured.get("others_s", 0.0) / (measured["wall_s"] * run["machine"]["cores"]))
 
 
 def _median(run: dict[str, Any], name: str, figure: str) -> float:

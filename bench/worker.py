@@ -102,14 +102,15 @@ def _measure(step: engines.Step, tokens: list[torch.Tensor]) -> dict[str, Any]:
     peak_before = meters.peak_rss_mb()
     meters.reset_peak_rss()
     dist.barrier()
-    cpu_start, wall_start = meters.cpu_s(), time.perf_counter()
+    cpu_start, busy_start, wall_start = meters.cpu_s(), meters.machine_busy_s(), time.perf_counter()
     losses = [step(batch) for batch in tokens]
     cpu = meters.cpu_s() - cpu_start
     dist.barrier()
-    wall = time.perf_counter() - wall_start
+    wall, busy = time.perf_counter() - wall_start, meters.machine_busy_s() - busy_start
     return {
         "cpu_s": cpu / len(tokens),
         "wall_s": wall / len(tokens),
+        "busy_s": busy / len(tokens),
         "peak_absolute_mb": max(peak_before, meters.peak_rss_mb()),
         "peak_steps_mb": meters.peak_rss_mb(),
         "losses": [float(loss) for loss in losses],

@@ -112,9 +112,7 @@ class SwapStore(Store):
 class SwappedVector(Vector):
     """One vector of a `SwapStore`."""
 
-    def __init__(
-        self, store: SwapStore, name: str, numel: int, dtype: torch.dtype, *, unused: bool = False
-    ) -> None:
+    def __init__(self, store: SwapStore, name: str, numel: int, dtype: torch.dtype, *, unused: bool = False) -> None:
         super().__init__(numel, dtype)
         self.name = name
         self._store = store

@@ -156,9 +156,7 @@ def test_a_failing_drive_is_named_with_path_and_bytes(
     drive.close()
 
 
-def test_nothing_is_moved_any_more_once_a_drive_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_moved_any_more_once_a_drive_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drive that has gone may take its time over every answer; and what was noted first is what matters."""
     access = Failing()
     monkeypatch.setattr(drives, "ACCESS", access)

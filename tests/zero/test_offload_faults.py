@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 
 from hf_zero.memory import drive as drives
 from hf_zero.memory.requests import FileAccess, StorageError
+from hf_zero.zero import fragments
+from tests.support.models import mlp_batches
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, engine_for, train, train_run, weights_of
+from tests.zero.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
 from tests.zero.test_offload import on_drive
 
 
@@ -60,6 +63,14 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
             return step(gradients)
 
         engine.optimizer.updater.step = breaking
+    elif where == "backward":
+        begin = engine._store.begin_backward
+
+        def breaking_now() -> None:
+            access.is_broken = rank == 1
+            begin()
+
+        engine._store.begin_backward = breaking_now
     else:
         access.is_broken = rank == 1
     try:
@@ -76,13 +87,18 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
         (1, "update", "write", errno.ENOSPC),
         (2, "backward", "write", errno.ENOSPC),
         (3, "update", "read", errno.EIO),
+        (3, "forward, of parameters", "read", errno.EIO),
+        (3, "backward, of parameters", "read", errno.EIO),
+        (3, "update, of parameters", "write", errno.ENOSPC),
     ],
 )
 def test_all_ranks_stop_with_path_and_bytes(stage: int, where: str, verb: str, error: int, tmp_path: Path) -> None:
+    """A shard that could not be read in forward used to raise on its rank alone; the others heard of a broken link."""
     drive, saved = tmp_path / "drive", tmp_path / "saved"
     drive.mkdir()
-    run = Run(stage, zero=on_drive(drive, parameters=False))
-    messages = run_ranks(break_drive, 2, run, where, verb, error, str(saved))
+    place, _, parameters = where.partition(", ")
+    run = Run(stage, zero=on_drive(drive, parameters=bool(parameters)))
+    messages = run_ranks(break_drive, 2, run, place, verb, error, str(saved))
     for message in messages:
         assert f"rank 1: could not {verb}" in message and os.strerror(error) in message and str(drive) in message
         assert "bytes at" in message
@@ -97,6 +113,72 @@ def load_and_go_on(rank: int, run: Run, folder: str) -> dict[str, torch.Tensor]:
     assert engine.load_checkpoint(folder)[0] is not None
     train(engine, run, rank, 2, first=1, steps=2)
     return weights_of(engine)
+
+
+def use_broken(rank: int, run: Run, use: str, folder: str) -> tuple[str, list[str]]:
+    """Let rank 1's drive refuse to be read after a step, and `use` the engine; (what this rank stops with, saved)."""
+    access = FailingOnce("read", errno.EIO)
+    if rank == 1:
+        drives.ACCESS = access  # type: ignore[misc]
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)
+    access.is_broken = rank == 1
+    batch = {key: value.chunk(2)[rank].bfloat16() for key, value in mlp_batches(1, ROWS)[0].items()}
+    uses: dict[str, Callable[[], object]] = {
+        "evaluate": lambda: engine.eval()(**batch),
+        "gather": lambda: engine.module_state_dict(),
+        "save": lambda: engine.save_checkpoint(folder),
+        "read a master": lambda: fragments.safe_get_full_fp32_param(engine.module.inner.weight),
+    }
+    try:
+        with torch.no_grad():
+            uses["evaluate"]() if use == "save" else uses[use]()
+    except StorageError as failure:
+        if use != "save":
+            return str(failure), []
+    try:
+        uses[use]()
+    except StorageError as failure:
+        return str(failure), [entry.name for entry in Path(folder).iterdir()]
+    return "went on", []
+
+
+@pytest.mark.parametrize("use", ["evaluate", "gather", "save", "read a master"])
+def test_a_failed_drive_stops_all_ranks_outside_training_too(use: str, tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    saved.mkdir()
+    run = Run(3, zero=on_drive(drive, parameters=True))
+    for message, entries in run_ranks(use_broken, 2, run, use, str(saved)):
+        assert "rank 1: could not read" in message and "Input/output error" in message and str(drive) in message
+        assert not entries, "nothing is saved of what has been lost"
+
+
+def start_too_small(rank: int, run: Run, after: int) -> str:
+    """The drive of rank 1 is full after so many reservations."""
+
+    class Full(FileAccess):
+        left = after
+
+        def reserve(self, file: int, offset: int, num_bytes: int) -> None:
+            self.left -= 1
+            if rank == 1 and self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().reserve(file, offset, num_bytes)
+
+    drives.ACCESS = Full()
+    try:
+        engine_for(run, 2)
+    except StorageError as error:
+        return str(error)
+    return "started"
+
+
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_drive_that_fills_up_at_the_start_stops_all_ranks_then(after: int, tmp_path: Path) -> None:
+    run = Run(3, zero=on_drive(tmp_path, parameters=True))
+    for message in run_ranks(start_too_small, 2, run, after):
+        assert "rank 1: " in message and "bytes more, and the drive has" in message and str(tmp_path) in message
 
 
 def start_on(rank: int, run: Run) -> str:
