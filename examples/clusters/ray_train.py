@@ -5,8 +5,8 @@ On this machine, with two workers that have one CPU each:
     python examples/clusters/ray_train.py --num_workers 2 --storage /tmp/ray -- --do_train --use_cpu --bf16 \\
         --deepspeed configs/zero2_bf16.json --max_steps 100 --save_strategy steps --save_steps 25
 
-On a cluster: `--address auto --use_gpu`, a storage folder that all machines see, and absolute paths. Whatever follows
-`--` are arguments of train_clm.py. Ray Train makes the process group and sets RANK, LOCAL_RANK and WORLD_SIZE; hf_zero
+On a cluster: `--address auto --use_gpu`, started in a folder that all machines see. Whatever follows `--` are arguments
+of train_clm.py. Ray Train makes the process group and sets RANK, LOCAL_RANK and WORLD_SIZE; hf_zero
 takes both as they are.
 """
 
@@ -30,6 +30,7 @@ def train_on_worker(settings: dict[str, Any]) -> None:
     import train_clm
     from ray.train.huggingface.transformers import RayTrainReportCallback
 
+    os.chdir(settings["folder"])  # Ray starts workers in a folder of their own; relative paths mean this one
     model_args, data_args, training_args = train_clm.parse(settings["arguments"])
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
@@ -62,7 +63,7 @@ def main(words: list[str]) -> dict[str, Any]:
     ray.init(address=options.address, runtime_env={"working_dir": str(EXAMPLES)})
     trainer = TorchTrainer(
         train_on_worker,
-        train_loop_config={"arguments": arguments},
+        train_loop_config={"arguments": arguments, "folder": os.getcwd()},
         scaling_config=ScalingConfig(num_workers=options.num_workers, use_gpu=options.use_gpu),
         run_config=RunConfig(
             name=options.name,

@@ -89,7 +89,7 @@ def test_kubernetes_manifest_starts_a_command_that_exists() -> None:
 
 
 def start_ray(text_folder: Path, home: Path, mark: str) -> subprocess.Popen[str]:
-    arguments = ["--do_train", "--use_cpu", "--bf16", "--deepspeed", str(EXAMPLES.parent / "configs/zero2_bf16.json")]
+    arguments = ["--do_train", "--use_cpu", "--bf16", "--deepspeed", "configs/zero2_bf16.json"]
     arguments += ["--train_files", str(text_folder / "*.py"), *SMALL, "--tokenizer_cache", str(home / "tokenizers")]
     arguments += ["--max_steps", "60", "--save_strategy", "steps", "--save_steps", "20", "--logging_steps", "10"]
     arguments += ["--report_to", "none", "--disable_tqdm", "true", "--output_dir", str(home / "output")]
@@ -97,6 +97,7 @@ def start_ray(text_folder: Path, home: Path, mark: str) -> subprocess.Popen[str]
     environment |= {"HF_HOME": str(home / "hf"), MARK: mark}
     return subprocess.Popen(
         [sys.executable, str(CLUSTERS / "ray_train.py"), "--storage", str(home / "ray"), "--", *arguments],
+        cwd=EXAMPLES.parent,
         env=environment,
         text=True,
         stdout=(home / "log").open("w"),
