@@ -14,6 +14,7 @@ from hf_zero.comm.process_group import (
     init_distributed,
     is_initialized,
     local_device,
+    set_timeout,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "is_initialized",
     "ledger",
     "local_device",
+    "set_timeout",
 ]

@@ -9,11 +9,13 @@ from enum import IntEnum
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.exchange import ExchangeCollectives
 from hf_zero.comm.host import HostCollectives
 from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.obituary import remember_ranks
 from hf_zero.comm.shared_memory import SharedMemoryLink, connect
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -130,6 +132,7 @@ def collectives_for(device: torch.device, channel: Channel = Channel.REDUCE) -> 
     """The cheapest way to do collectives on `device` over the whole world. Collective at a channel's first use."""
     if get_world_size() == 1:
         return LoneCollectives()
+    remember_ranks(NativeCollectives().gather_objects)
     if device.type == "cpu" and "gloo" in _backend_name():
         link = _shared_memory_link()
         return ExchangeCollectives(channel=channel) if link is None else HostCollectives(link, channel)
@@ -149,15 +152,26 @@ def _shared_memory_link() -> SharedMemoryLink | None:
                 link.close()  # of a process group that has been replaced
         _links.clear()
         gather_objects = NativeCollectives().gather_objects
-        _links[id(world)] = world, connect(get_rank(), get_world_size(), gather_objects, _timeout_s())
+        timeout_s = _timeout().total_seconds()
+        _links[id(world)] = world, connect(get_rank(), get_world_size(), gather_objects, timeout_s)
     return _links[id(world)][1]
 
 
-def _timeout_s() -> float:
-    """How long the process group waits for a rank."""
-    backend = dist.group.WORLD._get_backend(torch.device("cpu")) if dist.group.WORLD is not None else None
-    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
-    return float(timeout.total_seconds())
+def set_timeout(timeout: timedelta) -> None:
+    """How long ranks wait for one another: in the group of all ranks, which exists, and in what is made of it."""
+    if not is_initialized():
+        return
+    _set_pg_timeout(timeout)
+    for _, link in _links.values():
+        if link is not None:
+            link.timeout_s = timeout.total_seconds()
+
+
+def _timeout() -> timedelta:
+    """How long the group of all ranks waits for a rank. Groups made of it would not take that over by themselves."""
+    backend = dist.group.WORLD._get_backend(local_device()) if dist.group.WORLD is not None else None
+    timeout: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return timeout
 
 
 _native_groups: dict[tuple[int, Channel], dist.ProcessGroup] = {}
@@ -169,7 +183,7 @@ def _native_group(channel: Channel) -> dist.ProcessGroup | None:
         return None
     key = (id(dist.group.WORLD), channel)
     if key not in _native_groups:
-        _native_groups[key] = dist.new_group()
+        _native_groups[key] = dist.new_group(timeout=_timeout())
     return _native_groups[key]
 
 
@@ -179,7 +193,7 @@ def background_collectives() -> Collectives:
         return LoneCollectives()
     key = id(dist.group.WORLD)
     if key not in _background_groups:
-        _background_groups[key] = dist.new_group(backend="gloo")
+        _background_groups[key] = dist.new_group(backend="gloo", timeout=_timeout())
     return NativeCollectives(_background_groups[key])
 
 

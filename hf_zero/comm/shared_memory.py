@@ -36,6 +36,7 @@ class _Kind(IntEnum):
     POSTED = 1  # the data of this call lie in the block
     READ = 2  # the receiver is done with the block
     DROPPED = 3  # the block is gone
+    BLAMED = 4  # the sender ends, because this rank has stopped
 
 
 class Block:
@@ -59,11 +60,15 @@ class Block:
 
 
 class SharedMemoryLink:
-    """This rank's end of the connections to all other ranks."""
+    """This rank's end of the connections to all other ranks.
+
+    Attributes:
+        timeout_s: how long an answer is waited for.
+    """
 
     def __init__(self, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self._peers = peers
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._mine: dict[int, Block] = {}
         self._num_made = 0
         self._num_takes = 0
@@ -72,6 +77,7 @@ class SharedMemoryLink:
         self._theirs: dict[tuple[int, int], Block] = {}
         self._posted: dict[tuple[int, int], int] = {}  # (peer, call) -> block, until claimed
         self._gone: set[int] = set()
+        self._blamed: dict[int, int] = {}  # a rank that ended because of another one, and which
         for peer in peers.values():
             peer.setblocking(False)
 
@@ -159,22 +165,33 @@ class SharedMemoryLink:
                 self._await(peer, select.POLLIN | select.POLLOUT)
                 self._listen(peer)
             except (BrokenPipeError, ConnectionResetError) as error:
+                if not optional:
+                    self._listen(peer)  # its last words
+                    raise self._stopped(peer) from error
                 self._gone.add(peer)
-                if optional:
-                    return
-                raise RuntimeError(f"rank {peer} has stopped") from error
+                return
 
     def _await_word(self, peer: int) -> None:
         if peer in self._gone:
-            raise RuntimeError(f"rank {peer} has stopped")
+            raise self._stopped(peer)
         self._await(peer, select.POLLIN)
         self._listen(peer)
+
+    def _stopped(self, peer: int) -> RuntimeError:
+        """Who is the cause of it: `peer`, or the rank because of which `peer` has ended. The others learn it too."""
+        self._gone.add(peer)
+        culprit = peer
+        while culprit in self._blamed:
+            culprit = self._blamed.pop(culprit)
+        for other in self._peers:
+            self._send(other, _WORD.pack(_Kind.BLAMED, culprit, 0), optional=True)
+        return RuntimeError(f"rank {culprit} has stopped" + (f", and then rank {peer}" if peer != culprit else ""))
 
     def _await(self, peer: int, events: int) -> None:
         poller = select.poll()
         poller.register(self._peers[peer], events)
-        if not poller.poll(self._timeout_s * 1000):
-            raise RuntimeError(f"rank {peer} has not answered for {self._timeout_s:g} seconds")
+        if not poller.poll(self.timeout_s * 1000):
+            raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds")
 
     def _listen(self, peer: int) -> None:
         """Take in what `peer` has said so far."""
@@ -194,6 +211,8 @@ class SharedMemoryLink:
                     self._strike_reader(number, peer)
                 elif kind == _Kind.DROPPED:
                     del self._theirs[peer, number]
+                elif kind == _Kind.BLAMED:
+                    self._blamed[peer] = number
                 else:
                     self._theirs[peer, number] = Block(number, descriptors.pop(), argument)
 

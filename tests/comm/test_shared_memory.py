@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -135,10 +136,32 @@ def test_a_rank_that_stops_is_named_at_once() -> None:
         run_ranks(run_leaving, 2)
 
 
+def run_without_the_last(rank: int, folder: str) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is dead: who asks whom is not left to chance."""
+    collectives = collectives_for(CPU)
+    assert isinstance(collectives, HostCollectives)
+    collectives.agree(torch.zeros(1))
+    if rank == 2:
+        os._exit(9)
+    try:
+        collectives._link.claim(rank + 1, call=1000)
+    except RuntimeError as error:
+        Path(folder, str(rank)).write_text(str(error))
+        raise
+
+
+def test_a_rank_that_was_not_asked_is_named_all_the_same(tmp_path: Path) -> None:
+    """A rank that ended only because another one had used to be named in its place."""
+    with pytest.raises(RankFailure, match="rank 2 of 3 failed first"):
+        run_ranks(run_without_the_last, 3, str(tmp_path))
+    assert (tmp_path / "1").read_text() == "rank 2 has stopped"
+    assert (tmp_path / "0").read_text() == "rank 2 has stopped, and then rank 1"
+
+
 def run_late(rank: int) -> None:
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
-    collectives._link._timeout_s = 0.2
+    collectives._link.timeout_s = 0.2
     if rank == 0:
         collectives.all_gather(torch.zeros(8)).wait()
     time.sleep(1)

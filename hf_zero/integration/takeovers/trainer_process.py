@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hf_zero.comm import set_timeout
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
@@ -22,9 +23,11 @@ def around(original: Callable[..., None]) -> Callable[..., None]:
                 training=training_view(args, batch_size_may_vary=auto_find_batch_size),
                 accelerator=launch_view(os.environ),
             )
+            timeout = args.ddp_timeout_delta
         except AttributeError as error:  # TrainingArguments of a shape that we do not know
             stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
             return original(self, args, auto_find_batch_size)
+        set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
         _write(self.config, views)
         self._dtype = _dtype(self)
 

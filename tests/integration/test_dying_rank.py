@@ -1,0 +1,142 @@
+"""A rank that dies, or does not answer, in the middle of a Trainer run: the others end soon, and name it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+
+hf_zero.install()
+
+from hf_zero import comm  # noqa: E402
+from hf_zero.comm import obituary  # noqa: E402
+from hf_zero.comm.obituary import _place, _Process  # noqa: E402
+from tests.integration.flows import BASE, clean, trainer  # noqa: E402
+from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
+
+VICTIM = 1
+
+
+def stopping_at(forward: int, model: nn.Module, how: str) -> None:
+    """From that forward pass on, this rank is no longer there."""
+    passes = 0
+
+    def hook(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == forward:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+
+    model.register_forward_pre_hook(hook)
+
+
+def run_until_it_stops(rank: int, folder: str, stage: int, how: str, options: dict[str, object]) -> None:
+    """Train; what this rank says when it ends goes into a file."""
+    clean()
+    said = Path(folder, f"said-{rank}")
+    logging.getLogger("hf_zero").addHandler(logging.FileHandler(said))
+    config = {**BASE, "zero_optimization": {"stage": stage}}
+    one = trainer(Path(folder), config, max_steps=50, **options)
+    if rank == VICTIM:
+        stopping_at(3, one.model, how)
+    try:
+        one.train()
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a program
+        with said.open("a") as file:
+            file.write(f"{error}\n")
+        raise
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_named_by_the_others(world: int, stage: int, tmp_path: Path) -> None:
+    """Trainer's own collectives (loss, token counts) run beside ours, and gloo does not know whom it lost."""
+    with pytest.raises(RankFailure, match=f"rank {VICTIM} of {world} failed first"):
+        run_ranks(run_until_it_stops, world, str(tmp_path), stage, "killed", {}, init=False)
+    for rank in set(range(world)) - {VICTIM}:
+        assert f"rank {VICTIM} " in (tmp_path / f"said-{rank}").read_text()
+
+
+def run_barrier(rank: int, folder: str) -> None:
+    """A collective of the script's own, which our exchange through shared memory knows nothing of."""
+    said = Path(folder, f"said-{rank}")
+    logging.getLogger("hf_zero").addHandler(logging.FileHandler(said))
+    comm.collectives_for(torch.device("cpu"))
+    torch.distributed.barrier()
+    if rank == VICTIM:
+        os._exit(9)
+    try:
+        torch.distributed.barrier()
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise
+
+
+def test_a_rank_lost_by_the_back_end_is_named(tmp_path: Path) -> None:
+    """Gloo says "Connection closed by peer" and a port."""
+    with pytest.raises(RankFailure, match=f"rank {VICTIM} of 2 failed first"):
+        run_ranks(run_barrier, 2, str(tmp_path))
+    assert f"another one did: rank {VICTIM} (process" in (tmp_path / "said-0").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_others_after_ddp_timeout(tmp_path: Path) -> None:
+    """transformers forgets ddp_timeout where ranks train on CPUs: the others waited half an hour."""
+    with pytest.raises(RankFailure):
+        run_ranks(run_until_it_stops, 2, str(tmp_path), 2, "hanging", {"ddp_timeout": 5}, init=False)
+    said = (tmp_path / "said-0").read_text()
+    assert f"rank {VICTIM} has not answered for 5 seconds" in said or "one of them does not answer" in said
+
+
+def run_timeouts(rank: int, folder: str) -> list[float]:
+    clean()
+    one = trainer(Path(folder), dict(BASE), ddp_timeout=77)
+    one.train()
+    background = comm.background_collectives()
+    link = comm.process_group._shared_memory_link()
+    assert link is not None
+    groups = [torch.distributed.group.WORLD, background._group, comm.process_group._native_group(comm.Channel.GATHER)]
+    device = torch.device("cpu")
+    return [link.timeout_s, *(group._get_backend(device).options._timeout.total_seconds() for group in groups)]
+
+
+def test_ddp_timeout_holds_for_every_group_that_we_make(tmp_path: Path) -> None:
+    assert run_ranks(run_timeouts, 2, str(tmp_path), init=False) == [[77.0] * 4] * 2
+
+
+def run_raised(rank: int) -> list[float]:
+    """A group that is there before anyone sets its timeout."""
+    before = comm.collectives_for(torch.device("cpu"))
+    comm.set_timeout(timedelta(seconds=33))
+    return [before._link.timeout_s, comm.process_group._timeout().total_seconds()]
+
+
+def test_a_timeout_reaches_what_is_already_connected() -> None:
+    assert run_ranks(run_raised, 2) == [[33.0, 33.0]] * 2
+
+
+def test_an_obituary_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    while not obituary._has_ended(ended.pid):  # not collected yet, as under a launcher
+        time.sleep(0.01)
+    here = _Process(1, "this-one", _place(), ended.pid)
+    alive = _Process(2, "this-one", _place(), os.getpid())
+    away = _Process(3, "another-one", "elsewhere", 1)
+    assert f"rank 1 (process {ended.pid}) on this-one is gone" in obituary.obituary([alive, here, away])
+    ended.wait()
+    assert "rank 1 " in obituary.obituary([here])
+    assert "one on another-one has ended" in obituary.obituary([alive, away], patience_s=0)
+    assert "does not answer" in obituary.obituary([alive], patience_s=0)
