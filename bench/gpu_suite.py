@@ -210,6 +210,7 @@ def main() -> None:
     rows = run_timings(1 << 24 if options.quick else options.numel, options.repeats)
     waits = waits_for_the_device()
     sys.stdout.write(f"\nhost waits in a fused step: {', '.join(waits) or 'none'}\n")
+    sys.stdout.write("host waits in an engine's step: python -m bench.gpu_engine\n")
     if options.json:
         answer = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed, "rows": rows}
         options.json.write_text(json.dumps({**answer, "waits": waits}, indent=1))

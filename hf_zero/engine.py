@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +14,16 @@ from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.background import BackgroundSave
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
-from hf_zero.checkpoint.whole_weights import save_whole_weights
-from hf_zero.comm import collectives_for, get_rank, ledger
+from hf_zero.comm import collectives_for, ledger
 from hf_zero.config import Resolved
-from hf_zero.engine_settings import EngineSettings
+from hf_zero.engine_module import EngineModule
 from hf_zero.log import logger
 from hf_zero.precision import ForwardPrecision
+from hf_zero.schedules.mark import ScheduleMark
 from hf_zero.timing import PhaseTimer
 from hf_zero.zero.assemble import Assembly
-from hf_zero.zero.consolidate import WHOLE_WEIGHTS_ARE_OFF, consolidated_state_dict
 from hf_zero.zero.optimizer import ZeroOptimizer
+from hf_zero.zero.outcome import StepOutcome
 from hf_zero.zero.parameter_offload import ParameterOffload
 from hf_zero.zero.store import ParameterStore
 
@@ -46,7 +45,7 @@ class EngineParts:
     client_optimizer: torch.optim.Optimizer | None
 
 
-class ZeroEngine(EngineSettings):
+class ZeroEngine(EngineModule):
     """A model whose `backward` reduces gradients and whose `step` updates a sharded optimizer.
 
         outputs = engine(**batch)
@@ -66,7 +65,7 @@ class ZeroEngine(EngineSettings):
         self.optimizer: Any = parts.assembly.optimizer if parts.assembly else parts.parameter_offload
         self.lr_scheduler = parts.lr_scheduler
         self.client_optimizer = parts.client_optimizer
-        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self.global_steps = self.micro_steps = self.global_samples = self._num_skipped = 0
         self._store = parts.store
         self._explicit_boundary: bool | None = None
         self._syncs = True
@@ -130,16 +129,49 @@ class ZeroEngine(EngineSettings):
         if not at_boundary:
             return
         self._check_scaled(optimizer)
-        scale = optimizer.loss_scale
         self._background_save.check()
+        scale = optimizer.loss_scale
         with self._timer.phase("step"):
             optimizer.step()
-        self._count_step(skipped=optimizer.overflow)
-        if optimizer.overflow:
-            self._report_skip(optimizer, scale)
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        assert optimizer.outcome is not None
+        self._follow(optimizer.outcome, optimizer, scale)
         self._report()
+
+    def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float) -> None:
+        """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
+        moved = None
+        if self.lr_scheduler is not None and not (outcome.is_known and outcome.skipped):
+            if outcome.is_known:
+                self.lr_scheduler.step()
+            else:
+                moved = ScheduleMark(self.lr_scheduler, optimizer)
+                moved.advance()
+        number = self.global_steps
+
+        def count_skip() -> None:
+            self._num_skipped += 1
+            if moved is not None:
+                moved.go_back()
+            self._report_skip(optimizer, number, outcome.norm, scale)
+
+        outcome.when_skipped(count_skip)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates so far that changed nothing because a gradient was not finite; waits for the last one's outcome."""
+        self._settle()
+        return self._num_skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._num_skipped = number
+
+    def _settle(self) -> None:
+        """Learn what became of the last step, where the host has run ahead."""
+        if self._assembly is not None:
+            self._assembly.optimizer.settle()
 
     def _check_scaled(self, optimizer: ZeroOptimizer) -> None:
         if optimizer.loss_factor != 1.0 and not self._has_scaled:
@@ -150,16 +182,14 @@ class ZeroEngine(EngineSettings):
             )
         self._has_scaled = False
 
-    def _report_skip(self, optimizer: ZeroOptimizer, scale: float) -> None:
+    def _report_skip(self, optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
         if self._resolved.precision.loss_scale is None:
-            logger.warning(
-                "step %d skipped on all ranks: the gradient norm is %s", self.global_steps, optimizer.grad_norm
-            )
+            logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
             return
         after = optimizer.loss_scale
         logger.info(
             "step %d skipped on all ranks: overflow at loss scale %g, %s",
-            self.global_steps,
+            number,
             scale,
             f"now {after:g}" if after != scale else "which stays",
         )
@@ -191,11 +221,11 @@ class ZeroEngine(EngineSettings):
         return (self.micro_steps + 1) % self._accumulation_steps == 0
 
     def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm before clipping of the last step; None before the first."""
+        """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
         return self._assembly.optimizer.grad_norm if self._assembly is not None else None
 
     def was_step_applied(self) -> bool:
-        """Whether the last boundary changed the weights."""
+        """Whether the last boundary changed the weights; waits for the device."""
         return self._assembly is not None and self.global_steps > 0 and not self._assembly.optimizer.overflow
 
     # Module surface
@@ -207,29 +237,6 @@ class ZeroEngine(EngineSettings):
 
     def eval(self) -> ZeroEngine:
         return self.train(False)
-
-    def to(self, *args: Any, **kwargs: Any) -> ZeroEngine:
-        """Accepts what is already true. Moving or casting weights that live in flat buffers raises RuntimeError."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if self._store is None:
-            self.module.to(*args, **kwargs)
-            return self
-        current = {parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point()}
-        moves = device is not None and (device.type, device.index or 0) != (self.device.type, self.device.index or 0)
-        if moves or (dtype is not None and current != {dtype}):
-            raise RuntimeError(
-                f"engine.to({device or ''}{' ' if device and dtype else ''}{dtype or ''}) would cut the weights off "
-                "from the optimizer that trains them. Set bf16 in the config, choose the device before initialize(), "
-                "or call engine.destroy() first when training is over."
-            )
-        return self
-
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the wrapped model in place with torch.compile."""
-        options = dict(compile_kwargs or {})
-        if backend is not None:
-            options["backend"] = backend
-        self.module.compile(**options)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -243,6 +250,7 @@ class ZeroEngine(EngineSettings):
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
         self._background_save.wait()
         self.reload_states()
+        self._settle()
         if self._assembly is not None:
             self._assembly.reducer.clear()
             self._assembly.reducer.remove_hooks()
@@ -253,40 +261,6 @@ class ZeroEngine(EngineSettings):
         self._assembly = self._store = None
         self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
-
-    # Whole weights
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict with whole weights, on every rank. Collective at stage 3."""
-        if self._resolved.zero.stage < 3:
-            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-            dropped = frozen if exclude_frozen_parameters else set()
-            return {name: value for name, value in self.module.state_dict().items() if name not in dropped}
-        return consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters, everywhere=True)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights in host memory of rank 0; None on the others. Collective. The name is accelerate's.
-
-        Raises:
-            ValueError: when stage3_gather_16bit_weights_on_model_save is false.
-        """
-        if not self.zero_gather_16bit_weights_on_model_save():
-            raise ValueError(WHOLE_WEIGHTS_ARE_OFF)
-        found = consolidated_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
-        return found if get_rank() == 0 else None
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the whole weights in the model's dtype as one torch file; False when gathering is off. Collective."""
-        if self._resolved.zero.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            logger.warning("save_16bit_model wrote nothing: %s", WHOLE_WEIGHTS_ARE_OFF)
-            return False
-        path, collectives = Path(save_dir) / save_filename, collectives_for(self.device)
-        save_whole_weights(self.module, path, collectives, exclude_frozen=exclude_frozen_parameters)
-        return True
-
-    save_fp16_model = save_16bit_model
 
     # Checkpoints
 
@@ -379,15 +353,11 @@ class ZeroEngine(EngineSettings):
         self.reload_states()
         if self._is_destroyed:
             raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
+        self._settle()
         collectives = collectives_for(self.device)
         if self._assembly is None:
             return ModelSubject(self.module, self._store, collectives, self._resolved)
         return Subject(self.module, self._store, collectives, self._resolved, self._assembly)
-
-    def _count_step(self, *, skipped: bool) -> None:
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        self.skipped_steps += skipped
 
     def _report(self) -> None:
         every = self._resolved.logging.steps_per_print

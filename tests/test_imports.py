@@ -26,6 +26,7 @@ LADDER = (
     ("checkpoint",),
     ("planning",),
     ("engine_settings",),
+    ("engine_module",),
     ("engine",),
     ("entry",),
     ("integration",),

@@ -150,6 +150,23 @@ class Collectives(ABC):
             ledger.record("all_reduce", num_bytes(values))
             self._agree(values)
 
+    def agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        """Sum `values` (1-D, fp64, in place) and `facts`, which the hosts know, over all ranks; returns the latter.
+
+        Where `values` lie on an accelerator they are only on their way when this returns: hosts exchange `facts` by
+        themselves, and wait for no device.
+        """
+        with ledger.phase("control"):
+            ledger.record("all_reduce", num_bytes(values) + len(facts) * values.element_size())
+            return self._agree_with_facts(values, facts)
+
+    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        """All in one message, because all of it is in host memory."""
+        message = torch.cat([values, torch.tensor(facts, dtype=values.dtype, device="cpu")])
+        self._agree(message)
+        values.copy_(message[: values.numel()])
+        return message[values.numel() :].tolist()
+
     def buffers(self) -> list[Tensor]:
         """Memory of this rank's that is kept from call to call."""
         return self._send_buffers
@@ -209,6 +226,9 @@ class LoneCollectives(Collectives):
 
     def _agree(self, values: Tensor) -> None:
         return None
+
+    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        return list(facts)
 
 
 def own_shard(flat: Tensor, rank: int, world: int) -> Tensor:

@@ -18,9 +18,11 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class NativeCollectives(Collectives):
     """Hands every flat buffer to the process group as one call."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, hosts: dist.ProcessGroup | None = None) -> None:
+        """`hosts`: the same ranks on a backend for host memory, where `group` is one for a device."""
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
+        self._hosts = hosts
 
     def gather_objects(self, value: object) -> list[object]:
         gathered: list[object] = [None] * self.world
@@ -48,6 +50,14 @@ class NativeCollectives(Collectives):
 
     def _agree(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self._group)
+
+    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        if self._hosts is None:
+            return super()._agree_with_facts(values, facts)
+        self._agree(values)
+        told = torch.tensor(facts, dtype=torch.float64, device="cpu")
+        dist.all_reduce(told, group=self._hosts)
+        return told.tolist()
 
 
 class _Work(Pending):

@@ -136,7 +136,9 @@ def collectives_for(device: torch.device, channel: Channel = Channel.REDUCE) -> 
     if device.type == "cpu" and "gloo" in _backend_name():
         link = _shared_memory_link()
         return ExchangeCollectives(channel=channel) if link is None else HostCollectives(link, channel)
-    return NativeCollectives(_native_group(channel))
+    is_needed = channel is Channel.REDUCE and device.type != "cpu"
+    hosts = _gloo_group(_host_groups) if is_needed else None
+    return NativeCollectives(_native_group(channel), hosts)
 
 
 # One per process group, which stays alive here so that no other one can get its id.
@@ -191,13 +193,19 @@ def background_collectives() -> Collectives:
     """For a thread beside training: a group that nobody else calls on, for small objects. Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()
+    return NativeCollectives(_gloo_group(_background_groups))
+
+
+def _gloo_group(known: dict[int, dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The one of `known` for this world. Collective at first use."""
     key = id(dist.group.WORLD)
-    if key not in _background_groups:
-        _background_groups[key] = dist.new_group(backend="gloo", timeout=_timeout())
-    return NativeCollectives(_background_groups[key])
+    if key not in known:
+        known[key] = dist.new_group(backend="gloo", timeout=_timeout())
+    return known[key]
 
 
 _background_groups: dict[int, dist.ProcessGroup] = {}
+_host_groups: dict[int, dist.ProcessGroup] = {}  # what hosts tell each other in a step, without asking their devices
 
 
 def _backend_name() -> str:

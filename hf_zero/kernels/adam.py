@@ -75,7 +75,7 @@ def adam(
     # per parameter instead of 28.
     update = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     count = float(step) if rule.bias_correction else _STEP_WITHOUT_BIAS
-    steps = [torch.tensor(count, device=vectors.weight.device)]
+    steps = [torch.full((), count, device=vectors.weight.device)]  # filled there: a copy would wait for the device
     scale, divisor = _divided_inside(vectors, scale)
     for part in wide_chunks(vectors, scale, overflow, seed):
         update(
@@ -105,4 +105,6 @@ def _divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | f
     is_copied = vectors.gradient.dtype != vectors.weight.dtype and vectors.weight.dtype != torch.float64
     if not is_copied or (not isinstance(scale, Tensor) and scale in (0.0, 1.0)):
         return scale, None
-    return 1.0, torch.as_tensor(1.0 / scale, dtype=torch.float32, device=vectors.weight.device)
+    if isinstance(scale, Tensor):
+        return 1.0, scale.reciprocal().to(torch.float32)
+    return 1.0, torch.full((), 1.0 / scale, dtype=torch.float32, device=vectors.weight.device)

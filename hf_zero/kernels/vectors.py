@@ -48,11 +48,14 @@ def wide_chunks(
 
     Args:
         scale: factor on every gradient.
-        overflow: one element; when it is not zero there are no parts, so that nothing changes.
+        overflow: one element; when it is not zero nothing changes. On a CPU there are no parts then; elsewhere, where
+            reading it would wait for the device, what parts have changed is put back.
         seed: round stochastically to 16 bits, with this seed; None: to nearest.
     """
-    if overflow is not None and bool(overflow):
-        return
+    if overflow is not None and _is_at_hand(overflow):
+        if bool(overflow):
+            return
+        overflow = None
     weight = vectors.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
     length = weight.numel()
@@ -68,6 +71,7 @@ def wide_chunks(
             if is_scaled:
                 gradient.mul_(scale)
         changing = (part.weight, *part.states)
+        kept = _Kept(part, overflow) if overflow is not None else None
         widened = [
             own if scratch is None else scratch[:count].copy_(own)
             for own, scratch in zip(changing, scratches, strict=True)
@@ -78,6 +82,25 @@ def wide_chunks(
                 store(own, updated, generator if own is part.weight else None)
         if part.narrow is not None:
             store(part.narrow, widened[0], generator)
+        if kept is not None:
+            kept.put_back()
+
+
+def _is_at_hand(flag: Tensor) -> bool:
+    return flag.device.type == "cpu"
+
+
+class _Kept:
+    """What a part was before an update that may have to be undone by the device alone."""
+
+    def __init__(self, part: Vectors, overflow: Tensor) -> None:
+        self._changing = [part.weight, *part.states, *([] if part.narrow is None else [part.narrow])]
+        self._before = [vector.clone() for vector in self._changing]
+        self._undoes = overflow.view(()) != 0
+
+    def put_back(self) -> None:
+        for vector, before in zip(self._changing, self._before, strict=True):
+            torch.where(self._undoes, before, vector, out=vector)
 
 
 def _scratch(vector: Tensor, wide: torch.dtype, numel: int, *, always: bool = False) -> Tensor | None:

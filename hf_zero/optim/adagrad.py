@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.kernels.adagrad import AdagradRule, adagrad
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import ElementwiseOptimizer, Family, Scale, check_rates, refuse_amsgrad
+from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates, refuse_amsgrad
 
 
 class AdagradFamily(Family):
@@ -22,7 +22,7 @@ class AdagradFamily(Family):
         return (self._squares,)
 
     def update(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
         rule = AdagradRule(
             lr=float(group["lr"]),
@@ -30,7 +30,7 @@ class AdagradFamily(Family):
             weight_decay=group["weight_decay"],
             lr_decay=group.get("lr_decay", 0.0),
         )
-        adagrad(vectors, rule, step, scale)
+        adagrad(vectors, rule, step, applied.scale, applied.skip)
 
 
 class DeepSpeedCPUAdagrad(ElementwiseOptimizer):

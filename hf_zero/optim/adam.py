@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import ElementwiseOptimizer, Family, Scale, check_rates, refuse_amsgrad
+from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates, refuse_amsgrad
 
 
 class AdamFamily(Family):
@@ -19,9 +19,9 @@ class AdamFamily(Family):
         return ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
-        adam(vectors, rule_of(optimizer, group), step, scale)
+        adam(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip)
 
 
 class FusedAdam(ElementwiseOptimizer):

@@ -15,7 +15,18 @@ from hf_zero.layout import Interval, Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
 
-Scale = Tensor | float
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """How a gradient is applied.
+
+    Attributes:
+        scale: factor on it.
+        skip: one element on the device; where it is not zero nothing changes. None: nobody asks.
+    """
+
+    scale: Tensor | float = 1.0
+    skip: Tensor | None = None
 
 
 class Family(ABC):
@@ -27,7 +38,7 @@ class Family(ABC):
 
     @abstractmethod
     def update(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
         """Run the kernel with the group's present hyper-parameters (schedulers change them between steps)."""
 
@@ -39,9 +50,9 @@ class Family(ABC):
                 dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # hosts count
         elif not isinstance(state["step"], Tensor):
-            state["step"] = torch.tensor(float(state["step"]))  # as DeepSpeed's files have it
+            state["step"] = torch.tensor(float(state["step"]), device="cpu")  # as DeepSpeed's files have it
         return state
 
     def vectors(
@@ -59,7 +70,7 @@ class Family(ABC):
         state["step"] += 1
         weight = flat_view(parameter)
         vectors = self.vectors(state, group, weight, gradient.reshape(-1), None)
-        self.update(optimizer, group, vectors, int(state["step"]), 1.0)
+        self.update(optimizer, group, vectors, int(state["step"]), Applied())
         write_back(parameter, weight)
 
 
@@ -94,6 +105,11 @@ class Counters:
     """Updates each piece of a shard has seen: bias correction is per parameter, and not all are used each step."""
 
     steps: list[int] = field(default_factory=list)
+
+    def take_back(self, pieces: Sequence[Piece], used: Set[int]) -> None:
+        """Undo one `advance`."""
+        for position, piece in enumerate(pieces):
+            self.steps[position] -= piece.parameter in used
 
     def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[tuple[Interval, int]]:
         """Count one step for the used pieces; returns maximal (interval, step) runs to update, padding included.
@@ -135,14 +151,25 @@ def with_padding(runs: Sequence[tuple[Interval, int]], shard: MasterShard) -> li
 class ElementwiseUpdater(Updater):
     """One family on flat shards, in one pass over memory: see the kernel's file for what it does."""
 
+    obeys_skip = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], family: Family) -> None:
         super().__init__(optimizer, shards)
         self._family = family
         self._counters = [Counters() for _ in self.shards]
+        self._counted: list[tuple[int, float, Set[int]]] = []  # in the last step: shard, `step` before it, used
 
     def state_replaced(self) -> None:
         """Count on from the `step` in the optimizer's state, which has been loaded."""
         self._counters = [Counters() for _ in self.shards]
+        self._counted = []
+
+    def take_back(self) -> None:
+        for index, step, used in self._counted:
+            shard = self.shards[index]
+            self._counters[index].take_back(shard.pieces, used)
+            self.optimizer.state[shard.tensors[0].parameter]["step"].fill_(step)
+        self._counted = []
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._family.state_names(group)
@@ -164,6 +191,7 @@ class ElementwiseUpdater(Updater):
     def step(self, gradients: ShardGradients) -> Iterator[int]:
         # Schedulers warn unless they see that the optimizer they watch has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._counted = []
 
         def work(index: int) -> None:
             self.update_shard(index, gradients.reduced[index], gradients)
@@ -178,12 +206,15 @@ class ElementwiseUpdater(Updater):
         shard = self.shards[index]
         group = self.optimizer.param_groups[shard.group]
         state = self._family.state_of(self.optimizer, shard.tensors[0].parameter, group)
-        runs = self._counters[index].advance(shard.pieces, gradients.used, int(state["step"]))
+        before = int(state["step"])
+        runs = self._counters[index].advance(shard.pieces, gradients.used, before)
         if not runs:
             return
+        if gradients.skip is not None:
+            self._counted.append((index, before, gradients.used))
         runs = with_padding(runs, shard)
         state["step"].fill_(max(step for _, step in runs))
         vectors = self._family.vectors(state, group, shard.master, reduced, shard.narrow)
         for interval, step in runs:
             part = vectors.part(interval.start, interval.numel)
-            self._family.update(self.optimizer, group, part, step, gradients.scale)
+            self._family.update(self.optimizer, group, part, step, Applied(gradients.scale, gradients.skip))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
+from hf_zero.kernels.numbers import on_device
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
@@ -86,7 +87,7 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
         if name not in state:
             state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
     if not isinstance(state.get("step"), Tensor):
-        state["step"] = torch.tensor(float(state.get("step", 0)))
+        state["step"] = torch.tensor(float(state.get("step", 0)), device="cpu")
     return state
 
 
@@ -117,6 +118,10 @@ class _Work:
     def segments(self) -> list[tuple[int, int]]:
         return [(piece.in_shard, piece.numel) for piece in self.pieces]
 
+    def places(self, device: torch.device) -> Tensor:
+        """Indices of the parameters in the table of norms."""
+        return on_device([piece.parameter for piece in self.pieces], torch.long, device)
+
 
 class LambUpdater(Updater):
     """LAMB on flat shards in two passes, with one small sum over ranks between them.
@@ -124,6 +129,8 @@ class LambUpdater(Updater):
     The message holds two squared norms for every parameter; ranks add what they own of it, so that the trust ratio is
     that of the whole parameter at every stage.
     """
+
+    obeys_skip = True
 
     def __init__(
         self,
@@ -135,9 +142,18 @@ class LambUpdater(Updater):
         super().__init__(optimizer, shards)
         self._peers = peers
         self._steps: dict[tuple[int, int], int] = {}
+        self._counted: list[tuple[int, int, tuple[Piece, ...]]] = []  # in the last step: shard, `step` before it, used
 
     def state_replaced(self) -> None:
         self._steps.clear()
+        self._counted = []
+
+    def take_back(self) -> None:
+        for index, known, pieces in self._counted:
+            for piece in pieces:
+                self._steps[index, piece.in_shard] -= 1
+            self.optimizer.state[self.shards[index].tensors[0].parameter]["step"].fill_(known)
+        self._counted = []
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return _STATES
@@ -163,6 +179,7 @@ class LambUpdater(Updater):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not gradients.used:
             return
+        self._counted = []
         device = self.shards[0].master.device
         squares = torch.zeros(max(gradients.used) + 1, 2, dtype=torch.float64, device=device)
         work: dict[int, _Work] = {}
@@ -170,9 +187,9 @@ class LambUpdater(Updater):
         def first_pass(index: int) -> None:
             item = work[index] = self._prepare(index, gradients)
             if item.pieces:
-                places = torch.tensor([piece.parameter for piece in item.pieces], device=device)
-                squares[places] += lamb_moments(
-                    self._vectors(index, gradients), item.rule, item.segments, gradients.scale
+                vectors = self._vectors(index, gradients)
+                squares[item.places(device)] += lamb_moments(
+                    vectors, item.rule, item.segments, gradients.scale, gradients.skip
                 )
 
         for batch in self.shelf.batches(gradients.wanted):
@@ -181,7 +198,8 @@ class LambUpdater(Updater):
         if self._peers is not None:
             self._peers.add_up(squares)
         yield from self.shelf.each(
-            gradients.wanted, lambda index: self._apply(work[index], self._vectors(index, gradients), squares)
+            gradients.wanted,
+            lambda index: self._apply(work[index], self._vectors(index, gradients), squares, gradients.skip),
         )
 
     def _vectors(self, index: int, gradients: ShardGradients) -> Vectors:
@@ -203,15 +221,17 @@ class LambUpdater(Updater):
             self._steps[index, piece.in_shard] = step
             steps.append(step)
             rates.append(rule.rate(step))
+        if gradients.skip is not None:
+            self._counted.append((index, known, pieces))
         for piece in shard.pieces:
             self._steps.setdefault((index, piece.in_shard), known)
         state["step"].fill_(max(steps))
         return _Work(rule, pieces, tuple(rates))
 
     @staticmethod
-    def _apply(item: _Work, vectors: Vectors, squares: Tensor) -> None:
+    def _apply(item: _Work, vectors: Vectors, squares: Tensor, skip: Tensor | None) -> None:
         if not item.pieces:
             return
-        places = torch.tensor([piece.parameter for piece in item.pieces], device=squares.device)
-        rates = torch.tensor(item.rates, dtype=squares.dtype, device=squares.device)
-        lamb_apply(vectors, item.rule, rates * item.rule.trust_ratios(squares[places]), item.segments)
+        rates = on_device(item.rates, squares.dtype, squares.device)
+        ratios = item.rule.trust_ratios(squares[item.places(squares.device)])
+        lamb_apply(vectors, item.rule, rates * ratios, item.segments, skip)

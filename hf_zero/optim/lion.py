@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.kernels.lion import LionRule, lion
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import ElementwiseOptimizer, Family, Scale, check_rates
+from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates
 
 
 class LionFamily(Family):
@@ -19,13 +19,13 @@ class LionFamily(Family):
         return ("exp_avg",)
 
     def update(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
         beta1, beta2 = group["betas"]
         rule = LionRule(
             lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), weight_decay=group["weight_decay"]
         )
-        lion(vectors, rule, scale)
+        lion(vectors, rule, applied.scale, applied.skip)
 
 
 class FusedLion(ElementwiseOptimizer):

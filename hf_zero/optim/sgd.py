@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.kernels.sgd import SgdRule, sgd
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import Family, Scale
+from hf_zero.optim.elementwise import Applied, Family
 
 
 class SgdFamily(Family):
@@ -18,7 +18,7 @@ class SgdFamily(Family):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def update(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, scale: Scale
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
         rule = SgdRule(
             lr=float(group["lr"]),
@@ -26,7 +26,7 @@ class SgdFamily(Family):
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
         )
-        sgd(vectors, rule, scale)
+        sgd(vectors, rule, applied.scale, applied.skip)
 
 
 def has_no_dampening(optimizer: torch.optim.Optimizer) -> bool:

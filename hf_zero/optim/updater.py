@@ -25,12 +25,14 @@ class ShardGradients:
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
         wanted: the shards that have any gradient.
+        skip: one element on the device; where it is not zero nothing may change. Only for updaters that obey it.
     """
 
     reduced: Sequence[Tensor]
     used: Set[int]
-    scale: float
+    scale: Tensor | float
     wanted: Sequence[int]
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class Updater(ABC):
 
     Attributes:
         shelf: brings what an update works on to where it runs; everything is there already unless it is replaced.
+        obeys_skip: whether a step heeds `ShardGradients.skip` without reading it; if not, the host decides beforehand.
     """
+
+    obeys_skip = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard]) -> None:
         self.optimizer = optimizer
@@ -63,6 +68,9 @@ class Updater(ABC):
     def takes_local_gradients(self) -> bool:
         """Whether the next step wants this rank's own gradients of whole buckets, unreduced. The same on all ranks."""
         return False
+
+    def take_back(self) -> None:  # noqa: B027
+        """The last step was skipped by the device: it does not count. Only asked of those that obey."""
 
     def collect_state(self) -> None:  # noqa: B027
         """Ahead of saving: put into the optimizer's state what is kept elsewhere. Collective. Nothing, by default."""

@@ -30,6 +30,7 @@ from hf_zero.zero.masters import master_shards
 from hf_zero.zero.needs import check_needs, needs_of
 from hf_zero.zero.offload import furnish, places_for, rests_elsewhere, trained_numel
 from hf_zero.zero.optimizer import StepRules, ZeroOptimizer
+from hf_zero.zero.outcome import host_runs_ahead
 from hf_zero.zero.peers import peers_of
 from hf_zero.zero.places import Places
 from hf_zero.zero.sharded_store import Channels, ShardedParameters, Trained
@@ -136,7 +137,17 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     furnish(updater, store, reducer, plan.zero.offload_optimizer)
     places.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
-    wrapped = ZeroOptimizer(store, reducer, updater, sharding, collectives, plan.rules, places)
+    is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
+    wrapped = ZeroOptimizer(
+        store,
+        reducer,
+        updater,
+        sharding,
+        collectives,
+        plan.rules,
+        places,
+        runs_ahead=is_at_hand and host_runs_ahead(plan.device),
+    )
     return Assembly(optimizer=wrapped, reducer=reducer, store=store, places=places, members=members)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,18 +12,16 @@ import torch
 
 from hf_zero.comm import Collectives, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
-from hf_zero.kernels.norm import sum_of_squares
-from hf_zero.layout import Interval
 from hf_zero.loss_scale import loss_scaler_from
 from hf_zero.optim import MasterShard, Updater
 from hf_zero.optim.updater import ShardGradients
-from hf_zero.zero.bucket_gradients import BucketGradients
+from hf_zero.zero.agreement import Agreement, refuse_unused
+from hf_zero.zero.exhausted import give_up
 from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.outcome import NormRule, StepOutcome
 from hf_zero.zero.places import Places
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
-
-MAX_NAMES = 8  # of parameters in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +34,14 @@ class StepRules:
     loss_scale: LossScalePolicy | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What all ranks agreed on before an update: the global norm and which parameters were used anywhere."""
-
-    norm: float
-    used: frozenset[int]
-    any_late: bool
-    any_out_of_order: bool
-    any_overwritten: bool
-    any_failed: bool
-
-
 class ZeroOptimizer(torch.optim.Optimizer):
     """Element 2 of what `initialize` returns. `param_groups` and `state` are the base optimizer's own objects.
 
     Attributes:
         optimizer: the base torch optimizer; it holds this rank's masters.
         loss_scaler: what backward multiplies the loss with, and what becomes of it; a constant 1 outside fp16.
-        overflow: whether the last step was skipped because a gradient was not finite on some rank.
+        outcome: of the last step, None before the first; the host may not know it yet.
         parameter_offload: stage 3's hooks, for those who take them off for a while.
-        grad_norm: global L2 norm before clipping of the last step, None before the first.
     """
 
     parameter_offload: Any  # absent below stage 3: others probe for it
@@ -73,12 +57,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         collectives: Collectives,
         rules: StepRules,
         places: Places,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: a step does not wait for its own outcome, where the updater can do without it."""
         self.optimizer = updater.optimizer
         self.fragments: Any = None  # kept alive here; see hf_zero.zero.fragments
         self.loss_scaler = loss_scaler_from(rules.loss_scale)
-        self.overflow = False
-        self.grad_norm: float | None = None
+        self.outcome: StepOutcome | None = None
         self._store = store
         self._reducer = reducer
         self._updater = updater
@@ -86,6 +72,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._collectives = collectives
         self._rules = rules
         self._places = places
+        self._agreement = Agreement(store, reducer, sharding, collectives, places)
+        self._is_settled = True
+        self._runs_ahead = runs_ahead and rules.loss_scale is None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -112,6 +101,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.loss_scaler.scale / self._rules.gradients.predivide
 
     @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite on some rank; waits for the device."""
+        return self.outcome is not None and self.outcome.skipped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm before clipping of the last step, None before the first; waits for the device."""
+        return None if self.outcome is None else self.outcome.norm
+
+    @property
     def shards(self) -> tuple[MasterShard, ...]:
         """What this rank updates."""
         return self._updater.shards
@@ -130,19 +129,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
         mean = 1.0 / self._sharding.world if self._rules.gradients.average else 1.0
         return mean / self.loss_factor
-
-    @property
-    def _num_added(self) -> int:
-        """Ranks whose squares an agreed sum holds side by side; 1 where gradients were added first.
-
-        Unreduced gradients have no common norm. What stands for it is the root mean square of the ranks' norms.
-        """
-        return self._sharding.world if self._updater.takes_local_gradients else 1
-
-    @property
-    def _factor(self) -> float:
-        """`gradient_factor` for what the updater gets: a sum over ranks, or one rank's gradient instead."""
-        return self.gradient_factor * self._num_added
 
     @contextmanager
     def reduced_gradient(self, shard: MasterShard, *, changes: bool = False) -> Iterator[torch.Tensor | None]:
@@ -203,39 +189,43 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise RuntimeError("a sharded step cannot re-evaluate a closure; call backward() and then step()")
         self._store.prepare_update()
-        self._finish_reductions()
-        verdict = self._agree()
-        self._check_unused(verdict)
+        self.settle()
+        agreed = self._agreement.reach()
+        if self._rules.require_all_gradients:
+            refuse_unused(self._store, agreed.used)
         self._store.adopt_edits()
-        self.grad_norm = verdict.norm
-        self.overflow = self._rules.skip_nonfinite and not math.isfinite(verdict.norm)
-        if self.overflow and self.loss_scaler.is_exhausted:
-            self._give_up()
-        if not self.overflow:
-            self._update_and_publish(verdict)
-        # Only now: this step's gradients were made with the scale as it was.
-        self.loss_scaler.update(self.overflow)
+        self.outcome, self._is_settled = StepOutcome(agreed.sums, self._norm_rule), False
+        if not (self._runs_ahead and self._updater.obeys_skip):
+            self.settle()
+        if not (self.outcome.is_known and self.outcome.skipped):
+            self._update_and_publish(agreed.used, self.outcome)
         self._reducer.clear()
 
-    def _give_up(self) -> NoReturn:
-        """All ranks come here together, so they can tell each other what they see."""
-        seen = self._collectives.gather_objects(self._nonfinite_parameters())
-        names = list(dict.fromkeys(name for theirs in seen if isinstance(theirs, list) for name in theirs))
-        self._reducer.clear()
-        raise RuntimeError(
-            f"the loss scale is at its minimum ({self.loss_scale:g}), and there are still gradients that are not "
-            f"finite: {_listed(names)}. This is no longer a "
-            "matter of range: look for a NaN in the loss or the data, or for a learning rate that is too high. "
-            "bf16 (bf16.enabled) has the range of fp32 and needs no loss scale."
-        )
+    def settle(self) -> None:
+        """Learn the outcome of the last step, if that has not happened yet; waits for the device to have come that far.
 
-    def _nonfinite_parameters(self) -> list[str]:
-        """Names of the first parameters whose gradient, as far as this rank holds it, is not finite."""
-        names: list[str] = []
-        for parameter, gradient in self._held_gradients():
-            if len(names) <= MAX_NAMES and not bool(torch.isfinite(gradient).all()):
-                names.append(self._store.layout.specs[parameter].name)
-        return names
+        Raises:
+            RuntimeError: when a parameter was written to where that is lost, or at an overflow that no smaller loss
+                scale can answer.
+        """
+        outcome, was_settled, self._is_settled = self.outcome, self._is_settled, True
+        if outcome is None or was_settled:
+            return
+        outcome.read()
+        if outcome.has_overwritten:
+            self._refuse_overwritten()
+        if outcome.skipped and self.loss_scaler.is_exhausted:
+            try:
+                give_up(self._held_gradients(), self._store.layout.specs, self._collectives, self.loss_scale)
+            finally:
+                self._reducer.clear()
+        self.loss_scaler.update(outcome.skipped)
+
+    def _refuse_overwritten(self) -> NoReturn:
+        """All ranks come here together; those that have overwritten something name it."""
+        self._reducer.clear()
+        self._store.refuse_overwritten()
+        raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 
     def _held_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a parameter, what this rank holds of its gradient), 1-D."""
@@ -249,81 +239,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for slot in bucket.bucket.slots:
                     yield slot.parameter, bucket.local.narrow(0, slot.offset, slot.numel)
 
-    def _finish_reductions(self) -> None:
-        with ledger.phase("backward"):
-            self._reducer.complete()
-
-    def _agree(self) -> _Verdict:
-        verdict = self._exchange_verdict()
-        if verdict.any_late:
-            with ledger.phase("backward"):
-                self._reducer.reduce_late()
-            verdict = self._exchange_verdict()
-        if verdict.any_failed:
-            self._places.check(self._collectives)
-        if verdict.any_overwritten:
-            self._refuse_overwritten()
-        order = self._store.settle_order(verdict.any_out_of_order)
-        if order is not None:
-            self._reducer.reorder(order)
-        return verdict
-
-    def _refuse_overwritten(self) -> NoReturn:
-        """All ranks come here together; those that have overwritten something name it."""
-        self._reducer.clear()
-        self._store.refuse_overwritten()
-        raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
-
-    def _exchange_verdict(self) -> _Verdict:
-        """One small all-reduce: [squares, late, ranks out of order, overwritten, failed drives, use of parameters]."""
-        counts = [0.0] * len(self._store.parameters)
-        for bucket in self._reducer.buckets:
-            for index in bucket.used:
-                counts[index] = 1.0
-        head = [0.0, len(self._reducer.late), self._store.is_out_of_order, 0.0, 0.0]
-        message = torch.tensor([*head, *counts], dtype=torch.float64, device=self._device)
-        message[3] += self._store.num_overwritten()
-        for bucket in self._reducer.buckets:
-            if bucket.local is not None:  # not reduced, on purpose
-                message[0] += sum_of_squares(bucket.local)
-            elif bucket.has_reduced:
-                message[0] += self._squares(bucket).to(self._device)
-        message[4] = self._places.failure is not None
-        self._collectives.agree(message)
-        squares, num_late, num_out_of_order, num_overwritten, num_failed, *counts = message.tolist()
-        return _Verdict(
-            norm=(squares / self._num_added) ** 0.5 * self._factor,
-            used=frozenset(index for index, count in enumerate(counts) if count > 0),
-            any_late=num_late > 0,
-            any_out_of_order=num_out_of_order > 0,
-            any_overwritten=num_overwritten > 0,
-            any_failed=num_failed > 0,
+    @property
+    def _norm_rule(self) -> NormRule:
+        # Unreduced gradients have no common norm. What stands for it is the root mean square of the ranks' norms, and
+        # the updater gets one rank's gradient instead of a sum over ranks.
+        num_added = self._sharding.world if self._updater.takes_local_gradients else 1
+        return NormRule(
+            num_added=num_added,
+            factor=self.gradient_factor * num_added,
+            clip_norm=self._rules.gradients.clip_norm,
+            skips=self._rules.skip_nonfinite,
         )
 
-    def _squares(self, bucket: BucketGradients) -> torch.Tensor:
-        # Every rank sums over its own part of the bucket only, also where it holds all of it.
-        mine = bucket.bucket.shard(self._sharding.rank)
-        holds_all = bucket.flat.owned.numel == bucket.bucket.numel
-        return bucket.squares(mine if holds_all else Interval(0, bucket.flat.owned.numel))
-
-    def _check_unused(self, verdict: _Verdict) -> None:
-        if not self._rules.require_all_gradients:
-            return
-        specs = self._store.layout.specs
-        unused = [spec.name for index, spec in enumerate(specs) if index not in verdict.used]
-        if unused:
-            raise RuntimeError(
-                f"{len(unused)} trainable parameters got no gradient on any rank: {_listed(unused)}. "
-                "zero_optimization.ignore_unused_parameters is false; set it to true, or "
-                "freeze these parameters with requires_grad_(False) before initialize()."
-            )
-
-    def _update_and_publish(self, verdict: _Verdict) -> None:
+    def _update_and_publish(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update shard by shard; a bucket is published as soon as its last shard is done, beside the next one's update.
 
         One at a time, because what is under way takes memory.
         """
-        gradients = self._shard_gradients(verdict)
+        gradients = self._shard_gradients(used, outcome)
+        outcome.when_skipped(self._updater.take_back)
         left = Counter(self._updater.shards[index].bucket for index in gradients.wanted)
         published = Pending()
         with ledger.phase("step"):
@@ -336,18 +270,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
             published.wait()
             self._places.check(self._collectives)
 
-    def _shard_gradients(self, verdict: _Verdict) -> ShardGradients:
+    def _shard_gradients(self, used: Set[int], outcome: StepOutcome) -> ShardGradients:
         takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun
+        # Not by this rank's own pieces: whether a bucket is published must be the same on all ranks.
+        updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
         return ShardGradients(
             reduced=_Parts(len(self._updater.shards), self._whole_part if takes_local else self._reduced_part),
-            used=verdict.used,
-            scale=self._factor * clip_coefficient(verdict.norm, self._rules.gradients.clip_norm),
-            wanted=[i for i, shard in enumerate(self._updater.shards) if self._is_used(shard.bucket, verdict)],
+            used=used,
+            scale=outcome.scale,
+            wanted=[index for index, shard in enumerate(self._updater.shards) if updated[shard.bucket]],
+            skip=outcome.skip,
         )
-
-    def _is_used(self, bucket: int, verdict: _Verdict) -> bool:
-        # Not by this rank's own pieces: whether a bucket is published must be the same on all ranks.
-        return any(slot.parameter in verdict.used for slot in self._reducer.buckets[bucket].bucket.slots)
 
     def _reduced_part(self, index: int) -> torch.Tensor:
         """The reduced gradient of a shard, while it is in place."""
@@ -361,10 +294,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.keep_local()  # this rank has none, and zeros count
         assert bucket.local is not None
         return bucket.local
-
-    @property
-    def _device(self) -> torch.device:
-        return self._store.device
 
 
 class _Parts(Sequence[torch.Tensor]):
@@ -381,23 +310,9 @@ class _Parts(Sequence[torch.Tensor]):
         return self._part(index)
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-
-
 def _spread(shard: MasterShard, values: list[torch.Tensor]) -> torch.Tensor:
     """Values of whole tensors as one vector over the shard; a copy, so only good for reading."""
     flat = torch.zeros_like(shard.master, dtype=values[0].dtype)
     for tensor, value in zip(shard.tensors, values, strict=True):
         flat.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(value)
     return flat
-
-
-def clip_coefficient(norm: float, clip_norm: float) -> float:
-    """Factor that brings a gradient of L2 norm `norm` down to `clip_norm`; 1.0 when it is shorter or clipping is off.
-
-    The small constant is the one of DeepSpeed and of torch's `clip_grad_norm_`.
-    """
-    if clip_norm <= 0.0:
-        return 1.0
-    return min(1.0, clip_norm / (norm + 1e-6))

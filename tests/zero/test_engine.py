@@ -16,7 +16,7 @@ from hf_zero.comm import init_distributed
 from hf_zero.config import ConfigError
 from hf_zero.engine import ZeroEngine
 from hf_zero.entry import initialize
-from hf_zero.zero.optimizer import clip_coefficient
+from hf_zero.zero.outcome import clip_coefficient
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks
 

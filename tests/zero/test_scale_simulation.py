@@ -137,7 +137,8 @@ def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
     everything = 2 * seen.num_parameters
     kept = 2 * EMBEDDING_NUMEL  # the head, used last and then first
     unread = 2 * EMBEDDING_NUMEL  # a plain embedding's backward reads no weights
-    control = {"control all_reduce": (1, 8 * len(seen.numels))}
+    facts = 5 + len(seen.numels)  # squares, overwritten, late, out of order, failed; who is used
+    control = {"control all_reduce": (1, 8 * facts)}
     assert seen.traffic == {
         "forward all_gather": (NUM_UNITS, everything),
         "backward all_gather": (NUM_UNITS - 2, everything - kept - unread),

@@ -23,6 +23,7 @@ def _table(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     for index, (start, length) in enumerate(segments):
         spans.append((len(rows), -(-length // BLOCK)))
         rows += [(start + at, min(BLOCK, length - at), index) for at in range(0, length, BLOCK)]
+    # Once per layout: copies that wait.
     return torch.tensor(rows, device=device), torch.tensor(spans, device=device)
 
 

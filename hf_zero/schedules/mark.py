@@ -1,0 +1,42 @@
+"""Where a schedule stood, so that an advance can be taken back: a host that runs ahead of its device may learn of a
+skipped update when the schedule has already moved."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hf_zero.schedules.base import HasParamGroups
+
+_LAST = "_last_lr"
+
+
+class ScheduleMark:
+    """A schedule's state and the numbers in its optimizer's groups, before one advance."""
+
+    def __init__(self, schedule: Any, optimizer: HasParamGroups) -> None:
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._state = copy.deepcopy(schedule.state_dict())
+        self._last = getattr(schedule, _LAST, None)
+        self._before = self._numbers()
+        self._after = self._before
+
+    def advance(self) -> None:
+        self._schedule.step()
+        self._after = self._numbers()
+
+    def go_back(self) -> None:
+        """Undo the advance. What somebody else has written into a group since then stays."""
+        self._schedule.load_state_dict(self._state)
+        if self._last is not None:
+            setattr(self._schedule, _LAST, self._last)
+        groups = zip(self._optimizer.param_groups, self._before, self._after, strict=True)
+        for group, before, after in groups:
+            group.update({key: value for key, value in before.items() if group.get(key) == after.get(key)})
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
+            for group in self._optimizer.param_groups
+        ]

@@ -1,0 +1,116 @@
+"""What all ranks agree on before an update: facts that hosts know, and sums that only devices know.
+
+    hosts      used parameters, late gradients, order, failed drives      known when `reach` returns
+    devices    sum of squares, parameters that were overwritten           on their way; see `hf_zero.zero.outcome`
+
+On a CPU both travel in one small message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Collectives, ledger
+from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.layout import Interval
+from hf_zero.zero.bucket_gradients import BucketGradients
+from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.places import Places
+from hf_zero.zero.sharding import Sharding
+from hf_zero.zero.store import ParameterStore
+
+MAX_NAMES = 8  # of parameters in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The same on all ranks.
+
+    Attributes:
+        used: indices of the parameters that got a gradient on any rank since the last step.
+        sums: [2] in fp64 on the training device: squares of the reduced gradients; parameters that were overwritten.
+    """
+
+    used: frozenset[int]
+    sums: Tensor
+
+
+class Agreement:
+    """Brings the ranks together before an update."""
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        reducer: GradientReducer,
+        sharding: Sharding,
+        collectives: Collectives,
+        places: Places,
+    ) -> None:
+        self._store = store
+        self._reducer = reducer
+        self._sharding = sharding
+        self._collectives = collectives
+        self._places = places
+
+    def reach(self) -> Agreed:
+        """Every gradient since the last step is reduced when this returns. Collective.
+
+        Raises:
+            StorageError: when a drive has failed on any rank.
+        """
+        with ledger.phase("backward"):
+            self._reducer.complete()
+        sums, facts = self._exchange()
+        num_late, num_out_of_order, num_failed, *counts = facts
+        if num_late:
+            with ledger.phase("backward"):
+                self._reducer.reduce_late()
+            sums, (_, num_out_of_order, num_failed, *counts) = self._exchange()
+        if num_failed:
+            self._places.check(self._collectives)
+        order = self._store.settle_order(num_out_of_order > 0)
+        if order is not None:
+            self._reducer.reorder(order)
+        return Agreed(frozenset(index for index, count in enumerate(counts) if count > 0), sums)
+
+    def _exchange(self) -> tuple[Tensor, list[float]]:
+        """Sums over ranks: [squares, overwritten]; [late, ranks out of order, failed drives, *use of parameters]."""
+        counts = [0.0] * len(self._store.parameters)
+        for bucket in self._reducer.buckets:
+            for index in bucket.used:
+                counts[index] = 1.0
+        failed = float(self._places.failure is not None)
+        facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
+        sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
+        for bucket in self._reducer.buckets:
+            if bucket.local is not None:  # not reduced, on purpose
+                sums[0] += sum_of_squares(bucket.local)
+            elif bucket.has_reduced:
+                sums[0] += self._squares(bucket).to(sums.device)
+        sums[1] += self._store.num_overwritten()
+        return sums, self._collectives.agree_with_facts(sums, facts)
+
+    def _squares(self, bucket: BucketGradients) -> Tensor:
+        # Every rank sums over its own part of the bucket only, also where it holds all of it.
+        mine = bucket.bucket.shard(self._sharding.rank)
+        holds_all = bucket.flat.owned.numel == bucket.bucket.numel
+        return bucket.squares(mine if holds_all else Interval(0, bucket.flat.owned.numel))
+
+
+def refuse_unused(store: ParameterStore, used: frozenset[int]) -> None:
+    """Raise RuntimeError if a trained parameter got no gradient on any rank."""
+    unused = [spec.name for index, spec in enumerate(store.layout.specs) if index not in used]
+    if unused:
+        raise RuntimeError(
+            f"{len(unused)} trainable parameters got no gradient on any rank: {listed(unused)}. "
+            "zero_optimization.ignore_unused_parameters is false; set it to true, or "
+            "freeze these parameters with requires_grad_(False) before initialize()."
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
