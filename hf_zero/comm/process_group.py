@@ -17,6 +17,8 @@ from hf_zero.comm.host import HostCollectives
 from hf_zero.comm.native import NativeCollectives
 from hf_zero.comm.obituary import remember_ranks
 from hf_zero.comm.shared_memory import SharedMemoryLink, connect
+from hf_zero.network import name_gloo_interface
+from hf_zero.rank_variables import adopt_seat
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -35,9 +37,9 @@ def init_distributed(
 ) -> None:
     """Join the process group of this job; does nothing when torch.distributed is already initialised.
 
-    The arguments are DeepSpeed's. RANK and WORLD_SIZE come from the arguments or from the launcher's environment;
-    without either this process is a world of one and opens no port. `auto_mpi_discovery`, `verbose` and `config` are
-    accepted because callers pass them; no launcher's variables are guessed.
+    The arguments are DeepSpeed's. RANK and WORLD_SIZE come from the arguments or from the launcher's environment, with
+    `auto_mpi_discovery` also from what MPI's mpirun or Slurm's srun have set (without mpi4py); without any of these
+    this process is a world of one and opens no port. `verbose` and `config` are accepted because callers pass them.
 
     Raises:
         ValueError: when the launcher's variables contradict one another.
@@ -47,6 +49,8 @@ def init_distributed(
         return
     if dist_init_required is False:
         return
+    if auto_mpi_discovery and rank < 0 and world_size < 1 and init_method is None:
+        adopt_seat(os.environ, distributed_port)
     rank, world_size = _place_in_world(rank, world_size)
     backend = dist_backend or _default_backend()
     if torch.cuda.is_available() and "nccl" in backend:
@@ -55,6 +59,7 @@ def init_distributed(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        name_gloo_interface()
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     _leave_at_exit()
 

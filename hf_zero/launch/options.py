@@ -11,7 +11,7 @@ from hf_zero.launch.errors import LaunchError
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm", "torchrun", "standard", "nossh", "local")
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
-NOT_GIVEN = ("", "None")  # accelerate says None where it has no hostfile
+NO_FILE_OF_ACCELERATE = "None"
 
 _TUNING = (
     "--autotuning {mode}: hf_zero relaunches nothing to find its settings. `python -m hf_zero explain ds.json` says "

@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_zero.launch.errors import LaunchError, shown
 from hf_zero.launch.filters import exclude, include, limit
 from hf_zero.launch.hostfile import MAX_SLOTS, check_host, read_hostfile
-from hf_zero.launch.options import DEFAULT_HOSTFILE, NOT_GIVEN
+from hf_zero.launch.options import DEFAULT_HOSTFILE, NO_FILE_OF_ACCELERATE
 from hf_zero.launch.world import Node, World
 from hf_zero.rank_variables import tasks_per_node
 
@@ -30,12 +30,14 @@ def listed_world(options: argparse.Namespace, environment: Mapping[str, str]) ->
     Raises:
         LaunchError: also for a hostfile that was asked for and is not there.
     """
-    if options.hostfile is not None and options.hostfile not in NOT_GIVEN:
+    if options.hostfile not in (None, "", NO_FILE_OF_ACCELERATE):
         return read_hostfile(Path(options.hostfile))
-    if options.hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
+    if options.hostfile != "" and Path(DEFAULT_HOSTFILE).is_file():
         return read_hostfile(Path(DEFAULT_HOSTFILE))
     if options.launcher == "slurm":
         return _allocation(options, environment)
+    if options.hostfile == NO_FILE_OF_ACCELERATE:
+        raise LaunchError("accelerate starts several machines and names no hostfile: give --deepspeed_hostfile FILE")
     return None
 
 

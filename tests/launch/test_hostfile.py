@@ -20,7 +20,7 @@ def slots(world: World) -> dict[str, str]:
 
 
 def test_lines_comments_and_blanks() -> None:
-    text = b"\xef\xbb\xbf# cluster\r\n\r\n  b.example.org   slots=2  # the big one\r\na-1\tslots = 1\nc_2 slots=3 max_slots=8"
+    text = b"\xef\xbb\xbf# cluster\r\n\r\n  b.example.org   slots=2  # big\r\na-1\tslots = 1\nc_2 slots=3 max_slots=8"
     assert slots(parse_hostfile(text)) == {"b.example.org": "01", "a-1": "0", "c_2": "012"}
 
 
