@@ -5,24 +5,28 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import psutil
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def name_gloo_interface(environment: MutableMapping[str, str] = os.environ) -> str | None:
+def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peers: Sequence[str] = ()) -> str | None:
     """Set GLOO_SOCKET_IFNAME where gloo would listen on a loopback address that no other host can reach.
 
     gloo takes the address that the host's own name stands for, and many distributions write 127.0.1.1 beside that name.
-    The interface is then the one from which MASTER_ADDR is reached. What the user has set stays.
+    The interface is then the one from which MASTER_ADDR or one of the `peers` is reached, or the only one there is.
+    Nothing is set for a job that stays on this host, and what the user has set stays.
     """
     master = environment.get("MASTER_ADDR", "")
-    if environment.get(GLOO_INTERFACE) or not master or not _is_loopback(socket.gethostname()):
+    if environment.get(GLOO_INTERFACE) or not master or _is_one_host(environment):
         return None
-    address = address_towards(master)
-    interface = None if address is None or _is_loopback(address) else _interface_of(address)
+    if not _is_loopback(socket.gethostname()):
+        return None
+    addresses = (address_towards(host) for host in (master, *peers))
+    towards = next((address for address in addresses if address and not _is_loopback(address)), None)
+    interface = _interface_of(towards) if towards is not None else _only_interface()
     if interface is not None:
         environment[GLOO_INTERFACE] = interface
     return interface
@@ -39,6 +43,11 @@ def address_towards(host: str) -> str | None:
         return None
 
 
+def _is_one_host(environment: MutableMapping[str, str]) -> bool:
+    world = environment.get("WORLD_SIZE", "")
+    return world != "" and world == environment.get("LOCAL_WORLD_SIZE")
+
+
 def _is_loopback(host: str) -> bool:
     """Whether gloo would end up on the loopback interface with this name; it also does where a name is unknown."""
     try:
@@ -52,3 +61,13 @@ def _interface_of(address: str) -> str | None:
         if any(place.address == address for place in places):
             return str(name)
     return None
+
+
+def _only_interface() -> str | None:
+    states = psutil.net_if_stats()
+    names = []
+    for name, places in psutil.net_if_addrs().items():
+        addresses = [place.address for place in places if place.family == socket.AF_INET]
+        if states[name].isup and not all(map(_is_loopback, addresses)):
+            names.append(name)
+    return str(names[0]) if len(names) == 1 else None

@@ -48,7 +48,7 @@ class RankCommand:
 
     rank: int
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     cores: tuple[int, ...] = ()
 
 

@@ -12,6 +12,7 @@ from hf_zero.launch.errors import LaunchError, shown
 from hf_zero.launch.failure import Failure
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.supervise import Supervisor
+from hf_zero.network import name_gloo_interface
 
 
 def run_node(job: Job, node_rank: int, *, report: Callable[[Failure], None], is_attached: bool = False) -> int:
@@ -29,6 +30,8 @@ def run_commands(
     is_attached: bool = False,
 ) -> int:
     """Run these ranks; the exit status."""
+    for command in commands:
+        name_gloo_interface(command.environment, [name for name in job.world.names if name != host])
     supervisor = Supervisor(host, log_path=_log_paths(job.log_folder), is_attached=is_attached)
     return supervisor.run(commands, report)
 

@@ -1,4 +1,8 @@
-"""Around accelerate's choice of device and back-end: with our engine, ranks on CPUs are ranks, joined by gloo."""
+"""Around accelerate's choice of device and back-end: with our engine, ranks on CPUs are ranks, joined by gloo.
+
+It is also the moment before anybody asks which rank this is: what mpirun or srun have said is put into torchrun's
+words, and gloo told which interface to use where it would choose one that leads nowhere.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.network import name_gloo_interface
+from hf_zero.rank_variables import adopt_seat
+
 _USE_CPU = "ACCELERATE_USE_CPU"
+_PORT = 29500
 
 
 def around_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     # Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
     def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        if _engine_is_wanted():
+            adopt_seat(os.environ, _PORT)
+        name_gloo_interface()  # Trainer does not say before that it wants DeepSpeed on CPUs
         chosen, kind = original(self, cpu, sagemaker_dp, backend)
         if kind == "NO" and _engine_is_wanted() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:
             return original(self, True, sagemaker_dp, backend)
