@@ -22,14 +22,15 @@ SOURCES    := $(wildcard hf_zero tests examples bench packaging)
 RUFF_CHECK := --line-length 120 --target-version py310 --select E,F,W,I,UP,B,C4 --ignore B905
 # Ranks of a test share the machine: more threads per rank only makes them wait for each other.
 TEST_ENV   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2
 PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all oracle test-oracle bench bench-offload check format wheel clean
+.PHONY: help venv demo test test-all test-multinode oracle test-oracle bench bench-offload check format wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "On a GPU machine: make demo TORCH=torch (or any pip requirement, with its options)."
 
 venv: $(READY) ## set up .venv with torch, hf_zero (editable) and the tools; quick the second time
@@ -51,12 +52,20 @@ demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let
 
 test: venv ## set up and run the tests (a few minutes)
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
-	@$(PYTEST) -m "not slow and not oracle" $(ARGS)
+	@$(PYTEST) -m "not slow and not oracle and not multinode" $(ARGS)
 
 test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's schemas for those of the examples)
 	@$(BIN)/python -m pip install -qq -e '.[examples,dev,clusters]'
 	@echo "Running all tests but the DeepSpeed comparisons on $(WORKERS) workers."
-	@$(PYTEST) -m "not oracle" $(ARGS)
+	@$(PYTEST) -m "not oracle and not multinode" $(ARGS)
+
+test-multinode: venv ## several nodes on one machine, made of network namespaces (as root on Debian or Ubuntu; installs ssh, MPI, Slurm)
+	@test "$$(id -u)" = 0 || { echo "make test-multinode makes network namespaces and must be run as root."; exit 1; }
+	@echo "Installing what the nodes need (ssh, pdsh, MPI, Slurm), if it is not there."
+	@command -v pdsh sshd mpirun.openmpi mpirun.mpich slurmd munged ip > /dev/null || \
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(NODE_PACKAGES); }
+	@echo "Starting jobs on two nodes in every way there is, one test after the other."
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -m multinode tests/multinode $(ARGS)
 
 oracle: $(ORACLE_OK) ## set up .oracle: a real DeepSpeed, for comparison only
 
