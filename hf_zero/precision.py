@@ -16,11 +16,25 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of one engine. None stands for "the dtype of the parameter in question"."""
+    """The dtypes of one engine. None stands for "the dtype of the parameter in question".
+
+    Attributes:
+        narrow_masters: 16-bit weights are their own masters; otherwise they have one in fp32.
+        narrow_states: optimizer states have the masters' dtype; otherwise at least fp32.
+        rounds_stochastically: how bf16 masters are rounded after an update; otherwise to nearest.
+    """
 
     model: torch.dtype | None
     communication: torch.dtype | None
     accumulation: torch.dtype | None
+    narrow_masters: bool = False
+    narrow_states: bool = False
+    rounds_stochastically: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """bf16 or fp16; fp32 where parameters keep their dtype."""
+        return next((name for name, dtype in _BY_NAME.items() if dtype == self.model), "fp32")
 
     def parameter_dtype(self, original: torch.dtype) -> torch.dtype:
         """Dtype a floating parameter is trained in; integer and complex ones are left alone."""
@@ -32,6 +46,10 @@ class Precision:
     def accumulation_dtype(self, parameter: torch.dtype) -> torch.dtype:
         return self.accumulation or parameter
 
+    def master_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Dtype in which a parameter is kept between updates; those compute in fp32 at least."""
+        return torch.float32 if parameter in _NARROW and not self.narrow_masters else parameter
+
 
 def precision_from(policy: PrecisionPolicy) -> Precision:
     """Turn the resolved names into dtypes. "fp32" as the model's precision leaves every parameter as it is."""
@@ -39,6 +57,9 @@ def precision_from(policy: PrecisionPolicy) -> Precision:
         model=None if policy.model == "fp32" else _BY_NAME[policy.model],
         communication=None if policy.communication is None else _BY_NAME[policy.communication],
         accumulation=None if policy.accumulation is None else _BY_NAME[policy.accumulation],
+        narrow_masters=policy.narrow_masters,
+        narrow_states=policy.narrow_states,
+        rounds_stochastically=policy.rounds_stochastically,
     )
 
 
@@ -71,8 +92,3 @@ class ForwardPrecision:
         if isinstance(arguments, (list, tuple)):
             return type(arguments)(self.cast(value) for value in arguments)
         return arguments
-
-
-def master_dtype(parameter: torch.dtype) -> torch.dtype:
-    """Dtype in which a parameter is updated: 16-bit weights keep an fp32 master, wider ones are their own."""
-    return torch.float32 if parameter in _NARROW else parameter

@@ -270,7 +270,8 @@ def _write_shard_state(
         state: dict[str, Any] = {}
         inside = [piece for piece in shard.pieces if tensor.interval.start <= piece.in_shard < tensor.interval.stop]
         for kind in kinds:
-            value = torch.zeros_like(tensor.parameter, memory_format=torch.contiguous_format)
+            dtype = getattr(optimizer, "state_dtype", None)
+            value = torch.zeros_like(tensor.parameter, dtype=dtype, memory_format=torch.contiguous_format)
             flat = value.view(-1)
             for piece in inside:
                 name = names[piece.parameter]

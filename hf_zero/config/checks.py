@@ -71,8 +71,23 @@ def _precision_problems(config: Root) -> Iterator[Problem]:
     if types.param_dtype not in (None, model_dtype(config)):
         rule = f"fp16.enabled and bf16.enabled make the parameters {model_dtype(config)}"
         yield Problem("data_types.param_dtype", types.param_dtype, rule, "remove it; those two keys decide")
+    yield from _master_problems(config, fp16, bf16)
     yield from _loss_scale_problems(fp16)
     yield from _amp_problems(config)
+
+
+def _master_problems(config: Root, fp16: Fp16, bf16: Bf16) -> Iterator[Problem]:
+    """A key about 16-bit masters needs what it builds on."""
+    own = config.hf_zero is not None and config.hf_zero.stochastic_rounding
+    masters = "bf16.bf16_master_weights_and_grads"
+    for path, is_set, needed, is_there in (
+        ("fp16.fp16_master_weights_and_grads", fp16.fp16_master_weights_and_grads, "fp16.enabled", fp16.enabled),
+        (masters, bf16.bf16_master_weights_and_grads, "bf16.enabled", bf16.enabled),
+        ("bf16.bf16_optimizer_states", bf16.bf16_optimizer_states, masters, bf16.bf16_master_weights_and_grads),
+        ("hf_zero.stochastic_rounding", own, masters, bf16.bf16_master_weights_and_grads),
+    ):
+        if is_set and not is_there:
+            yield Problem(path, True, f"needs {needed}", f"set {needed} to true, or remove {path}")
 
 
 def _loss_scale_problems(fp16: Fp16) -> Iterator[Problem]:

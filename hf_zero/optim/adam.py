@@ -21,7 +21,7 @@ class AdamFamily(Family):
     def update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
-        adam(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip)
+        adam(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip, applied.seed)
 
 
 class FusedAdam(ElementwiseOptimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -23,10 +24,12 @@ class Applied:
     Attributes:
         scale: factor on it.
         skip: one element on the device; where it is not zero nothing changes. None: nobody asks.
+        seed: round bf16 weights stochastically, with this seed; None: to nearest.
     """
 
     scale: Tensor | float = 1.0
     skip: Tensor | None = None
+    seed: int | None = None
 
 
 class Family(ABC):
@@ -149,9 +152,14 @@ def with_padding(runs: Sequence[tuple[Interval, int]], shard: MasterShard) -> li
 
 
 class ElementwiseUpdater(Updater):
-    """One family on flat shards, in one pass over memory: see the kernel's file for what it does."""
+    """One family on flat shards, in one pass over memory: see the kernel's file for what it does.
+
+    Attributes:
+        rounds_stochastically: how 16-bit masters are rounded.
+    """
 
     obeys_skip = True
+    rounds_stochastically = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], family: Family) -> None:
         super().__init__(optimizer, shards)
@@ -217,4 +225,11 @@ class ElementwiseUpdater(Updater):
         vectors = self._family.vectors(state, group, shard.master, reduced, shard.narrow)
         for interval, step in runs:
             part = vectors.part(interval.start, interval.numel)
-            self._family.update(self.optimizer, group, part, step, Applied(gradients.scale, gradients.skip))
+            seed = self._seed(shard, interval, step) if self.rounds_stochastically else None
+            self._family.update(self.optimizer, group, part, step, Applied(gradients.scale, gradients.skip, seed))
+
+    @staticmethod
+    def _seed(shard: MasterShard, interval: Interval, step: int) -> int:
+        """Different for every run and step; the same on ranks that update the same weights."""
+        first = next(piece for piece in shard.pieces if piece.in_shard == interval.start)
+        return zlib.crc32(f"{first.parameter} {first.in_parameter} {step}".encode()) & 0x7FFFFFFF

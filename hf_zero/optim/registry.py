@@ -21,6 +21,7 @@ from hf_zero.optim.one_bit_adam import OneBitAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
 from hf_zero.optim.updater import MasterShard, Peers, Updater, WholeStepUpdater
 from hf_zero.optim.zero_one_adam import ZeroOneAdam
+from hf_zero.precision import Precision
 
 # Their update depends on whole matrices or on more than one pass, which a flat shard does not have.
 NEEDS_WHOLE_TENSORS = (
@@ -156,6 +157,27 @@ def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
                 )
             ]
         )
+
+
+def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    """Give the optimizer's states the dtype that goes with 16-bit masters. After `adopt_masters`.
+
+    Raises:
+        ConfigError: for an optimizer whose update would be computed in 16 bits.
+    """
+    if not precision.narrow_masters:
+        return
+    family, name = family_of(optimizer), type(optimizer).__name__
+    if family is None:
+        path = f"{precision.model_name}.{precision.model_name}_master_weights_and_grads"
+        rule = f"{name} computes in the dtype of its masters, and 16 bits are too few for that"
+        fix = "use Adam, AdamW, Lion, Adagrad or SGD, which compute in fp32 whatever they keep, or remove the key"
+        raise ConfigError([Problem(path, True, rule, fix)])
+    dtype = None if precision.narrow_states else torch.float32
+    optimizer.state_dtype = dtype  # type: ignore[attr-defined]
+    for state in optimizer.state.values():  # that of an optimizer which makes it at birth
+        for kind in family.state_names(optimizer.param_groups[0]):
+            state[kind] = state[kind].to(dtype or state[kind].dtype)
 
 
 def highest_stage(optimizer: torch.optim.Optimizer) -> int:

@@ -26,7 +26,7 @@ class SgdFamily(Family):
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
         )
-        sgd(vectors, rule, applied.scale, applied.skip)
+        sgd(vectors, rule, applied.scale, applied.skip, applied.seed)
 
 
 def has_no_dampening(optimizer: torch.optim.Optimizer) -> bool:

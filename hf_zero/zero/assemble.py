@@ -14,6 +14,7 @@ from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.optim.compressing import Ranks
+from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.native import runs_natively
 from hf_zero.optim.registry import (
     adopt_masters,
@@ -21,6 +22,7 @@ from hf_zero.optim.registry import (
     looks_at_elements,
     refuse_on_flat_shards,
     states_per_element,
+    suit_precision,
     updater_for,
 )
 from hf_zero.precision import Precision
@@ -119,21 +121,24 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     owned = trained_numel(trained.specs, sharding)
     places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
-        needs = needs_of(trained.specs, plan.zero, sharding, plan.device, states_per_element(optimizer))
+        needs = needs_of(trained.specs, plan.zero, sharding, plan.device, states_per_element(optimizer), plan.precision)
         check_needs(needs, plan.zero, plan.device, collectives)
     store: ParameterStore
     if sharding.shards_parameters:
         store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, places)
     else:
         layout = _flat_layout(trained.specs, plan)
-        store = FlatParameters(layout, trained.parameters, sharding, collectives, places)
+        store = FlatParameters(layout, trained.parameters, sharding, collectives, places, plan.precision)
     shards = master_shards(store, whole_tensors=whole_tensors)
     adopt_masters(optimizer, shards, groups)
+    suit_precision(optimizer, plan.precision)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
     store.connect(reducer)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None, ranks)
+    if isinstance(updater, ElementwiseUpdater):
+        updater.rounds_stochastically = plan.precision.rounds_stochastically
     furnish(updater, store, reducer, plan.zero.offload_optimizer)
     places.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)

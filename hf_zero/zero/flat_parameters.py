@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.memory.vector import ResidentVector
-from hf_zero.precision import master_dtype
+from hf_zero.precision import Precision
 from hf_zero.zero.places import Places
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore, TrainedBucket
@@ -34,6 +34,7 @@ class FlatParameters(ParameterStore):
         sharding: Sharding,
         collectives: Collectives,
         places: Places,
+        precision: Precision,
     ) -> None:
         """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
 
@@ -46,7 +47,7 @@ class FlatParameters(ParameterStore):
         self._sharding = sharding
         self._collectives = collectives
         self._flat = tuple(
-            _flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], sharding, collectives, places)
+            self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], places, precision)
             for bucket in layout.buckets
         )
         self.buckets = self._flat
@@ -87,28 +88,28 @@ class FlatParameters(ParameterStore):
             edited = parameter.detach().view(-1).narrow(0, common.start - interval.start, common.numel)
             bucket.write_master(common.start - bucket.owned.start, edited)
 
-
-@torch.no_grad()
-def _flatten(
-    bucket: Bucket, parameters: Sequence[nn.Parameter], sharding: Sharding, collectives: Collectives, places: Places
-) -> FlatBucket:
-    model_dtype = getattr(torch, bucket.dtype)
-    wide = torch.zeros(bucket.numel, dtype=master_dtype(model_dtype), device=parameters[0].device)
-    for slot, parameter in zip(bucket.slots, parameters, strict=True):
-        wide.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
-    collectives.broadcast([wide])
-    owned = sharding.owned(bucket)
-    flat = wide.to(model_dtype)
-    for slot, parameter in zip(bucket.slots, parameters, strict=True):
-        parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
-    weights = ResidentVector(flat.narrow(0, owned.start, owned.numel))
-    place = places.next(owned.numel)
-    return FlatBucket(
-        bucket=bucket,
-        owned=owned,
-        portions=places.portions(bucket, owned, weights, wide.narrow(0, owned.start, owned.numel), place),
-        place=place,
-        parameters=tuple(parameters),
-        device=flat.device,
-        flat=flat,
-    )
+    @torch.no_grad()
+    def _flatten(
+        self, bucket: Bucket, parameters: Sequence[nn.Parameter], places: Places, precision: Precision
+    ) -> FlatBucket:
+        model_dtype = getattr(torch, bucket.dtype)
+        master_dtype = precision.master_dtype(model_dtype)
+        wide = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
+        for slot, parameter in zip(bucket.slots, parameters, strict=True):
+            wide.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
+        self._collectives.broadcast([wide])
+        owned = self._sharding.owned(bucket)
+        flat = wide.to(model_dtype)
+        for slot, parameter in zip(bucket.slots, parameters, strict=True):
+            parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
+        weights = ResidentVector(flat.narrow(0, owned.start, owned.numel))
+        place = places.next(owned.numel)
+        return FlatBucket(
+            bucket=bucket,
+            owned=owned,
+            portions=places.portions(bucket, owned, weights, wide.narrow(0, owned.start, owned.numel), place),
+            place=place,
+            parameters=tuple(parameters),
+            device=flat.device,
+            flat=flat,
+        )

@@ -13,9 +13,10 @@ from hf_zero.config import ZeroPolicy
 from hf_zero.layout import ParameterSpec
 from hf_zero.log import logger
 from hf_zero.memory.limits import device_available, disk_available, host_available
+from hf_zero.precision import Precision
 from hf_zero.zero.sharding import Sharding
 
-WIDE = 4  # bytes of a master or of one optimizer state
+WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
 _GB = 1e9
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
@@ -38,7 +39,12 @@ class Needs:
 
 
 def needs_of(
-    specs: Sequence[ParameterSpec], zero: ZeroPolicy, sharding: Sharding, device: torch.device, num_states: int
+    specs: Sequence[ParameterSpec],
+    zero: ZeroPolicy,
+    sharding: Sharding,
+    device: torch.device,
+    num_states: int,
+    precision: Precision,
 ) -> Needs:
     """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive.
 
@@ -48,9 +54,13 @@ def needs_of(
     parts = sharding.world if sharding.shards_optimizer else 1
     wide = sum(spec.numel for spec in specs if _size(spec) == WIDE)
     narrow = sum(spec.numel for spec in specs) - wide
-    states = WIDE * (num_states * (wide + narrow) + narrow) // parts
     gradients = sum(spec.numel * _size(spec) for spec in specs) // parts
-    place, kept = zero.offload_optimizer, states + gradients
+    place = zero.offload_optimizer
+    master_bytes, state_bytes = WIDE, NARROW if precision.narrow_states else WIDE
+    if precision.narrow_masters:  # the weights themselves, unless those are wanted on another device
+        master_bytes = NARROW if place is not None and device.type != "cpu" else 0
+    states = (state_bytes * num_states * (wide + narrow) + master_bytes * narrow) // parts
+    kept = states + gradients
     far = 0 if place is None else round(kept * place.ratio)
     needs = {"device": kept - far, "host": 0, "disk": 0}
     if place is not None and place.device == "nvme":

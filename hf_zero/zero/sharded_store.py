@@ -16,7 +16,7 @@ from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec
 from hf_zero.memory.failures import meet
 from hf_zero.memory.store import MemoryStore, Store
 from hf_zero.memory.vector import ResidentVector, part_of
-from hf_zero.precision import Precision, master_dtype
+from hf_zero.precision import Precision
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
@@ -146,7 +146,7 @@ class ShardedParameters(ParameterStore):
             specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
         )
         handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
-        wide = _wide(layout, handles)
+        wide = _wide(layout, handles, self._precision)
         for handle in handles:
             if handle.shard.dtype != dtype:
                 with handle.opened() as chunk:
@@ -378,13 +378,14 @@ class _Refill(Pending):
         self._part.finish(self._buffers)
 
 
-def _wide(layout: RowLayout, handles: Sequence[ShardedParameter]) -> Tensor | None:
+def _wide(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
     """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
     themselves, or nothing is trained."""
     weights: torch.dtype = getattr(torch, layout.dtype)
-    if master_dtype(weights) == weights or not layout.trained_numel:
+    masters = precision.master_dtype(weights)
+    if masters == weights or not layout.trained_numel:
         return None
-    wide = torch.zeros(layout.trained_numel, dtype=master_dtype(weights), device=handles[0].shard.device)
+    wide = torch.zeros(layout.trained_numel, dtype=masters, device=handles[0].shard.device)
     for slot, handle in zip(layout.slots, handles, strict=True):
         if slot.offset < layout.trained_numel:
             with handle.opened() as chunk:

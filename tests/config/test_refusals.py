@@ -29,9 +29,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("zero_optimization.mics_shard_size", 4, "MiCS is not built"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every update is complete"),
     ("zero_optimization.legacy_stage1", True, "there is one stage 1"),
-    ("fp16.fp16_master_weights_and_grads", True, "always fp32"),
-    ("bf16.bf16_master_weights_and_grads", True, "always fp32"),
-    ("bf16.bf16_optimizer_states", True, "always fp32"),
     ("data_types.buffer_dtype", "bf16", "buffers always keep the dtype they came with"),
     ("torch_autocast", {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}, "not available"),
     ("torch_autocast.dtype", "int8", 'must be "fp32", "fp16" or "bf16"'),
@@ -224,3 +221,19 @@ def test_a_stage_that_does_not_exist_excuses_no_other_key() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve({**BASE, "zero_optimization": {"stage": 7}, "tensorboard": {"enabled": True}}, world_size=1)
     assert [problem.path for problem in caught.value.problems] == ["tensorboard", "zero_optimization.stage"]
+
+
+NEEDS = [
+    ("fp16.fp16_master_weights_and_grads", True, "needs fp16.enabled"),
+    ("bf16.bf16_master_weights_and_grads", True, "needs bf16.enabled"),
+    ("bf16", {"enabled": True, "bf16_optimizer_states": True}, "needs bf16.bf16_master_weights_and_grads"),
+    ("hf_zero.stochastic_rounding", True, "needs bf16.bf16_master_weights_and_grads"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), NEEDS)
+def test_what_needs_something_else(path: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({**BASE, **nested(path, value)}, world_size=1)
+    (problem,) = caught.value.problems
+    assert problem.path.startswith(path) and problem.rule == words and problem.fix.startswith("set ")

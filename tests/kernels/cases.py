@@ -185,8 +185,10 @@ class Types:
     gradient: torch.dtype
     narrow: torch.dtype | None
     weight: torch.dtype = torch.float32
+    states: torch.dtype | None = None  # None: as wide as updates are computed
 
 
+NARROW = [name for name in UPDATES if not name.startswith(("lamb", "frozen"))]  # kernels of 16-bit masters
 MIXTURES = [
     Types(torch.float32, None),
     Types(torch.bfloat16, torch.bfloat16),
@@ -198,7 +200,7 @@ MIXTURES = [
 
 def vectors_for(update: Update, numel: int, types: Types, device: str) -> Vectors:
     """Misaligned views with random content; the states of an optimizer that has run a while."""
-    wide = torch.promote_types(types.weight, torch.float32)
+    wide = types.states or torch.promote_types(types.weight, torch.float32)
     states = [randn(numel, wide, 10 + index, shift=index).abs() * 0.1 for index in range(update.states)]
     return Vectors(
         weight=randn(numel + 1, types.weight, 4).to(device)[1:],
@@ -236,6 +238,19 @@ def check_update(name: str, numel: int, types: Types, scale: Tensor | float, for
                 torch.testing.assert_close(ours.float(), theirs.float(), rtol=TOLERANCE[torch.bfloat16], atol=0)
             else:
                 assert torch.equal(ours, theirs.to(ours.dtype)), "rounded once, to nearest"
+
+
+def check_narrow(name: str, numel: int, states: torch.dtype, form: Form) -> None:
+    """bf16 weights alone, states in bf16 or not: one step is that of fp64, rounded once."""
+    update, types = UPDATES[name], Types(torch.bfloat16, None, weight=torch.bfloat16, states=states)
+    vectors = vectors_for(update, numel, types, form.device)
+    exact = _in_double(vectors)
+    (update.interpreted if form.interpreted else update.run)(vectors, 1, scale=0.125)
+    update.reference(exact, 1, 0.125)
+    for ours, theirs in zip((vectors.weight, *vectors.states), (exact.weight, *exact.states), strict=True):
+        tolerance = TOLERANCE[ours.dtype] if ours.dtype == torch.bfloat16 else 10 * TOLERANCE[ours.dtype]
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=tolerance, atol=1e-6)
+    assert vectors.weight.dtype == torch.bfloat16 and all(state.dtype == states for state in vectors.states)
 
 
 def check_overflow_flag(name: str, form: Form) -> None:

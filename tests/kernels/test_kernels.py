@@ -11,7 +11,7 @@ from hf_zero.kernels.chunks import CPU_CHUNK_NUMEL, chunks
 from hf_zero.kernels.quantize import dequantize, quantize, quantized_sizes
 from hf_zero.kernels.signs import pack_signs
 from tests.kernels import cases
-from tests.kernels.cases import DTYPES, MIXTURES, UPDATES, Form, Types, randn
+from tests.kernels.cases import DTYPES, MIXTURES, NARROW, UPDATES, Form, Types, randn
 
 SIZES = [1, 31, 1000, CPU_CHUNK_NUMEL, CPU_CHUNK_NUMEL + 17]
 CPU = Form()
@@ -72,6 +72,13 @@ def test_updates(name: str, numel: int) -> None:
         cases.check_update(name, numel, types, 0.125, CPU)
     cases.check_update(name, numel, MIXTURES[0], torch.tensor(0.5), CPU)
     cases.check_update(name, numel, MIXTURES[0], 1.0, CPU)
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NARROW)
+def test_16_bit_masters(name: str, states: torch.dtype) -> None:
+    for numel in (1, 1041):
+        cases.check_narrow(name, numel, states, CPU)
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels import cases
-from tests.kernels.cases import MIXTURES, UPDATES, Form
+from tests.kernels.cases import MIXTURES, NARROW, UPDATES, Form
 from tests.support.requirements import requires
 
 pytestmark = requires(modules=("triton",))
@@ -26,6 +26,13 @@ def test_updates(name: str, numel: int) -> None:
     for types in MIXTURES:
         cases.check_update(name, numel, types, 0.125, FORM)
     cases.check_update(name, numel, MIXTURES[0], device_scalar(0.5), FORM)
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NARROW)
+def test_16_bit_masters(name: str, states: torch.dtype) -> None:
+    for numel in (1, 1041):
+        cases.check_narrow(name, numel, states, FORM)
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -60,12 +67,16 @@ def test_signs(numel: int, dtype: torch.dtype) -> None:
     cases.check_signs(numel, dtype, FORM)
 
 
+def test_signs_with_padding() -> None:
+    cases.check_signs_with_padding(FORM)
+
+
 def test_elements_without_variance() -> None:
     cases.check_elements_without_variance(FORM)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (4096, 256)])
+@pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (714, 34), (4096, 256)])
 def test_quantize(numel: int, block: int, bits: int) -> None:
     for dtype in cases.DTYPES:
         cases.check_quantize(numel, block, bits, dtype, FORM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hf_zero.config import resolve
 from hf_zero.layout import ParameterSpec
+from hf_zero.precision import Precision
 from hf_zero.zero import needs as needs_module
 from hf_zero.zero.needs import DoesNotFit, Needs, needs_of
 from hf_zero.zero.sharding import Sharding
@@ -19,12 +21,13 @@ from tests.zero.test_offload import CPU, on_drive
 CUDA, HOST = torch.device("cuda"), torch.device("cpu")
 BILLION = [ParameterSpec("w", 10**9, 0, "bfloat16")]
 M = 10**6
+WIDE_MASTERS = Precision(None, None, None)
 
 
-def needs(device: torch.device, stage: int, world: int, **zero: object) -> Needs:
+def needs(device: torch.device, stage: int, world: int, precision: Precision = WIDE_MASTERS, **zero: object) -> Needs:
     config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
     policy = resolve(config, world_size=world).zero
-    return needs_of(BILLION, policy, Sharding(stage, 0, world), device, 2)
+    return needs_of(BILLION, policy, Sharding(stage, 0, world), device, 2, precision)
 
 
 def test_adam_on_a_billion_parameters_in_bf16() -> None:
@@ -42,6 +45,14 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
     assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == buffers // 3
     rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
     assert needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small).disk == 4000 * M
+
+
+def test_16_bit_masters() -> None:
+    """The weights are the masters, except where the update runs on another device."""
+    narrow = Precision(None, None, None, narrow_masters=True)
+    assert needs(CUDA, 2, 4, narrow) == Needs(device=2500 * M)
+    assert needs(CUDA, 2, 4, replace(narrow, narrow_states=True)) == Needs(device=1500 * M)
+    assert needs(CUDA, 2, 4, narrow, offload_optimizer={"device": "cpu"}) == Needs(host=3000 * M)
 
 
 def refused(rank: int, run: Run) -> str:

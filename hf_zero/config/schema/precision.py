@@ -31,7 +31,6 @@ def _as_autocast_dtype(value: object) -> object:
 
 
 AutocastDtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_as_autocast_dtype)]
-_MASTERS = "master weights and optimizer states are always fp32"
 
 
 class Fp16(Section):
@@ -45,7 +44,9 @@ class Fp16(Section):
     min_loss_scale: NonNegative = honoured(1, "Floor of the scale; an overflow there ends the run with an error.")
     hysteresis: Count = honoured(2, "The scale halves at this many overflows, earlier ones are forgiven; 0 means 1.")
     consecutive_hysteresis: Flag = honoured(False, "A clean update refills the forgiveness.")
-    fp16_master_weights_and_grads: Flag = unbuilt(False, "Master weights in fp16.", why=_MASTERS)
+    fp16_master_weights_and_grads: Flag = honoured(
+        False, "fp16 weights are their own masters: 10 bytes per parameter with Adam, and updates are rounded to fp16."
+    )
 
 
 class Bf16(Section):
@@ -56,8 +57,11 @@ class Bf16(Section):
     immediate_grad_update: Flag = inert(
         False, "Add gradients to their buffer at once.", why="gradients always reach their bucket from a hook"
     )
-    bf16_master_weights_and_grads: Flag = unbuilt(False, "Master weights in bf16.", why=_MASTERS)
-    bf16_optimizer_states: Flag = unbuilt(False, "Optimizer states in bf16.", why=_MASTERS)
+    bf16_master_weights_and_grads: Flag = honoured(
+        False,
+        "bf16 weights are their own masters, and updates are rounded to bf16; see hf_zero.stochastic_rounding.",
+    )
+    bf16_optimizer_states: Flag = honoured(False, "With bf16 masters: optimizer states in bf16 too, else in fp32.")
 
 
 class TorchAutocast(Section):

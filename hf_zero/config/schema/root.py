@@ -74,7 +74,7 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
 
 
 class HfZero(Section):
-    """Settings of our own; each restores what DeepSpeed does where hf_zero does something else."""
+    """Settings of our own: DeepSpeed's way where hf_zero goes another, and what DeepSpeed does not have."""
 
     decay_biases_and_norms: Flag = honoured(
         False,
@@ -82,6 +82,10 @@ class HfZero(Section):
         "false keeps Trainer's two, so that weight decay spares biases and norms.",
     )
     ignore_unknown_keys: Flag = honoured(False, "true: unknown keys at the top level are ignored, as DeepSpeed does.")
+    stochastic_rounding: Flag = honoured(
+        False,
+        "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
+    )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
 
 
