@@ -12,7 +12,7 @@ from typing import IO
 
 from hf_zero.launch.failure import Failure, find_mark, holds_mark
 from hf_zero.launch.output import CHUNK_BYTES, Stream
-from hf_zero.launch.signals import SignalInbox, signal_group
+from hf_zero.launch.signals import SignalInbox, signal_tree
 
 _TICK_S = 0.2
 _SETTLE_S = 10.0  # after a failure: the other nodes' ranks notice it themselves, or are ended
@@ -22,10 +22,10 @@ _GRACE_S = 30.0
 class Relay:
     """One starter of other hosts' ranks, from start to end."""
 
-    def __init__(self, token: str, *, ends_group: bool) -> None:
-        """`ends_group`: the starter's children are to be asked to end as well; otherwise it sees to that itself."""
+    def __init__(self, token: str, *, ends_children: bool) -> None:
+        """`ends_children`: the starter's children are to be asked to end as well; otherwise it sees to that itself."""
         self._token = token
-        self._ends_group = ends_group
+        self._ends_children = ends_children
         self._streams = {1: Stream(1), 2: Stream(2)}
         self._rests: dict[int, bytes] = {1: b"", 2: b""}
         self._selector = selectors.DefaultSelector()
@@ -43,7 +43,7 @@ class Relay:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # a group: pdsh has one ssh for each host
+                start_new_session=True,  # so that what the terminal sends comes once, from us
             )
             self._selector.register(inbox.descriptor, selectors.EVENT_READ)
             pipes = {process.stdout: 1, process.stderr: 2}
@@ -53,7 +53,7 @@ class Relay:
             try:
                 code = self._wait(process, inbox)
             finally:
-                signal_group(process.pid, signal.SIGKILL)
+                signal_tree(process.pid, signal.SIGKILL)
         return self._status(code)
 
     def _wait(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> int:
@@ -117,9 +117,9 @@ class Relay:
     def _end(self, pid: int) -> None:
         """Ask the starter to end; the second time, end it. SIGINT would make pdsh and srun ask back."""
         if self._was_ended:
-            signal_group(pid, signal.SIGKILL)
-        elif self._ends_group:
-            signal_group(pid, signal.SIGTERM)
+            signal_tree(pid, signal.SIGKILL)
+        elif self._ends_children:
+            signal_tree(pid, signal.SIGTERM)
         else:
             os.kill(pid, signal.SIGTERM)
         self._was_ended = True

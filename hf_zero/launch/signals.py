@@ -7,6 +7,8 @@ import signal
 from types import FrameType
 from typing import Any
 
+import psutil
+
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,6 +42,20 @@ class SignalInbox:
             return list(os.read(self.descriptor, 64))
         except BlockingIOError:
             return []
+
+
+def signal_tree(pid: int, number: int) -> None:
+    """Send a signal to a process and all that it has started, whatever sessions they have put themselves into."""
+    try:
+        process = psutil.Process(pid)
+        family = [*process.children(recursive=True), process]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.send_signal(number)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
 
 
 def signal_group(pid: int, number: int) -> None:

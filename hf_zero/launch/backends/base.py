@@ -37,12 +37,12 @@ class Command:
     Attributes:
         words: its argument vector; no shell reads it here.
         environment: all of its variables.
-        ends_group: see `Relay`.
+        ends_children: see `Relay`.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    ends_group: bool = False
+    ends_children: bool = False
 
 
 class Backend(ABC):
@@ -76,7 +76,7 @@ class Backend(ABC):
     def run(self, job: Job, request: Request) -> int:
         """Start the ranks and wait for them; the exit status for a shell."""
         command = self.command(job, request, self.find_programs())
-        return Relay(job.token, ends_group=command.ends_group).run(command.words, command.environment)
+        return Relay(job.token, ends_children=command.ends_children).run(command.words, command.environment)
 
 
 def task_words(job: Job) -> list[str]:

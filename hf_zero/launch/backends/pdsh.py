@@ -24,7 +24,8 @@ class Pdsh(Backend):
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {request.ssh_port}".strip()
         hosts = ",".join(job.world.names)
         words = [programs[0], "-S", "-f", _FAN_OUT, *request.launcher_args, "-w", hosts, remote_command(job, request)]
-        return Command(words, environment, ends_group=True)
+        # pdsh leaves its ssh processes alone when it ends, and with them the ranks.
+        return Command(words, environment, ends_children=True)
 
 
 def remote_command(job: Job, request: Request) -> str:

@@ -1,0 +1,71 @@
+"""The example for sbatch under a real Slurm of two nodes: ranks placed by srun, one node's losses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multinode.cluster import ROOT, Node, launch_words
+from tests.multinode.slurm import missing, slurm
+from tests.multinode.test_launchers import Cluster, check, wait_for
+from tests.multinode.training import Training
+
+pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def slurm_variables(cluster: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    if missing():
+        pytest.skip("needs " + ", ".join(missing()) + " (make test-multinode installs it)")
+    with slurm(cluster, tmp_path_factory.mktemp("slurm")) as variables:
+        yield variables
+
+
+def test_the_sbatch_example(
+    cluster: Cluster, slurm_variables: dict[str, str], training: Training, tmp_path: Path
+) -> None:
+    before = cluster[1].sent_bytes()
+    script, *arguments = training.words(tmp_path / "run", 4)
+    output, log = tmp_path / "sbatch", tmp_path / "job"
+    log.touch()
+    here = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={log}"]
+    words = ["sbatch", "--wait", *here, ROOT / "examples/clusters/slurm.sbatch", *arguments]
+    variables = {**training.environment, **slurm_variables, "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
+    assert wait_for([cluster[0].start(words, variables, output)], [output, log]) == [0]
+    check(training, tmp_path / "run", cluster[1].sent_bytes() - before)
+
+
+def test_without_an_allocation_srun_makes_one(
+    cluster: Cluster, slurm_variables: dict[str, str], hostfile: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "tell.py"
+    script.write_text(
+        "import os, sys\n"
+        f"path = {str(tmp_path)!r} + '/told' + os.environ['RANK']\n"
+        "open(path, 'w').write(' '.join([os.uname().nodename, os.environ['LOCAL_RANK'], *sys.argv[1:]]))\n"
+    )
+    output = tmp_path / "launcher"
+    words = launch_words("--hostfile", hostfile, "--launcher", "slurm", script, "$(reboot)")
+    assert wait_for([cluster[0].start(words, slurm_variables, output)], [output]) == [0]
+    told = [(tmp_path / f"told{rank}").read_text() for rank in range(4)]
+    expected = [("node1", 0), ("node1", 1), ("node2", 0), ("node2", 1)]
+    assert told == [f"{node} {rank} --local_rank={rank} $(reboot)" for node, rank in expected]
+
+
+def test_the_first_failure_of_a_job_under_slurm(
+    cluster: Cluster, slurm_variables: dict[str, str], hostfile: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit('rank 3 has no data')\ntime.sleep(120)\n"
+    )
+    output = tmp_path / "launcher"
+    words = launch_words("--hostfile", hostfile, "--launcher", "slurm", script)
+    assert wait_for([cluster[0].start(words, slurm_variables, output)], [output]) == [1]
+    assert output.read_text().splitlines()[-2:] == [
+        "hf-zero launch: rank 3 on node2 failed first (exit status 1). It said last:",
+        "  rank 3 has no data",
+    ]
