@@ -114,6 +114,7 @@ TAKEOVERS = (
     Takeover(_PLUGIN, "DeepSpeedPlugin._deepspeed_config_checks", ("self",), "launch_conflict"),
     Takeover(_PREPARE, "Accelerator.prepare", ("self", "args", "device_placement"), "several_models"),
     Takeover(_PREPARE, "Accelerator._prepare_deepspeed", ("self", "args"), "prepare"),
+    Takeover(_PREPARE, "Accelerator.no_sync", ("self", "model"), "no_sync"),
     Takeover(_PREPARE, "map_pytorch_optim_to_deepspeed", ("optimizer",), "client_optimizer"),
     Takeover(
         _TRAINER,

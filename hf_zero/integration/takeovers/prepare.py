@@ -22,7 +22,8 @@ def around(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
         model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
         if model is None:
-            return original(self, *args)
+            _refuse_lone_stand_in(args)
+            return tuple(_alone(self, thing) for thing in original(self, *args))
         fill_autos(self, model, args)
         # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
         earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
@@ -35,6 +36,18 @@ def around(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _prepare_deepspeed
+
+
+def _refuse_lone_stand_in(things: Sequence[Any]) -> None:
+    if any(is_dummy(thing, "DummyScheduler") for thing in things):
+        raise ValueError(
+            "prepare() got a DummyScheduler without its model: the engine makes the real one, so give both in one call"
+        )
+
+
+def _alone(accelerator: Any, prepared: Any) -> Any:
+    """A schedule in a call without its model: upstream leaves it as it is, so that it moves with every micro-batch."""
+    return accelerator.prepare_scheduler(prepared) if is_schedule(prepared) else prepared
 
 
 def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) -> None:
