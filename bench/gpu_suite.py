@@ -2,8 +2,10 @@
 
     python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
     python -m bench.gpu_suite --quick               # smaller vectors; --json FILE keeps the figures
+    python -m bench.gpu_suite --offload             # and the largest model with offload to the host (gpu_offload.py)
 
-Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install.
+Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install; `--offload` needs
+what hf_zero itself needs.
 """
 
 from __future__ import annotations
@@ -201,6 +203,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1 << 30, help="elements of the timed vectors")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="time 2**24 elements")
+    parser.add_argument("--offload", action="store_true", help="train the largest model that host memory holds, too")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -211,9 +214,15 @@ def main() -> None:
     waits = waits_for_the_device()
     sys.stdout.write(f"\nhost waits in a fused step: {', '.join(waits) or 'none'}\n")
     sys.stdout.write("host waits in an engine's step: python -m bench.gpu_engine\n")
+    offload = None
+    if options.offload:
+        from bench import gpu_offload
+
+        offload = gpu_offload.measure(gpu_offload.parse([]))
+        sys.stdout.write(f"\nlargest model with offload: {json.dumps(offload, indent=1)}\n")
     if options.json:
         answer = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed, "rows": rows}
-        options.json.write_text(json.dumps({**answer, "waits": waits}, indent=1))
+        options.json.write_text(json.dumps({**answer, "waits": waits, "offload": offload}, indent=1))
     sys.exit(f"{len(failed)} checks failed" if failed else 0)
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
 from bench import meters
+from bench import timeline as timelines
 
 SHAPES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000, "heads": 32},
@@ -89,7 +90,13 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     init_s, init_peak = time.perf_counter() - started, meters.peak_rss_mb()
     meters.reset_peak_rss()
     tokens = torch.randint(0, 8000, (1, arguments.length))
-    steps = [_step(engine, tokens) for _ in range(arguments.steps)]
+    steps = [_step(engine, tokens) for _ in range(arguments.steps - 1)]
+    timeline = None
+    if arguments.folder:
+        with timelines.recorded(engine) as timeline:
+            steps.append(_step(engine, tokens))
+    else:
+        steps.append(_step(engine, tokens))
     numel = sum(parameter.ds_numel for parameter in model.parameters())
     return {
         "numel": numel,
@@ -98,6 +105,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps_peak_mb": meters.peak_rss_mb(),
         "allowance_mb": _allowance(engine),
         "steps": steps,
+        "timeline": None if timeline is None else timeline.plain(),
     }
 
 

@@ -97,6 +97,7 @@ class ZeroEngine(EngineModule):
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
         with self._timer.phase("backward"), ledger.phase("backward"):
+            parts.places.rest()
             parts.store.begin_backward()
             reducer.begin(boundary=self._syncs and self.is_gradient_accumulation_boundary())
             self._scaled(loss).backward(retain_graph=retain_graph)

@@ -37,8 +37,13 @@ class Drive:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of all buffers."""
-        return sum({id(store.pool): store.pool.bytes_live for store in self._stores}.values())
+        """Host memory of all buffers, of each kind at its fullest."""
+        return sum(store.pool.most_bytes for store in self._stores)
+
+    def rest(self) -> None:
+        """One kind of work is over and another begins: its buffers make room."""
+        for store in self._stores:
+            store.pool.rest()
 
     def close(self) -> None:
         """Finish what is under way and remove the folder."""

@@ -166,6 +166,7 @@ class Requests:
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
+            del job  # and with it the buffer, which its owner may have given up meanwhile
 
 
 def _explain(verb: str, block: Piece, error: OSError) -> StorageError:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.memory.requests import StorageError
 from hf_zero.memory.vector import Vector
 
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -45,49 +46,73 @@ class StagingPool:
 
 
 class StagedVector(Vector):
-    """`home` holds the values; work is done on a copy in a buffer of `pool`."""
+    """`home` holds the values, in memory of another device; work is done on a copy in a buffer of `pool`."""
 
-    def __init__(self, home: Tensor, pool: StagingPool) -> None:
-        super().__init__(home.numel(), home.dtype)
+    def __init__(self, home: Vector, pool: StagingPool) -> None:
+        super().__init__(home.numel, home.dtype)
         self._home = home
         self._pool = pool
         self._buffer: Tensor | None = None
+        self._is_filled = False
         self._users = 0
         self._changed = False
-        pool.expect(home.numel(), home.dtype)
+        pool.expect(home.numel, home.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._home.is_whole
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self._home.failure
 
     def fetch(self, *, reads: bool = True) -> None:
         self._users += 1
         if self._users > 1:
             return
+        self._home.fetch(reads=reads)
         self._buffer = self._pool.take(self.numel, self.dtype)
-        if reads:
+        self._is_filled = not reads
+        if self._home.resident is not None:
             # Not beside other work: a buffer on the host may be read as soon as this returns.
-            self.take().copy_(self._home)
+            self.take()
 
     def take(self) -> Tensor:
         assert self._buffer is not None, "take without fetch"
-        return self._buffer.narrow(0, 0, self.numel)
+        values = self._buffer.narrow(0, 0, self.numel)
+        if not self._is_filled:
+            self._is_filled = True
+            values.copy_(self._home.take())
+        return values
 
     def release(self, *, changed: bool) -> None:
         self._users -= 1
         self._changed = self._changed or changed
         if self._users:
             return
-        copied = copy_behind(self._home, self.take()) if self._changed else None
+        copied = copy_behind(self._home.take(), self.take()) if self._changed else None
         assert self._buffer is not None
         self._pool.give(self._buffer, copied)
+        self._home.release(changed=self._changed)
         self._buffer, self._changed = None, False
 
     def view(self) -> Tensor:
-        return self._home
+        return self._home.view()
+
+    def flush(self) -> None:
+        self._home.flush()
 
 
 def copy_behind(target: Tensor, source: Tensor) -> Any:
     """Copy without waiting; returns the event that says when `source` may change, None where it may at once."""
     target.copy_(source, non_blocking=target.is_cuda)
-    if not target.is_cuda:
+    return copied_by_now(target.device)
+
+
+def copied_by_now(device: torch.device) -> Any:
+    """The event after which every copy to `device` that has been asked for is done; None where copies do not wait."""
+    if device.type != "cuda":
         return None
     copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(target.device))
+    copied.record(torch.cuda.current_stream(device))
     return copied

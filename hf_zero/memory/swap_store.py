@@ -26,6 +26,7 @@ class BufferPool:
         self._pinned = pinned
         self._num_bytes = 0
         self._num_live = 0
+        self._most_bytes = 0
         self._free: list[Tensor] = []
         self._leaving: deque[tuple[Completion, Tensor]] = deque()
 
@@ -44,6 +45,11 @@ class BufferPool:
         """Of all buffers."""
         return self._num_live * self._num_bytes
 
+    @property
+    def most_bytes(self) -> int:
+        """Of all buffers that there have been at once."""
+        return self._most_bytes
+
     def take(self, end: Callable[[Completion], None]) -> Tensor:
         while True:
             self._reclaim()
@@ -54,6 +60,7 @@ class BufferPool:
                 self._num_live -= 1  # made before longer vectors came
             if self._may_grow() or not self._leaving:
                 self._num_live += 1
+                self._most_bytes = max(self._most_bytes, self.bytes_live)
                 return host_empty(self._num_bytes, torch.uint8, pinned=self._pinned)
             end(self._leaving[0][0])
 
@@ -67,6 +74,11 @@ class BufferPool:
         within_count = self._limit is None or self._num_live < self._limit
         grown = (self._num_live + 1) * self._num_bytes
         return within_count and (self._limit_numel is None or grown <= self._limit_numel * self._itemsize)
+
+    def rest(self) -> None:
+        """Nobody will ask for a while: free what is not used, except what took long to lock in memory."""
+        if not self._pinned:
+            self.drop()
 
     def drop(self) -> None:
         """Free what nobody uses."""

@@ -34,6 +34,11 @@ class Vector(ABC):
         return None
 
     @property
+    def device(self) -> torch.device:
+        """Where the values are when they have been fetched; what lies in a file comes to host memory."""
+        return torch.device("cpu")
+
+    @property
     def is_whole(self) -> bool:
         """Whether nothing but these values comes and goes with them."""
         return True
@@ -86,6 +91,10 @@ class ResidentVector(Vector):
     def resident(self) -> Tensor:
         return self._tensor
 
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
     def fetch(self, *, reads: bool = True) -> None:
         return None
 
@@ -115,6 +124,10 @@ class Part(Vector):
     @property
     def is_whole(self) -> bool:
         return self._whole.is_whole and self.numel == self._whole.numel
+
+    @property
+    def device(self) -> torch.device:
+        return self._whole.device
 
     @property
     def failure(self) -> StorageError | None:

@@ -29,12 +29,13 @@ from hf_zero.precision import Precision
 from hf_zero.zero.flat_parameters import FlatParameters
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.masters import master_shards
-from hf_zero.zero.needs import check_needs, needs_of
+from hf_zero.zero.needs import Sizes, check_needs, needs_of
 from hf_zero.zero.offload import furnish, places_for, rests_elsewhere, trained_numel
 from hf_zero.zero.optimizer import StepRules, ZeroOptimizer
 from hf_zero.zero.outcome import host_runs_ahead
 from hf_zero.zero.peers import peers_of
 from hf_zero.zero.places import Places
+from hf_zero.zero.scopes import assign_units, find_scopes
 from hf_zero.zero.sharded_store import Channels, ShardedParameters, Trained
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
@@ -121,7 +122,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     owned = trained_numel(trained.specs, sharding)
     places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
-        needs = needs_of(trained.specs, plan.zero, sharding, plan.device, states_per_element(optimizer), plan.precision)
+        longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
+        sizes = Sizes(num_states, longest, plan.precision)
+        needs = needs_of(trained.specs, plan.zero, sharding, plan.device, sizes)
         check_needs(needs, plan.zero, plan.device, collectives)
     store: ParameterStore
     if sharding.shards_parameters:
@@ -204,6 +207,15 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Pre
         for index, parameter in enumerate(ordered)
     ]
     return Trained(ordered, specs)
+
+
+def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
+    """Elements of the largest bucket, before any is made."""
+    if not plan.sharding.shards_parameters:
+        return max(bucket.numel for bucket in _flat_layout(trained.specs, plan).buckets)
+    numel_of = {id(p): spec.numel for p, spec in zip(trained.parameters, trained.specs, strict=True)}
+    units = assign_units(find_scopes(module))
+    return max((sum(numel_of.get(id(parameter), 0) for parameter in members) for _, members in units), default=0)
 
 
 def _flat_layout(specs: Sequence[ParameterSpec], plan: Plan) -> FlatLayout:

@@ -17,6 +17,8 @@ from hf_zero.precision import Precision
 from hf_zero.zero.sharding import Sharding
 
 WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
+GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
+PARAMETER_BUFFERS = 3  # that an update or a forward uses at once: one at work, one on its way in, one on its way out
 _GB = 1e9
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
@@ -38,46 +40,57 @@ class Needs:
     disk: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What decides the needs, besides the parameters.
+
+    Attributes:
+        num_states: optimizer states per element.
+        longest: elements of the largest bucket that is reduced, and at stage 3 gathered, as one.
+    """
+
+    num_states: int
+    longest: int
+    precision: Precision
+
+
 def needs_of(
     specs: Sequence[ParameterSpec],
     zero: ZeroPolicy,
     sharding: Sharding,
     device: torch.device,
-    num_states: int,
-    precision: Precision,
+    sizes: Sizes,
 ) -> Needs:
-    """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive.
-
-    Args:
-        num_states: optimizer states per element.
-    """
+    """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive."""
     parts = sharding.world if sharding.shards_optimizer else 1
-    wide = sum(spec.numel for spec in specs if _size(spec) == WIDE)
-    narrow = sum(spec.numel for spec in specs) - wide
-    gradients = sum(spec.numel * _size(spec) for spec in specs) // parts
-    place = zero.offload_optimizer
-    master_bytes, state_bytes = WIDE, NARROW if precision.narrow_states else WIDE
-    if precision.narrow_masters:  # the weights themselves, unless those are wanted on another device
+    numel = sum(spec.numel for spec in specs) // parts
+    weights = sum(spec.numel * _size(spec) for spec in specs) // parts
+    wide = sum(spec.numel for spec in specs if _size(spec) == WIDE) // parts
+    bucket = sizes.longest // parts * max((_size(spec) for spec in specs), default=0)
+    place, rest = zero.offload_optimizer, zero.offload_param
+    master_bytes, state_bytes = WIDE, NARROW if sizes.precision.narrow_states else WIDE
+    if sizes.precision.narrow_masters:  # the weights themselves, unless those are wanted on another device
         master_bytes = NARROW if place is not None and device.type != "cpu" else 0
-    states = (state_bytes * num_states * (wide + narrow) + master_bytes * narrow) // parts
-    kept = states + gradients
+    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - wide)
+    kept = states + weights  # gradients are as large as weights
     far = 0 if place is None else round(kept * place.ratio)
-    needs = {"device": kept - far, "host": 0, "disk": 0}
+    near, host, disk = kept - far, 0, 0
     if place is not None and place.device == "nvme":
-        needs["disk"] += far
-        longest = min(zero.sub_group_numel, (wide + narrow) // parts)
-        needs["host"] += WIDE * longest * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
+        disk += far
+        portion = WIDE * min(zero.sub_group_numel, sizes.longest // parts)
+        host += portion * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
+        host += GRADIENT_BUFFERS * bucket
     else:
-        needs["host"] += far
-    rest = zero.offload_param
-    if rest is not None:
-        weights = sum(spec.numel * _size(spec) for spec in specs) // parts
-        on_disk = weights if rest.device == "nvme" and rest.host_numel < (wide + narrow) // parts else 0
-        needs["disk"] += on_disk
-        needs["host"] += 0 if on_disk or device.type == "cpu" else weights
-    if device.type == "cpu":
-        needs = {"device": 0, "host": needs["host"] + needs["device"], "disk": needs["disk"]}
-    return Needs(**needs)
+        host += far
+    if rest is not None and rest.device == "nvme":
+        share = min(1.0, rest.host_numel / max(1, numel))
+        disk += round(weights * (1 - share))
+        host += 0 if device.type == "cpu" else round(weights * share)
+        host += min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), PARAMETER_BUFFERS * bucket, weights)
+    elif rest is not None:
+        host += 0 if device.type == "cpu" else weights
+    on_host = device.type == "cpu"
+    return Needs(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
 
 
 def check_needs(needs: Needs, zero: ZeroPolicy, device: torch.device, collectives: Collectives) -> None:

@@ -19,13 +19,13 @@ from hf_zero.optim.compressing import CompressingUpdater
 from hf_zero.optim.shelf import ShardVectors, WorkingShelf
 from hf_zero.zero.bucket_gradients import BucketGradients
 from hf_zero.zero.gradients import GradientReducer
+from hf_zero.zero.needs import GRADIENT_BUFFERS
 from hf_zero.zero.parameter_places import store_of_parameters
 from hf_zero.zero.places import Place, Places, place_beside, place_in_memory, staging_on
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
 HOST = torch.device("cpu")
-_GRADIENT_BUFFERS = 3  # two being reduced, one being written
 
 
 def rests_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
@@ -94,7 +94,7 @@ def _far_place(policy: OptimizerOffload, device: torch.device, drives: _Drives) 
     stages = 1 + policy.reads_ahead + policy.writes_behind
     portions = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), portions, writes_first=policy.writes_first)
-    gradients = drive.store(drive.file("gradients"), BufferPool(limit=_GRADIENT_BUFFERS, pinned=pinned))
+    gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
     return Place(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
 
 

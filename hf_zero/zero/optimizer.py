@@ -269,6 +269,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     published = self._store.publish(bucket)
             published.wait()
             self._places.check(self._collectives)
+        self._places.rest()
 
     def _shard_gradients(self, used: Set[int], outcome: StepOutcome) -> ShardGradients:
         takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun

@@ -17,7 +17,7 @@ from hf_zero.memory.failures import stop_if_any
 from hf_zero.memory.requests import StorageError
 from hf_zero.memory.staged import StagedVector, StagingPool
 from hf_zero.memory.store import MemoryStore, Store, empty_on
-from hf_zero.memory.vector import ResidentVector, Vector, part_of
+from hf_zero.memory.vector import Vector, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Place:
     gradients: Store
     staging: StagingPool
 
-    def weights(self, tensor: Tensor) -> Vector:
-        """Weights in memory, as the update sees them."""
-        return ResidentVector(tensor) if tensor.device == self.work else StagedVector(tensor, self.staging)
+    def weights(self, kept: Vector) -> Vector:
+        """Weights as the update sees them: where it runs."""
+        return kept if kept.device == self.work else StagedVector(kept, self.staging)
 
 
 def place_in_memory(device: torch.device, *, pinned: bool = False) -> Place:
@@ -114,6 +114,11 @@ class Places:
         if self.drives:
             stop_if_any(self.failure, collectives)
 
+    def rest(self) -> None:
+        """Between forward, backward and update, which use different buffers."""
+        for drive in self.drives:
+            drive.rest()
+
     def close(self) -> None:
         """Give up what is kept on drives."""
         for drive in self.drives:
@@ -141,9 +146,7 @@ class Places:
         self, bucket: Bucket, owned: Interval, weights: Vector, wide: Tensor, place: Place
     ) -> Iterator[Portion]:
         for group, part in cut_portions(bucket, owned, self.portion_numel):
-            narrow = part_of(weights, part.start, part.numel)
-            if narrow.resident is not None:
-                narrow = place.weights(narrow.resident)
+            narrow = place.weights(part_of(weights, part.start, part.numel))
             if narrow.resident is not None and narrow.dtype == wide.dtype:
                 yield Portion(group, part, narrow, None)
             else:

@@ -11,6 +11,7 @@ are right again once the unit is gathered for backward, and memory that is relea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives, Rows
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
+from hf_zero.memory.staged import copied_by_now
 from hf_zero.memory.store import Store
 from hf_zero.memory.vector import part_of
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter
@@ -76,6 +78,7 @@ class UnitPart:
         self._full.untyped_storage().resize_(0)
         self._rows: Rows | None = None
         self._is_fetched = False
+        self._sent: Any = None  # the event after which the row has left host memory
 
     def _joined(self) -> Tensor:
         """The members' chunks as one new tensor, with zeros between them."""
@@ -95,11 +98,16 @@ class UnitPart:
         """This rank's row is not needed any more."""
         if self._is_fetched:
             self._is_fetched = False
+            if self._sent is not None:
+                self._sent.synchronize()  # whoever gets the memory next may fill it at once, from a drive
+                self._sent = None
             self.kept.release(changed=False)
 
     def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
         self.fetch()
-        row = self.kept.take().to(self.device, non_blocking=True)
+        kept = self.kept.take()
+        row = kept.to(self.device, non_blocking=True)
+        self._sent = copied_by_now(self.device) if kept.device != self.device else None
         self._rows = collectives.gather_rows(row, lambda numel: buffers.take(numel, row))
 
     def finish(self, buffers: GatherBuffers) -> None:

@@ -44,6 +44,7 @@ class Case:
     tied: bool = False
     checkpointing: Literal["", "reentrant", "not_reentrant"] = ""  # of activations
     evaluates: bool = False  # in the middle of the training
+    offload: Literal["", "cpu", "nvme"] = ""  # of the optimizer, at stage 3 of the parameters too
     preset: bool = False  # stage 3 with the sizes that Trainer fills in, at which a model this small is never released
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Case:
             if getattr(self, name)
         ]
         numbers = [f"stage{self.stage}", f"{self.processes}p", f"acc{self.accumulation}"]
-        return "-".join([*numbers, *flags, *filter(None, [self.checkpointing])])
+        return "-".join([*numbers, *flags, *filter(None, [self.checkpointing, self.offload])])
 
     @property
     def ds_config(self) -> dict[str, Any]:
@@ -86,6 +87,15 @@ class Case:
         if not self.preset:  # nothing stays, not even between forward and backward
             sizes = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
         return {**sizes, "stage3_gather_16bit_weights_on_model_save": True}
+
+    def places(self, drive: Path) -> dict[str, Any]:
+        """Where things are kept; in portions that are smaller than the model."""
+        if not self.offload:
+            return {}
+        drive.mkdir(exist_ok=True)
+        place = {"device": self.offload, "nvme_path": str(drive)}
+        found: dict[str, Any] = {"sub_group_size": 1000, "offload_optimizer": place}
+        return {**found, "offload_param": {**place, "max_in_cpu": 0}} if self.stage == 3 else found
 
     @property
     def recipe(self) -> Recipe:
@@ -131,7 +141,9 @@ class Case:
         if self.evaluates:
             options |= {"eval_strategy": "steps", "eval_steps": STEPS // 2}
         if self.stage is not None:
-            (folder / "ds.json").write_text(json.dumps(self.ds_config))
+            config = self.ds_config
+            config["zero_optimization"] |= self.places(folder / "drive")
+            (folder / "ds.json").write_text(json.dumps(config))
             options["deepspeed"] = folder / "ds.json"
         return [word for key, value in options.items() for word in (f"--{key}", str(value))]
 

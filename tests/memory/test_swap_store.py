@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,35 @@ def test_a_freed_place_is_used_again(tmp_path: Path) -> None:
     before = os.stat(store.file.path).st_size
     kept = store.adopt("next", torch.full((5000,), 2.0))
     assert os.stat(store.file.path).st_size == before and float(kept.view().sum()) == 10_000
+    drive.close()
+
+
+def test_a_buffer_that_is_given_up_is_freed(tmp_path: Path) -> None:
+    """Idle threads used to hold the last piece they had moved, and with it a buffer: up to one each, for good."""
+    drive, store = store_in(tmp_path)
+    vector = store.adopt("v", torch.ones(100_000))
+    with vector.opened():
+        buffer = weakref.ref(vector._buffer)
+    vector.free()
+    assert store.pool.bytes_live == 0
+    deadline = time.monotonic() + 60  # the threads that moved it are about to let go
+    while buffer() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert buffer() is None
+    drive.close()
+
+
+def test_buffers_make_room_between_two_kinds_of_work(tmp_path: Path) -> None:
+    drive, store = store_in(tmp_path)
+    vectors = [store.adopt(f"v{i}", torch.ones(3000)) for i in range(3)]
+    for vector in vectors:
+        vector.fetch()
+    vectors[0].release(changed=False)
+    drive.rest()
+    assert store.pool.bytes_live == 2 * store.pool.num_bytes, "what is in use stays"
+    assert drive.buffer_bytes == 3 * store.pool.num_bytes, "the most there have been"
+    assert all(float(vector.take().sum()) == 3000 for vector in vectors[1:])
     drive.close()
 
 

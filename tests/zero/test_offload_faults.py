@@ -17,7 +17,7 @@ from hf_zero.memory import drive as drives
 from hf_zero.memory.requests import FileAccess, StorageError
 from hf_zero.zero import fragments
 from tests.support.models import mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 from tests.zero.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
 from tests.zero.test_offload import on_drive
 
@@ -210,6 +210,38 @@ def train_without_folder(rank: int, run: Run, drive: str) -> tuple[list[float], 
     numbers = train(engine, run, rank, 1, steps=1)
     Path(drive).rename(drive + ".gone")
     return numbers + train(engine, run, rank, 1, first=1, steps=run.steps - 1), weights_of(engine)
+
+
+def killed_in_update(rank: int, run: Run, folder: str) -> None:
+    """Rank 1 is killed when the second of its portions has been updated, after a checkpoint and a half-done step."""
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)
+    engine.save_checkpoint(folder)
+    updater, update, updated = engine.optimizer.updater, engine.optimizer.updater.update_shard, []
+
+    def last_updates(index: int, *arguments: object) -> None:
+        update(index, *arguments)
+        updated.append(index)
+        if rank == 1 and len(updated) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    updater.update_shard = last_updates
+    train(engine, run, rank, 2, first=1, steps=3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_killed_in_its_update_costs_the_step_and_nothing_else(stage: int, tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    run = Run(stage, zero=on_drive(drive, parameters=stage == 3))
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(killed_in_update, 2, run, str(saved))
+    assert (caught.value.rank, caught.value.kind) == (1, "Died")
+    assert list(drive.iterdir()), "what the killed rank left"
+    [resumed, _] = run_ranks(load_and_go_on, 2, run, str(saved))
+    [expected, _] = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    assert not list(drive.iterdir())
 
 
 KILLED = """

@@ -12,7 +12,7 @@ from hf_zero.config import resolve
 from hf_zero.layout import ParameterSpec
 from hf_zero.precision import Precision
 from hf_zero.zero import needs as needs_module
-from hf_zero.zero.needs import DoesNotFit, Needs, needs_of
+from hf_zero.zero.needs import DoesNotFit, Needs, Sizes, needs_of
 from hf_zero.zero.sharding import Sharding
 from tests.support.ranks import run_ranks
 from tests.zero.offload_runs import Run, engine_for
@@ -27,7 +27,8 @@ WIDE_MASTERS = Precision(None, None, None)
 def needs(device: torch.device, stage: int, world: int, precision: Precision = WIDE_MASTERS, **zero: object) -> Needs:
     config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
     policy = resolve(config, world_size=world).zero
-    return needs_of(BILLION, policy, Sharding(stage, 0, world), device, 2, precision)
+    sizes = Sizes(num_states=2, longest=100 * M, precision=precision)
+    return needs_of(BILLION, policy, Sharding(stage, 0, world), device, sizes)
 
 
 def test_adam_on_a_billion_parameters_in_bf16() -> None:
@@ -38,13 +39,19 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
     assert needs(CUDA, 0, 4, offload_optimizer=cpu) == Needs(host=14_000 * M)
     assert needs(CUDA, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == Needs(device=1750 * M, host=1750 * M)
     assert needs(HOST, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == Needs(host=3500 * M)
-    buffers = 4 * 10 * M * 3 * 3
+    portions, bucket = 4 * 10 * M * 3, 2 * 100 * M // 4
     small = {"sub_group_size": 10 * M}
-    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == Needs(host=buffers, disk=3500 * M)
+    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == Needs(host=3 * portions + 3 * bucket, disk=3500 * M)
     without = {**nvme, "pipeline_read": False, "pipeline_write": False}
-    assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == buffers // 3
+    assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == portions + 3 * bucket
     rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
-    assert needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small).disk == 4000 * M
+    both = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small)
+    assert both == Needs(host=3 * portions + 3 * bucket + 3 * bucket, disk=4000 * M)
+    little = {**rest, "buffer_count": 1, "buffer_size": 30 * M}
+    few = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=little, **small)
+    assert few.host == both.host - 3 * bucket + 60 * M
+    some = {**rest, "max_in_cpu": 50 * M}
+    assert needs(CUDA, 3, 4, offload_param=some).disk == 400 * M
 
 
 def test_16_bit_masters() -> None:

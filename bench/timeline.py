@@ -1,0 +1,119 @@
+"""What an update from a drive does when: reads, computing and writes of every portion, as measured, drawn as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+WIDTH = 100  # characters of the picture
+PORTIONS = 12  # in the picture
+Span = tuple[float, float]  # seconds
+
+
+@dataclass
+class Timeline:
+    """Of each portion, in the order of the update: when it was read, updated and written."""
+
+    read: dict[int, list[Span]] = field(default_factory=dict)
+    update: dict[int, list[Span]] = field(default_factory=dict)
+    write: dict[int, list[Span]] = field(default_factory=dict)
+
+    def plain(self) -> list[dict[str, Any]]:
+        """For a file: seconds from the first event on, one entry per portion."""
+        start = min(begin for spans in self.read.values() for begin, _ in spans)
+        kinds = {"read": self.read, "update": self.update, "write": self.write}
+        return [
+            {kind: [[a - start, b - start] for a, b in spans.get(index, [])] for kind, spans in kinds.items()}
+            for index in self.update
+        ]
+
+
+@contextmanager
+def recorded(engine: Any) -> Iterator[Timeline]:
+    """Watch the updates of `engine`, whose optimizer is on one drive and works portion by portion."""
+    timeline, updater = Timeline(), engine.optimizer.updater
+    [drive] = engine._assembly.places.drives
+    shelf, trace, marks = updater.shelf, [], []
+    fetch, update = shelf._fetch, updater.update_shard
+
+    def fetching(index: int) -> None:
+        first = len(trace)
+        fetch(index)
+        marks.append(("fetch", index, first, len(trace)))
+
+    def updating(index: int, *arguments: Any) -> None:
+        started = time.perf_counter()
+        update(index, *arguments)
+        timeline.update.setdefault(index, []).append((started, time.perf_counter()))
+        marks.append(("update", index, len(trace), 0))
+
+    shelf._fetch, updater.update_shard, drive.requests.trace = fetching, updating, trace
+    try:
+        yield timeline
+        shelf.flush()
+    finally:
+        del shelf._fetch, updater.update_shard
+        drive.requests.trace = None
+    _sort(timeline, trace, marks)
+
+
+def _sort(timeline: Timeline, trace: Sequence[Any], marks: Sequence[tuple[str, int, int, int]]) -> None:
+    """Reads belong to the portion that was being fetched, writes to the one that had been updated last."""
+    for kind, index, first, stop in marks:
+        for verb, _, completion in trace[first:stop] if kind == "fetch" else ():
+            if verb == "read":
+                timeline.read.setdefault(index, []).append((completion.started_at, completion.ended_at))
+    updated = [(first, index) for kind, index, first, _ in marks if kind == "update"]
+    for position, (verb, _, completion) in enumerate(trace):
+        before = [index for first, index in updated if first <= position]
+        if verb == "write" and before:
+            timeline.write.setdefault(before[-1], []).append((completion.started_at, completion.ended_at))
+
+
+def overlap(portions: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Shares of the update's time: the drive at work, computing, and computing while the drive is at work."""
+    drive = _union([tuple(span) for portion in portions for kind in ("read", "write") for span in portion[kind]])
+    compute = _union([tuple(span) for portion in portions for span in portion["update"]])
+    whole = max(stop for _, stop in (*drive, *compute)) - min(start for start, _ in (*drive, *compute))
+    both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in drive for c, d in compute)
+    busy, computing = (sum(stop - start for start, stop in spans) for spans in (drive, compute))
+    return {"drive": busy / whole, "compute": computing / whole, "hidden": both / computing}
+
+
+def _union(spans: Sequence[Any]) -> list[Span]:
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def draw(portions: Sequence[dict[str, Any]]) -> list[str]:
+    """A row per portion from the middle of the update: r being read, U updated, w written, = read and not yet used."""
+    first = max(0, len(portions) // 2 - PORTIONS // 2)
+    shown = portions[first : first + PORTIONS]
+    edges = [edge for portion in shown for spans in portion.values() for span in spans for edge in span]
+    start, scale = min(edges), WIDTH / (max(edges) - min(edges))
+    rows = [_row(portion, start, scale) for portion in shown]
+    legend = f"r read, = there and waiting for its turn, U updated, w written back; {1e3 / scale:.0f} ms per character"
+    return [legend, *(f"portion {first + number:4d} |{row}|" for number, row in enumerate(rows))]
+
+
+def _row(portion: dict[str, Any], start: float, scale: float) -> str:
+    cells = [" "] * (WIDTH + 1)
+
+    def fill(since: float, until: float, letter: str) -> None:
+        for cell in range(int((since - start) * scale), int((until - start) * scale) + 1):
+            cells[cell] = letter
+
+    if portion["read"] and portion["update"]:
+        fill(max(stop for _, stop in portion["read"]), portion["update"][0][0], "=")
+    for kind, letter in (("read", "r"), ("write", "w"), ("update", "U")):
+        for since, until in portion[kind]:
+            fill(since, until, letter)
+    return "".join(cells)[:WIDTH]
