@@ -43,6 +43,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger("train_clm")
@@ -208,6 +209,8 @@ def checkpoint_to_resume(training_args: TrainingArguments) -> str | None:
         return training_args.resume_from_checkpoint
     output_dir = str(training_args.output_dir)
     found: str | None = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if found is not None and not os.path.exists(os.path.join(found, TRAINER_STATE_NAME)):
+        found = None  # the job ended while it saved its first one
     logger.info("resuming from %s", found or "no checkpoint: there is none yet")
     return found
 

@@ -35,6 +35,7 @@ TAKEN_OVER = frozenset(
         "transformers.generation.utils",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",
+        "transformers.trainer_utils",
     )
 )
 # Taken over also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.

@@ -129,3 +129,23 @@ def test_ray_restarts_a_lost_worker_from_the_last_checkpoint(text_folder: Path, 
 
     assert (tmp_path / "hurt/log").read_text().count("training on 2 process(es)") == 2
     assert losses(tmp_path / "hurt") == losses(tmp_path / "calm")
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "most", "world", "expected"),
+    [(8, 4, 2, (4, 1)), (8, 4, 1, (4, 2)), (24, 4, 3, (4, 2)), (24, 5, 4, (3, 2)), (7, 4, 1, (1, 7))],
+)
+def test_elastic_ranks_share_the_global_batch(
+    global_batch: int, most: int, world: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(CLUSTERS))
+    import elastic
+
+    assert elastic.share(global_batch, most, world) == expected
+    with pytest.raises(ValueError, match="cannot be shared among 5 ranks"):
+        elastic.share(global_batch * 5 + 1, most, 5)
+    words = ["--global_batch_size", str(global_batch), "--per_device_train_batch_size", str(most), "--bf16"]
+    assert elastic.arguments_of_this_start(words, world) == [
+        "--resume_from_checkpoint", "last", "--per_device_train_batch_size", str(expected[0]),
+        "--gradient_accumulation_steps", str(expected[1]), "--bf16",
+    ]  # fmt: skip

@@ -40,11 +40,11 @@ class Training:
         for number, source in enumerate(sorted((ROOT / "hf_zero/zero").glob("*.py"))[:12]):
             (folder / f"text{number}.py").write_text(source.read_text())
 
-    def words(self, output: Path, ranks: int) -> list[object]:
+    def words(self, output: Path, ranks: int, steps: int = STEPS) -> list[object]:
         """The script and its arguments for a run on so many ranks: the global batch is always the same."""
         text = sorted(self.folder.glob("text*.py"))
         places = ["--tokenizer_cache", self.folder / "tokenizer", "--output_dir", output]
-        batch = ["--save_strategy", "no", "--max_steps", STEPS, "--per_device_train_batch_size", GLOBAL_BATCH // ranks]
+        batch = ["--save_strategy", "no", "--max_steps", steps, "--per_device_train_batch_size", GLOBAL_BATCH // ranks]
         zero = ["--deepspeed", self.folder / "ds.json"]
         return [SCRIPT, *_MODEL.split(), *_RUN.split(), *places, *batch, *zero, "--train_files", *text]
 

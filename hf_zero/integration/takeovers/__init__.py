@@ -163,6 +163,13 @@ TAKEOVERS = (
     ),
     Takeover(_TRAINER, "initialize_weights_zero3", ("model",), "weight_norm"),
     Takeover(
+        "transformers.trainer_utils",
+        "get_last_checkpoint",
+        ("folder",),
+        "complete_checkpoints",
+        ("transformers", "transformers.trainer"),
+    ),
+    Takeover(
         "peft.utils.other",
         "ModulesToSaveWrapper.update",
         ("self", "adapter_name", "tied_module", "kwargs"),
