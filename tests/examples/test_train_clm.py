@@ -173,7 +173,10 @@ def test_resuming_from_the_last_checkpoint_begins_anew_where_there_is_none(tmp_p
         return checkpoint_to_resume(training_args)
 
     assert found(tmp_path / "absent", "last") is None
-    for step in (5, 40, 10):
+    (tmp_path / "checkpoint-5").mkdir()  # and nothing in it: the job has ended while it saved
+    assert found(tmp_path, "last") is None
+    for step in (7, 40, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}/trainer_state.json").touch()
     assert found(tmp_path, "last") == str(tmp_path / "checkpoint-40")
     assert found(tmp_path, "elsewhere") == "elsewhere"
