@@ -27,11 +27,11 @@ from hf_zero.zero.assemble import (
     shard_for_inference,
     synchronise_unmanaged,
 )
+from hf_zero.zero.cutting import describe_whole, make_whole
 from hf_zero.zero.fragments import attach_fragments
 from hf_zero.zero.init_context import suspended
 from hf_zero.zero.optimizer import StepRules
 from hf_zero.zero.parameter_offload import ParameterOffload
-from hf_zero.zero.sharded_parameter import describe_whole, make_whole
 from hf_zero.zero.sharded_store import Channels, ShardedParameters
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]

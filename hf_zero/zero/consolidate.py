@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from hf_zero.comm import get_rank
-from hf_zero.zero.sharded_parameter import ShardedParameter, gather_whole, of
+from hf_zero.zero.sharded_parameter import ShardedParameter, of
+from hf_zero.zero.whole import gather_whole
 
 MAX_GATHERED_NUMEL = 1 << 26
 WHOLE_WEIGHTS_ARE_OFF = (

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_zero.zero.sharded_parameter import ShardedParameter, hold, let_go, of
+from hf_zero.zero.sharded_parameter import ShardedParameter, of
+from hf_zero.zero.whole import hold, let_go
 
 
 class GatheredParameters:

@@ -22,9 +22,11 @@ from hf_zero.memory.failures import stop_if_any
 from hf_zero.memory.swap_store import SwapStore
 from hf_zero.memory.vector import ResidentVector
 from hf_zero.precision import Precision, precision_from
+from hf_zero.zero.cutting import shard_parameter
 from hf_zero.zero.parameter_places import store_at_birth
-from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, hold, let_go, of, shard_parameter
+from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.zero.watched import unwatch, watch
+from hf_zero.zero.whole import hold, let_go
 
 _IGNORED = ("data_parallel_group", "mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
 

@@ -17,13 +17,14 @@ from hf_zero.memory.failures import meet
 from hf_zero.memory.store import MemoryStore, Store
 from hf_zero.memory.vector import ResidentVector, part_of
 from hf_zero.precision import Precision
+from hf_zero.zero.cutting import shard_parameter
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
 from hf_zero.zero.places import Place, Places, Portion
 from hf_zero.zero.residency import Residency, merge_orders, plan_residency
 from hf_zero.zero.scopes import Scope, assign_units, find_scopes
-from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten, refuse_read, shard_parameter
+from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten, refuse_read
 from hf_zero.zero.store import ParameterStore, Reductions, TrainedBucket
 from hf_zero.zero.unit import GatherBuffers, Unit, UnitPart
 from hf_zero.zero.watched import unwatch, watch

@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 from hf_zero.comm import collectives_for, ledger
-from hf_zero.zero import sharded_parameter
+from hf_zero.zero import cutting, whole
+from hf_zero.zero.cutting import shard_parameter
 from hf_zero.zero.gathered import GatheredParameters
-from hf_zero.zero.sharded_parameter import of, shard_parameter
+from hf_zero.zero.sharded_parameter import of
 from tests.support.ranks import run_ranks
 
 SHAPES = [(3,), (7, 5), (4, 3), (1,), (10,), (11, 2)]
 
 
 def run_round_trip(rank: int, together: int) -> SimpleNamespace:
-    sharded_parameter.TOGETHER_NUMEL = together
+    cutting.TOGETHER_NUMEL = whole.TOGETHER_NUMEL = together
     collectives = collectives_for(torch.device("cpu"))
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in SHAPES]
     parameters = [nn.Parameter(value.clone()) for value in drawn]
