@@ -32,7 +32,8 @@ from hf_zero.zero.fragments import attach_fragments
 from hf_zero.zero.init_context import suspended
 from hf_zero.zero.optimizer import StepRules
 from hf_zero.zero.parameter_offload import ParameterOffload
-from hf_zero.zero.sharded_store import Channels, ShardedParameters
+from hf_zero.zero.sharded_store import ShardedParameters
+from hf_zero.zero.unit_builder import Channels
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 

@@ -36,9 +36,10 @@ from hf_zero.zero.outcome import host_runs_ahead
 from hf_zero.zero.peers import peers_of
 from hf_zero.zero.places import Places
 from hf_zero.zero.scopes import assign_units, find_scopes
-from hf_zero.zero.sharded_store import Channels, ShardedParameters, Trained
+from hf_zero.zero.sharded_store import ShardedParameters
 from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
+from hf_zero.zero.unit_builder import Channels, Trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,44 +11,20 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, Pending
 from hf_zero.config import GatherPolicy
-from hf_zero.layout import ALIGN_NUMEL, Bucket, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.memory.failures import meet
-from hf_zero.memory.store import MemoryStore, Store
-from hf_zero.memory.vector import ResidentVector, part_of
 from hf_zero.precision import Precision
-from hf_zero.zero.cutting import shard_parameter
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
-from hf_zero.zero.places import Place, Places, Portion
+from hf_zero.zero.places import Places
 from hf_zero.zero.residency import Residency, merge_orders, plan_residency
-from hf_zero.zero.scopes import Scope, assign_units, find_scopes
-from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten, refuse_read
+from hf_zero.zero.scopes import Scope, find_scopes
+from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten, refuse_read
 from hf_zero.zero.store import ParameterStore, Reductions, TrainedBucket
 from hf_zero.zero.unit import GatherBuffers, Unit, UnitPart
+from hf_zero.zero.unit_builder import Channels, Placed, Trained, UnitBuilder
 from hf_zero.zero.watched import unwatch, watch
-
-RESIDENT = "(parameters below stage3_param_persistence_threshold)"
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """Collectives of the gradients and the step, of gathers around use, and of gathers that the user asks for."""
-
-    reduce: Collectives
-    gather: Collectives
-    access: Collectives
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What is trained: parameters with their specs, in the order of the layout."""
-
-    parameters: Sequence[nn.Parameter]
-    specs: Sequence[ParameterSpec]
-
-    def index_of(self) -> dict[int, int]:
-        return {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
 
 class ShardedParameters(ParameterStore):
@@ -74,7 +49,6 @@ class ShardedParameters(ParameterStore):
         self._module = module
         self._trained = trained
         self._index_of = trained.index_of()
-        self._precision = precision
         self._channels = channels
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._is_attached = False
@@ -84,11 +58,11 @@ class ShardedParameters(ParameterStore):
         _retire_earlier_stores(self._everything())
         mark_leaves(module, policy)
         scopes = find_scopes(module)
-        resident = self._choose_resident(policy)
-        self._placed: dict[UnitPart, tuple[Place, tuple[Portion, ...]]] = {}
-        self.units = self._build_units(scopes, resident)
+        builder = UnitBuilder(trained, self._names, precision, channels, places)
+        self.units = builder.build(scopes, self._everything(), self._choose_resident(policy))
+        self._adopt(channels.access)
         super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
-        self.buckets = tuple(self._trained_buckets())
+        self.buckets = tuple(self._trained_buckets(builder.placed))
         self.gatherer = self._build_gatherer(scopes, policy)
         if places.parameters.can_fail:
             self.gatherer.on_gathered = lambda: meet(places.failure, channels.gather, places.device)
@@ -119,73 +93,10 @@ class ShardedParameters(ParameterStore):
                 chosen.add(id(parameter))
         return chosen
 
-    def _build_units(self, scopes: Sequence[Scope], resident: set[int]) -> tuple[Unit, ...]:
-        units: list[Unit] = []
-        for scope, members in assign_units(scopes):
-            parts = self._build_parts([p for p in members if id(p) not in resident], self._places.parameters)
-            if parts:
-                units.append(Unit(len(units), scope.name or type(scope.module).__name__, parts))
-        parts = self._build_parts([p for p in self._everything() if id(p) in resident], MemoryStore(self._device))
-        if parts:
-            units.append(Unit(len(units), RESIDENT, parts, is_resident=True))
-        return tuple(units)
-
-    def _build_parts(self, parameters: Sequence[nn.Parameter], store: Store) -> list[UnitPart]:
-        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are."""
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            if parameter.is_floating_point() and parameter.numel():
-                by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
-        return [self._build_part(members, dtype, store) for dtype, members in by_dtype.items()]
-
-    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, store: Store) -> UnitPart:
-        specs = [
-            MemberSpec(index, parameter.numel(), self._group_of(parameter))
-            for index, parameter in enumerate(parameters)
-        ]
-        layout = lay_rows(
-            specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
-        )
-        handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
-        wide = _wide(layout, handles, self._precision)
-        for handle in handles:
-            if handle.shard.dtype != dtype:
-                with handle.opened() as chunk:
-                    handle.move(ResidentVector(chunk.to(dtype)), self._device)
-        part = UnitPart(layout, handles, store, self._device)
-        if layout.trained_numel:
-            self._place(part, wide)
-        if self._device.type == "cpu":
-            HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks, and what was made of them on the way
-        return part
-
-    def _place(self, part: UnitPart, wide: Tensor | None) -> None:
-        """Put the masters of a part where they are kept."""
-        layout = part.layout
-        bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
-        place = self._places.next(layout.trained_numel)
-        weights = part_of(part.kept, 0, layout.trained_numel)
-        if wide is None:
-            with weights.opened() as values:
-                wide = values if weights.resident is not None else values.clone()
-        portions = self._places.portions(bucket, row, weights, wide, place)
-        self._placed[part] = (place, portions)
-
-    def _group_of(self, parameter: nn.Parameter) -> int | None:
-        index = self._index_of.get(id(parameter))
-        return None if index is None else self._trained.specs[index].group
-
-    def _shard(self, parameter: nn.Parameter) -> ShardedParameter:
-        handle = of(parameter)
-        if handle is None:
-            if parameter.device != self._device:
-                parameter.data = parameter.data.to(self._device)
-            handle = shard_parameter(parameter, self._channels.reduce)
-        refuse_overwritten([handle])
-        handle.collectives = self._channels.access
-        handle.name = self._names.get(id(parameter), "")
-        handle.owner = self
-        return handle
+    def _adopt(self, collectives: Collectives) -> None:
+        for unit in self.units:
+            for handle in unit.members:
+                handle.collectives, handle.owner = collectives, self
 
     def _build_layout(self) -> FlatLayout:
         buckets: list[Bucket] = []
@@ -202,10 +113,10 @@ class ShardedParameters(ParameterStore):
         for unit in sorted(self.units, key=lambda unit: (unit.is_resident, -unit.index)):
             yield from ((unit, part) for part in unit.parts if part.layout.trained_numel)
 
-    def _trained_buckets(self) -> Iterator[TrainedBucket]:
+    def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
         rank = self._channels.reduce.rank
         for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order(), strict=True):
-            place, portions = self._placed.pop(part)
+            place, portions = placed[part]
             numel = part.layout.trained_numel
             trained = TrainedBucket(
                 bucket=bucket,
@@ -377,21 +288,6 @@ class _Refill(Pending):
 
     def wait(self) -> None:
         self._part.finish(self._buffers)
-
-
-def _wide(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
-    """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
-    themselves, or nothing is trained."""
-    weights: torch.dtype = getattr(torch, layout.dtype)
-    masters = precision.master_dtype(weights)
-    if masters == weights or not layout.trained_numel:
-        return None
-    wide = torch.zeros(layout.trained_numel, dtype=masters, device=handles[0].shard.device)
-    for slot, handle in zip(layout.slots, handles, strict=True):
-        if slot.offset < layout.trained_numel:
-            with handle.opened() as chunk:
-                wide.narrow(0, slot.offset, slot.chunk).copy_(chunk)
-    return wide
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
