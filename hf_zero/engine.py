@@ -143,6 +143,8 @@ class ZeroEngine(EngineModule):
     def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float) -> None:
         """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
         moved = None
+        if self.lr_scheduler is not None and not ScheduleMark.fits(self.lr_scheduler):
+            outcome.read()  # what cannot go back must not be moved too early
         if self.lr_scheduler is not None and not (outcome.is_known and outcome.skipped):
             if outcome.is_known:
                 self.lr_scheduler.step()

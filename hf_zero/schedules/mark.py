@@ -14,6 +14,11 @@ _LAST = "_last_lr"
 class ScheduleMark:
     """A schedule's state and the numbers in its optimizer's groups, before one advance."""
 
+    @staticmethod
+    def fits(schedule: Any) -> bool:
+        """Whether this schedule says where it stands, and can be put there."""
+        return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
+
     def __init__(self, schedule: Any, optimizer: HasParamGroups) -> None:
         self._schedule = schedule
         self._optimizer = optimizer

@@ -168,10 +168,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer state, in torch's form."""
+        self.settle()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on the same rank of the same layout."""
+        self.settle()
         self.optimizer.load_state_dict(state_dict)
         self._updater.state_replaced()
 

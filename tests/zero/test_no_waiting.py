@@ -227,6 +227,27 @@ def test_a_rate_set_by_hand_survives_the_news_of_a_skip() -> None:
     assert (engine.module.head.weight - before).abs().max() > 0.2, "Adam's first update moves by the rate"
 
 
+class Counting:
+    """A schedule of the client's that cannot be put back."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def test_a_schedule_that_cannot_go_back_is_moved_when_the_outcome_is_known() -> None:
+    schedule = Counting()
+    with as_a_device():
+        engine = initialize(
+            model=AwkwardMLP(), lr_scheduler=schedule, config=config("AdamW", 0, gradient_accumulation_steps=1)
+        )[0]
+    one_update(engine)
+    one_update(engine, float("nan"))
+    assert schedule.steps == 1 and engine.optimizer.outcome.is_known
+
+
 def test_a_checkpoint_knows_of_the_last_step(tmp_path: Any) -> None:
     with as_a_device():
         engine = initialize(model=AwkwardMLP(), config=config("AdamW", 0, gradient_accumulation_steps=1))[0]
