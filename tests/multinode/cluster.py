@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shlex
 import shutil
 import subprocess
@@ -53,7 +52,7 @@ mount --make-rprivate /
 hostname {name}
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/boot_id /proc/sys/kernel/random/boot_id
-mount --bind {keys} {home}/.ssh
+mount --bind {keys}/config /etc/ssh/ssh_config
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs {tmp}
 mkdir -p /run/sshd
@@ -105,18 +104,13 @@ def missing() -> list[str]:
 def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[tuple[Node, Node]]:
     """Two nodes with files under `folder`; gone at the end, with everything that runs on them."""
     spaces = [f"hf_zero-{os.getpid()}-{name}" for name in NAMES]
-    home_ssh = Path(pwd.getpwuid(0).pw_dir, ".ssh")
-    made = not home_ssh.exists()
-    home_ssh.mkdir(mode=0o700, exist_ok=True)
     servers: list[subprocess.Popen[bytes]] = []
     try:
         _make_network(spaces)
         keys = _make_keys(folder)
         for index, space in enumerate(spaces):
             place = _prepare(folder, index, keys, boot_id=0 if same_boot_id else index)
-            script = _BECOME_A_NODE.format(
-                name=NAMES[index], folder=place, keys=keys, home=home_ssh.parent, tmp=folder / "tmp"
-            )
+            script = _BECOME_A_NODE.format(name=NAMES[index], folder=place, keys=keys, tmp=folder / "tmp")
             command = ["ip", "netns", "exec", space, "unshare", "--mount", "--uts", "sh", "-c", script]
             with (place / "sshd.log").open("wb") as log:
                 servers.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
@@ -131,8 +125,6 @@ def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[tuple[Nod
             server.wait()
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)
-        if made:
-            shutil.rmtree(home_ssh, ignore_errors=True)
 
 
 def _make_network(spaces: Sequence[str]) -> None:

@@ -77,3 +77,20 @@ def test_started_by_hand_on_each_node(
     ]
     assert wait_for(started, outputs) == [0, 0]
     check(training, tmp_path / "run", cluster[1].sent_bytes() - before)
+
+
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_accelerates_way_over_several_machines(
+    launcher: str, cluster: Cluster, training: Training, hostfile: Path, tmp_path: Path
+) -> None:
+    """It calls a program `deepspeed`, which nobody has installed here, and writes its variables to a file for it."""
+    before = cluster[1].sent_bytes()
+    machines = ["--num_machines", 2, "--num_processes", 4, "--machine_rank", 0, "--mixed_precision", "no"]
+    way = ["--deepspeed_multinode_launcher", launcher, "--deepspeed_hostfile", hostfile, "--main_process_port", 29631]
+    script = training.words(tmp_path / "run", 4)
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--use_hf_zero", *machines, *way, *script]
+    variables = {**training.environment, **AS_ROOT, "DS_ENV_FILE": str(tmp_path / "variables")}
+    output = tmp_path / "launcher"
+    assert wait_for([cluster[0].start(words, variables, output)], [output]) == [0]
+    assert "HF_ZERO=1" in (tmp_path / "variables").read_text().splitlines()
+    check(training, tmp_path / "run", cluster[1].sent_bytes() - before)
