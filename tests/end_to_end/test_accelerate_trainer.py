@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.parity import CLIP_NORM, SCRIPT, Case, assert_parity, outcome
-from tests.support.launch import ACCELERATE, launch
+from tests.support.launch import accelerate, launch
 
 pytestmark = pytest.mark.slow
 
@@ -29,5 +29,5 @@ def test_parity(stage: int, by_file: bool, tmp_path: Path) -> None:
     else:
         flags += ["--zero_stage", stage, "--gradient_accumulation_steps", case.accumulation]
         flags += ["--gradient_clipping", CLIP_NORM if case.clip else 0.0, "--zero3_save_16bit_model", "true"]
-    launch(SCRIPT, words, launcher=[*ACCELERATE, *flags], environment={"HF_HOME": str(tmp_path)}).check()
+    launch(SCRIPT, words, launcher=accelerate(*flags), environment={"HF_HOME": str(tmp_path)}, timeout_s=250).check()
     assert_parity(case, outcome(tmp_path))

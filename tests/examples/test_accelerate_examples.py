@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from topics import NUM_WORDS, TOPICS, WINDOW, Samples, load_topics, new_model, s
 from transformers import AutoModelForSequenceClassification
 
 from tests.examples.conftest import EXAMPLES
-from tests.support.launch import ACCELERATE, Finished, launch
+from tests.support.launch import Finished, a_port, accelerate, launch
 
 NLP, CONFIG = EXAMPLES / "nlp_accelerate.py", EXAMPLES / "config_support.py"
 SMALL = ("--cpu", "--limit", "320", "--epochs", "1", "--batch_size", "8")
@@ -28,7 +27,7 @@ def by_accelerate(script: Path, words: Sequence[object]) -> Finished:
     flags += ["--deepspeed_config_file", DEFAULT] if script == CONFIG else ["--zero_stage", 2]
     if script == CONFIG:
         flags = [flag for flag in flags if flag not in ("--gradient_clipping", 1.0)]
-    return launch(script, words, launcher=[*ACCELERATE, *flags], timeout_s=TIMEOUT_S)
+    return launch(script, words, launcher=accelerate(*flags), timeout_s=TIMEOUT_S)
 
 
 def by_torchrun(script: Path, words: Sequence[object]) -> Finished:
@@ -36,8 +35,7 @@ def by_torchrun(script: Path, words: Sequence[object]) -> Finished:
 
 
 def by_hf_zero(script: Path, words: Sequence[object]) -> Finished:
-    port = 20000 + os.getpid() % 20000
-    launcher = ["-m", "hf_zero", "launch", "--num_gpus", 2, "--master_port", port]
+    launcher = ["-m", "hf_zero", "launch", "--num_gpus", 2, "--master_port", a_port()]
     return launch(script, words, launcher=launcher, timeout_s=TIMEOUT_S)
 
 

@@ -23,10 +23,11 @@ from accelerate.commands.config import cluster  # noqa: E402
 
 from hf_zero.config import ConfigError  # noqa: E402
 from tests.integration.sites import Site  # noqa: E402
-from tests.support.launch import ACCELERATE, Finished, launch  # noqa: E402
+from tests.support.launch import Finished, a_port, accelerate, launch  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("launched_script.py")
 FOLDER = "{folder}"
+TIMEOUT_S = 250
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ CASES = (
         "fields of a file that asks for us",
         STAGE_3_ON_DRIVES,
         machine=(("use_hf_zero", True), ("num_processes", 2), ("use_cpu", True), ("mixed_precision", "bf16"),
-                 ("main_process_port", 0), ("debug", True)),
+                 ("debug", True)),
         reports=(*OURS, *ON_CPU, ("precision", "bfloat16"), ("updates", 2), ("debug", "true")),
     ),
     Case(
@@ -166,7 +167,11 @@ def test_what_arrives_in_the_workers(case: Case, tmp_path: Path) -> None:
     else:
         words += [f"--{row.name}={there(row.value)}" for row in case.rows]
     expected = {**dict(case.reports), **{row.place: there(row.expected) for row in case.rows}}
-    found = reports(launch(SCRIPT, ["--own", 1], launcher=[*ACCELERATE, *words], environment=home(tmp_path)).check())
+    found = reports(
+        launch(
+            SCRIPT, ["--own", 1], launcher=accelerate(*words), environment=home(tmp_path), timeout_s=TIMEOUT_S
+        ).check()
+    )
     assert sorted(report["rank"] for report in found) == list(range(int(expected["ranks"])))  # type: ignore[call-overload]
     for report in found:
         shown = {name: bool(report[name]) if name.startswith("files_of") else report[name] for name in expected}
@@ -298,7 +303,13 @@ def test_the_flag_wins_over_a_real_deepspeed(wheel: Path, tmp_path: Path) -> Non
     site = Site.empty(tmp_path / "site").unpack(wheel).borrow_libraries().add_real_deepspeed()
     script = tmp_path / "who.py"
     script.write_text("import deepspeed\nprint('WHO', deepspeed.__file__)\n")
-    words = ("-m", "accelerate.commands.launch", "--use_hf_zero", "--num_processes=1", "--main_process_port=0")
+    words = (
+        "-m",
+        "accelerate.commands.launch",
+        "--use_hf_zero",
+        "--num_processes=1",
+        f"--main_process_port={a_port()}",
+    )
     done = site.run_args(*words, str(script), cwd=tmp_path, HF_HOME=str(tmp_path))
     assert re.search(r"WHO .*hf_zero/integration/deepspeed", done.stdout), done.stdout + done.stderr
 
@@ -307,7 +318,7 @@ def test_the_flag_wins_over_a_real_deepspeed(wheel: Path, tmp_path: Path) -> Non
 def test_the_other_commands_of_accelerate_go_on(tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
     path.write_text("use_hf_zero: true\nnum_processes: 2\nuse_cpu: true\ndeepspeed_config:\n  zero_stage: 1\n")
-    program = ACCELERATE[:2]
+    program = accelerate()[:2]
     environment = home(tmp_path)
     shown = launch(Path("env"), ["--config_file", path], launcher=program, environment=environment).check()
     assert "'use_hf_zero': True" in shown.output and "distributed_type: DEEPSPEED" in shown.output
@@ -327,6 +338,6 @@ def test_accelerates_own_test_passes(stage: int, tmp_path: Path) -> None:
     script = Path(inspect.getfile(accelerate.test_utils)).parent / "scripts" / "test_script.py"
     path = tmp_path / "machine.yaml"
     path.write_text(f"use_hf_zero: true\nnum_processes: 2\nuse_cpu: true\ndeepspeed_config:\n  zero_stage: {stage}\n")
-    launcher = [*ACCELERATE, "--config_file", path]
-    done = launch(script, [], launcher=launcher, environment=home(tmp_path)).check()
+    launcher = accelerate("--config_file", path)
+    done = launch(script, [], launcher=launcher, environment=home(tmp_path), timeout_s=TIMEOUT_S).check()
     assert "Shuffled central dataloader passing." in done.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,16 +9,13 @@ import pytest
 import yaml
 
 from tests.integration.test_launch_flag import SCRIPT, home, reports
-from tests.support.launch import Finished, launch
-
-ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch")
-PORT = 20000 + os.getpid() % 20000
+from tests.support.launch import Finished, a_port, accelerate, launch
 
 
 def started(folder: Path, *flags: object) -> Finished:
     # accelerate writes its whole environment into that file, to be carried to the other machines.
     environment = {**home(folder), "DS_ENV_FILE": str(folder / "environment")}
-    return launch(SCRIPT, [], launcher=[*ACCELERATE, *flags], environment=environment).check()
+    return launch(SCRIPT, [], launcher=accelerate(*flags), environment=environment, timeout_s=250).check()
 
 
 @pytest.mark.slow
@@ -38,7 +34,6 @@ def test_hosts_and_filters_reach_our_launcher(
     """The one host that this test has is enough to see who starts how many ranks."""
     (tmp_path / "hosts").write_text("localhost slots=4\n")
     machine = {"num_machines": 2, "num_processes": 4, "machine_rank": 0, "main_process_ip": "127.0.0.1"}
-    machine |= {"main_process_port": PORT}
     ds = {"deepspeed_hostfile": str(tmp_path / "hosts"), "deepspeed_multinode_launcher": "pdsh", "zero_stage": 1}
     ds |= settings
     if as_file:
@@ -61,7 +56,7 @@ def test_hosts_and_filters_reach_our_launcher(
 def test_two_launches_meet_as_two_machines(same_network: bool, tmp_path: Path) -> None:
     """`standard`: torch's own launcher on every machine, started by hand."""
     flags = ["--use_hf_zero", "--cpu", "--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1"]
-    flags += [f"--main_process_port={PORT + 1 + same_network}", "--deepspeed_multinode_launcher=standard"]
+    flags += [f"--main_process_port={a_port()}", "--deepspeed_multinode_launcher=standard"]
     flags += ["--zero_stage=3", *(["--same_network"] if same_network else [])]
     with ThreadPoolExecutor(2) as both:
         machines = list(both.map(lambda rank: started(tmp_path, *flags, f"--machine_rank={rank}"), range(2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # Carried by every process of a launch: torch's launcher puts its workers into sessions of their own, so the process
 # group does not find them all.
 MARK = "TEST_LAUNCH_MARK"
-ACCELERATE = ("-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,6 +36,16 @@ class Finished:
         return self
 
 
+def a_port() -> int:
+    """One that is hardly in use: below those that systems hand out by themselves, so nobody gets it meanwhile."""
+    return random.SystemRandom().randrange(10000, 32000)
+
+
+def accelerate(*flags: object) -> list[object]:
+    """The launcher `accelerate launch` with these flags."""
+    return ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", a_port(), *flags]
+
+
 def launch(
     script: Path,
     arguments: Sequence[object],
@@ -48,7 +58,7 @@ def launch(
 ) -> Finished:
     """Run ``script`` with ``python``: alone (``processes=None``) or on that many ranks under torch.distributed.run.
 
-    ``launcher``: words before the script, another launcher's (ACCELERATE and flags); it starts the ranks then.
+    ``launcher``: words before the script, another launcher's (`accelerate(...)`); it starts the ranks then.
     """
     command = [python, *(str(word) for word in launcher)]
     if processes is not None:
