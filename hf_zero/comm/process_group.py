@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 
@@ -206,7 +207,15 @@ def _gloo_group(known: dict[int, dist.ProcessGroup]) -> dist.ProcessGroup:
     key = id(dist.group.WORLD)
     if key not in known:
         known[key] = dist.new_group(backend="gloo", timeout=_timeout())
+        atexit.register(_end, known[key])
     return known[key]
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    """Leave a group at exit, whatever the world's backend is: see `_leave_at_exit`."""
+    if is_initialized():
+        with suppress(ValueError):  # of a world that has been left already
+            dist.destroy_process_group(group)
 
 
 _background_groups: dict[int, dist.ProcessGroup] = {}
