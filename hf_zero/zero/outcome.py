@@ -117,11 +117,6 @@ class StepOutcome:
         return self._rule.norm(self._read()[0])
 
     @property
-    def norm_if_known(self) -> float | Tensor:
-        """The norm as far as it can be told without waiting: a number, or a 0-dim tensor on the device."""
-        return self.norm if self.is_known else self._rule.norm_on_device(self._sums[0])
-
-    @property
     def has_overwritten(self) -> bool:
         """Whether any rank has written to parameters that it holds only a shard of."""
         return self._read()[1] > 0
