@@ -28,6 +28,8 @@ from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.zero.watched import unwatch, watch
 from hf_zero.zero.whole import hold, let_go
 
+MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
+MIN_OPENED = 8  # ... except that so many, the last ones, may be worked on together
 _IGNORED = ("data_parallel_group", "mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
 
 
@@ -39,7 +41,7 @@ class Init(AbstractContextManager[Any]):
 
     A module is sharded as soon as it becomes part of another one, so at most one module's parameters are whole at a
     time. Rank 0's values win. Code that then still reads a parameter (an init function, `self.head.weight = ...`) finds
-    it gathered until the next module comes.
+    it gathered until the next module comes, or many others have been read after it; what was written to it is kept.
 
     Args:
         module: convert this module at once, instead of what is built inside the context.
@@ -204,6 +206,9 @@ class _Birth:
             return
         hold([handle])
         self._opened.append(handle)
+        # A function that initialises a whole model reads all of it, and no module comes any more.
+        while len(self._opened) > MIN_OPENED and sum(opened.numel for opened in self._opened) > MAX_OPENED_NUMEL:
+            let_go([self._opened.pop(0)], modifier_rank=0)
 
     @torch.no_grad()
     def _shard(self, parameter: nn.Parameter) -> None:
