@@ -23,7 +23,7 @@ from hf_zero.log import logger
 _OF_CONNECTIONS = re.compile(
     r"connection|broken pipe|timed? ?out|timeout|remote process|socket|gloo|nccl", re.IGNORECASE
 )
-_PATIENCE_S = 1.0  # between the end of a connection and that of its process
+_PATIENCE_S = 5.0  # between the end of a connection and that of its process
 
 
 @dataclass(frozen=True)
