@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import importlib
 import json
 import os
 import signal
@@ -17,6 +19,7 @@ from hf_zero.launch.command_line import choose_backend, main, travelling_variabl
 from hf_zero.launch.options import parse
 from hf_zero.launch.resources import chosen_world, listed_world
 
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "hf_zero", "launch"]
 # Each rank says in a file of its own what it was told.
 TELL = """
@@ -230,3 +233,11 @@ def test_a_machine_without_gpus_has_one_rank(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_this_folder_comes_first_for_python(tmp_path: Path) -> None:
     assert travelling_variables({"PYTHONPATH": "/a"}, str(tmp_path))["PYTHONPATH"] == f"{tmp_path}:/a"
+
+
+def test_the_command_that_is_installed() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    name, equals, place = settings["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, colon, function = place.partition(":")
+    assert name == "hf-zero" and callable(getattr(importlib.import_module(module), function))

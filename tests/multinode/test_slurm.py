@@ -10,7 +10,7 @@ import pytest
 
 from tests.multinode.cluster import ROOT, Node, launch_words
 from tests.multinode.slurm import missing, slurm
-from tests.multinode.test_launchers import Cluster, check, wait_for
+from tests.multinode.test_launchers import AS_ROOT, Cluster, check, wait_for
 from tests.multinode.training import Training
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(600)]
@@ -69,3 +69,30 @@ def test_the_first_failure_of_a_job_under_slurm(
         "hf-zero launch: rank 3 on node2 failed first (exit status 1). It said last:",
         "  rank 3 has no data",
     ]
+
+
+def test_ranks_that_srun_and_mpirun_start_directly_find_each_other(
+    cluster: Cluster, slurm_variables: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(
+        "import os, sys, torch, hf_zero\n"
+        "hf_zero.init_distributed('gloo', distributed_port=29641)\n"
+        "value = torch.ones(1) * (1 + torch.distributed.get_rank())\n"
+        "torch.distributed.all_reduce(value)\n"
+        "with open(sys.argv[1] + os.environ['RANK'], 'w') as file:\n"
+        "    file.write(f\"{value.item()} {os.uname().nodename} {os.environ['LOCAL_RANK']}\")\n"
+    )
+    ways = {
+        "srun": ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"],
+        "openmpi": ["mpirun.openmpi", "-n", "2", "--bind-to", "none", "--oversubscribe"],
+        "mpich": ["mpirun.mpich", "-n", "2"],
+    }
+    for way, words in ways.items():
+        output = tmp_path / way
+        command = [*words, sys.executable, script, tmp_path / f"{way}-"]
+        variables = {**slurm_variables, **AS_ROOT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        assert wait_for([cluster[0].start(command, variables, output)], [output]) == [0]
+    told = {way: [path.read_text() for path in sorted(tmp_path.glob(f"{way}-*"))] for way in ways}
+    assert told["srun"] == ["10.0 node1 0", "10.0 node1 1", "10.0 node2 0", "10.0 node2 1"]
+    assert told["openmpi"] == told["mpich"] == ["3.0 node1 0", "3.0 node1 1"]
