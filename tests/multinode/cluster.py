@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -103,10 +104,11 @@ def missing() -> list[str]:
 @contextmanager
 def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[tuple[Node, Node]]:
     """Two nodes with files under `folder`; gone at the end, with everything that runs on them."""
-    spaces = [f"hf_zero-{os.getpid()}-{name}" for name in NAMES]
+    token = secrets.token_hex(4)
+    spaces = [f"hf_zero-{token}-{name}" for name in NAMES]
     servers: list[subprocess.Popen[bytes]] = []
     try:
-        _make_network(spaces)
+        _make_network(spaces, [f"hfz{token}{side}" for side in "ab"])
         keys = _make_keys(folder)
         for index, space in enumerate(spaces):
             place = _prepare(folder, index, keys, boot_id=0 if same_boot_id else index)
@@ -127,8 +129,7 @@ def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[tuple[Nod
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)
 
 
-def _make_network(spaces: Sequence[str]) -> None:
-    ends = [f"hfz{os.getpid() % 10**6}{side}" for side in "ab"]
+def _make_network(spaces: Sequence[str], ends: Sequence[str]) -> None:
     for space in spaces:
         _run("ip", "netns", "add", space)
     _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
