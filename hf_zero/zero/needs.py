@@ -18,7 +18,7 @@ from hf_zero.zero.sharding import Sharding
 
 WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
 GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
-PARAMETER_BUFFERS = 3  # that an update or a forward uses at once: one at work, one on its way in, one on its way out
+PARAMETER_BUFFERS = 3  # as a rule: one at work, one on its way in, one on its way out; a slow drive may take more
 _GB = 1e9
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",

@@ -157,7 +157,7 @@ def write_beside_the_next_update(rank: int, run: Run) -> bool:
     class Held(FileAccess):
         def write_at(self, file: int, source: memoryview, offset: int) -> int:
             if gate.is_set():
-                met.append(begun.wait(timeout=20))
+                met.append(begun.wait(timeout=60))
             return super().write_at(file, source, offset)
 
     drives.ACCESS = Held()
@@ -181,7 +181,7 @@ def test_requests_under_way(aio: dict[str, int], tmp_path: Path, monkeypatch: py
 
     class Meeting(FileAccess):
         def read_at(self, file: int, into: memoryview, offset: int) -> int:
-            together.wait(timeout=20)
+            together.wait(timeout=60)
             return super().read_at(file, into, offset)
 
     monkeypatch.setattr(drives, "ACCESS", Meeting())

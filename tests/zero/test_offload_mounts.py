@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +25,8 @@ Mount = Callable[..., Path]
 
 
 def command(*words: object) -> str:
+    if shutil.which(str(words[0])) is None:
+        pytest.skip(f"{words[0]} is not installed")
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot be done on this machine: {' '.join(map(str, words))}: {done.stderr.strip()[:200]}")
