@@ -70,19 +70,27 @@ def test_kubernetes_manifest_fits_the_schema_of_its_operator() -> None:
     ]
 
 
-def test_kubernetes_manifest_starts_a_command_that_exists() -> None:
+@pytest.mark.parametrize("num_pods", [2, 3, 4])
+def test_kubernetes_manifest_starts_a_command_that_exists(num_pods: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(CLUSTERS))
+    import elastic
+
     container = worker_container()
     assert container["name"] == "pytorch"
     launcher, *words = container["command"]
     assert launcher == "torchrun"
     options = get_args_parser().parse_args(words)
     root = EXAMPLES.parent
-    assert (root / options.training_script).is_file()
-    settings = dict(word[2:].split("=", 1) for word in options.training_script_args if "=" in word)
-    assert (root / settings.pop("deepspeed")).is_file()
-    others = [word for word in options.training_script_args if not word.startswith("--deepspeed")]
-    *_, training_args = train_clm.parse([*others, "--use_cpu"])
+    assert root / options.training_script == CLUSTERS / "elastic.py"
+    world_size = 8 * num_pods
+    arguments = elastic.arguments_of_this_start(options.training_script_args, world_size)
+    [config] = [word.partition("=")[2] for word in arguments if word.startswith("--deepspeed=")]
+    assert (root / config).is_file()
+    *_, training_args = train_clm.parse(
+        [word for word in arguments if not word.startswith("--deepspeed")] + ["--use_cpu"]
+    )
     assert training_args.save_steps == 500
+    assert training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * world_size == 192
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     volumes = manifest()["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"]
     assert {volume["name"] for volume in volumes} == mounts
