@@ -29,6 +29,7 @@ def parameter_offload(section: OffloadParam | None) -> ParameterOffload | None:
         device="nvme" if section.device == "nvme" else "cpu",
         folder=section.nvme_path,
         pinned=section.pin_memory,
+        buffer_count=section.buffer_count,
         buffer_numel=section.buffer_count * section.buffer_size,
         host_numel=section.max_in_cpu,
     )

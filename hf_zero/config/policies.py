@@ -107,7 +107,8 @@ class ParameterOffload:
     device: OffloadDevice
     folder: str | None
     pinned: bool
-    buffer_numel: int  # of the shards that are in memory on their way, in all
+    buffer_count: int  # shards that are in memory on their way, at most
+    buffer_numel: int  # of all of them
     host_numel: int  # so many stay in host memory although the place is NVMe
 
 

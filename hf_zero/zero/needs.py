@@ -18,7 +18,7 @@ from hf_zero.zero.sharding import Sharding
 
 WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
 GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
-PARAMETER_BUFFERS = 3  # as a rule: one at work, one on its way in, one on its way out; a slow drive may take more
+AT_ONCE = 3  # shards of parameters in memory whatever the config allows: one at work, one fetched ahead, one going
 _GB = 1e9
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
@@ -86,7 +86,9 @@ def needs_of(
         share = min(1.0, rest.host_numel / max(1, numel))
         disk += round(weights * (1 - share))
         host += 0 if device.type == "cpu" else round(weights * share)
-        host += min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), PARAMETER_BUFFERS * bucket, weights)
+        if share < 1.0:
+            allowed = min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), rest.buffer_count * bucket)
+            host += max(allowed, AT_ONCE * bucket)
     elif rest is not None:
         host += 0 if device.type == "cpu" else weights
     on_host = device.type == "cpu"

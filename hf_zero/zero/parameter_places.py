@@ -22,7 +22,7 @@ def store_of_parameters(policy: ParameterOffload | None, device: torch.device, d
     host = MemoryStore(HOST, pinned=pinned)
     if policy.device == "cpu" or drive is None:
         return host
-    pool = BufferPool(limit_numel=policy.buffer_numel, pinned=pinned)
+    pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)
     return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
 
 

@@ -66,7 +66,7 @@ def test_ratio_and_max_in_cpu_and_fast_init(tmp_path: Path) -> None:
 
 
 def test_sizes_of_the_pools() -> None:
-    """buffer_count for each stage of the pipeline; buffer_count times buffer_size elements of parameters."""
+    """buffer_count for each stage of the pipeline; buffer_count of parameters, with that times buffer_size elements."""
     cases = [({"buffer_count": 3}, 9), ({"buffer_count": 5, "pipeline_read": False}, 10)]
     cases += [({"buffer_count": 4, "pipeline_write": False, "pipeline_read": False}, 4)]
     for section, limit in cases:
@@ -83,7 +83,7 @@ def pools(rank: int, run: Run) -> dict[str, BufferPool]:
 
 def test_the_engine_takes_these_sizes(tmp_path: Path) -> None:
     run = run_with(tmp_path, {"buffer_count": 4, "pipeline_write": False}, {"buffer_count": 3, "buffer_size": 700})
-    assert run_ranks(pools, 1, run) == [{"optimizer": (8, None), "gradients": (3, None), "parameters": (None, 2100)}]
+    assert run_ranks(pools, 1, run) == [{"optimizer": (8, None), "gradients": (3, None), "parameters": (3, 2100)}]
 
 
 @pytest.mark.parametrize("limits", [{"limit": 2}, {"limit_numel": 2 * 1024}], ids=["count", "elements"])

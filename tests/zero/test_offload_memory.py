@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_zero.memory import requests
+from hf_zero.zero.needs import AT_ONCE, GRADIENT_BUFFERS
 from tests.support.launch import ROOT
 from tests.support.memory import live_bytes, shared_blocks
 from tests.support.ranks import run_ranks
@@ -83,3 +86,39 @@ def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -
     assert peak <= 1.15 * (allowed["buffers"] + allowed["unit"] + allowed["resident"]) + 64
     assert not list(drive.iterdir())
     assert "failed" in train_in_a_process(tmp_path, limit_gb=1.4, drive=None)
+
+
+def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
+    from hf_zero.zero import assemble
+
+    said, check, write = [], assemble.check_needs, os.pwritev
+
+    def listening(needs: Any, *others: Any) -> None:
+        said.append(needs.host)
+        check(needs, *others)
+
+    def slow(*arguments: Any) -> int:
+        time.sleep(0.005)
+        return write(*arguments)
+
+    assemble.check_needs = listening
+    requests.os.pwritev = slow
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)  # in which the order of this model's modules is not known yet
+    [drive] = engine._assembly.places.drives
+    for store in drive._stores:
+        store.pool._most_bytes = store.pool.bytes_live
+    train(engine, run, rank, 2, first=1, steps=3)
+    return drive.buffer_bytes, said[0]
+
+
+@pytest.mark.parametrize("buffers", [{}, {"buffer_count": 3}, {"buffer_count": 1}, {"buffer_size": 1}], ids=str)
+def test_what_was_said_beforehand_bounds_the_buffers(buffers: dict[str, int], tmp_path: Path) -> None:
+    """A drive that wrote slowly made more buffers of parameters than had been said. Sizes of the little model are a
+    fraction of a page; with pages as the unit the number that is said holds."""
+    zero = on_drive(tmp_path, parameters=True)
+    zero["offload_param"] |= buffers
+    count = AT_ONCE if "buffer_size" in buffers else max(AT_ONCE, buffers.get("buffer_count", 5))
+    for used, said in run_ranks(buffers_and_needs, 2, Run(3, zero=zero)):
+        pages = 5 * 3 + GRADIENT_BUFFERS + count  # of portions, gradients, parameters
+        assert used <= said + pages * 4096

@@ -46,10 +46,14 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
     assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == portions + 3 * bucket
     rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
     both = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small)
-    assert both == Needs(host=3 * portions + 3 * bucket + 3 * bucket, disk=4000 * M)
-    little = {**rest, "buffer_count": 1, "buffer_size": 30 * M}
-    few = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=little, **small)
-    assert few.host == both.host - 3 * bucket + 60 * M
+    assert both == Needs(host=3 * portions + 3 * bucket + 5 * bucket, disk=4000 * M)
+    for little, numel in [
+        ({"buffer_size": 18 * M}, 90 * M),
+        ({"buffer_count": 4}, 100 * M),
+        ({"buffer_count": 1}, 75 * M),
+    ]:
+        few = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param={**rest, **little}, **small)
+        assert few.host == both.host - 5 * bucket + 2 * numel
     some = {**rest, "max_in_cpu": 50 * M}
     assert needs(CUDA, 3, 4, offload_param=some).disk == 400 * M
 

@@ -60,10 +60,10 @@ class OffloadParam(Section):
     device: Literal["none", "cpu", "nvme"] | None = honoured("none", "Place of the parameters: none, cpu or nvme.")
     nvme_path: PathText | None = honoured(None, "nvme: an existing folder on the drive.")
     buffer_count: Positive = honoured(
-        5, "nvme: this many times buffer_size may be in memory on its way.", unit="buffers"
+        5, "nvme: shards in memory on their way, at most (three at least).", unit="buffers"
     )
     buffer_size: Positive = honoured(
-        100_000_000, "nvme: see buffer_count. A shard that is larger has a buffer of its own size.", unit="elements"
+        100_000_000, "nvme: buffer_count times this is the most of all of them together.", unit="elements"
     )
     max_in_cpu: Count = honoured(
         1_000_000_000, "nvme: as much of a rank's shards stays in host memory.", unit="elements"
