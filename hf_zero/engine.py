@@ -101,8 +101,8 @@ class ZeroEngine(EngineModule):
             parts.store.begin_backward()
             reducer.begin(boundary=self._syncs and self.is_gradient_accumulation_boundary())
             self._scaled(loss).backward(retain_graph=retain_graph)
-            parts.store.end_backward()
             reducer.finish()
+            parts.store.end_backward()
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:

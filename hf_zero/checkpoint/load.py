@@ -19,6 +19,7 @@ from hf_zero.log import logger
 from hf_zero.optim import MasterShard
 from hf_zero.zero.consolidate import persistent_buffers
 from hf_zero.zero.sharded_parameter import of
+from hf_zero.zero.store import ParameterStore
 
 Parts = Callable[[int, int], Iterator[Tensor]]
 _MANY = 5
@@ -76,8 +77,13 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
         store.prepare_update()
         store.adopt_edits()
     _write_unsharded(subject, plan)
-    if store is None or not isinstance(subject, Subject):
-        return
+    if store is not None and isinstance(subject, Subject):
+        _write_trained(store, subject, plan)
+    if store is not None:
+        store.finish_update()
+
+
+def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> None:
     shelf = subject.assembly.optimizer.updater.shelf
     for number, shard in enumerate(subject.assembly.optimizer.shards):
         with shelf.opened(number, changes=True):

@@ -1,7 +1,8 @@
 """Groups and collectives: the only room that talks to torch.distributed."""
 
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, Pending, Rows
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives
 from hf_zero.comm.ledger import Ledger, Tally, ledger
+from hf_zero.comm.negotiation import Gathering, Negotiation
 from hf_zero.comm.process_group import (
     Channel,
     background_collectives,
@@ -16,13 +17,16 @@ from hf_zero.comm.process_group import (
     local_device,
     set_timeout,
 )
+from hf_zero.comm.rows import Pending, Rows
 
 __all__ = [
     "background_collectives",
     "Channel",
     "Collectives",
+    "Gathering",
     "Ledger",
     "MAX_SEND_BUFFERS",
+    "Negotiation",
     "Pending",
     "Rows",
     "Tally",

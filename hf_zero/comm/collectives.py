@@ -9,62 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.ledger import ledger
-
-
-class Pending:
-    """A collective under way. Its buffers must not be touched before `wait` returns (on a GPU: is ordered).
-
-    This base class has nothing left to do.
-    """
-
-    def advance(self) -> None:
-        """Take the next step of a collective that has several and needs this process for them; may wait for others."""
-
-    def is_ready(self) -> bool:
-        """Whether `wait` would return at once; False where that cannot be known."""
-        return False
-
-    def wait(self) -> None:
-        """Return when the result is there."""
-
-
-class Rows(Pending):
-    """A gather of every rank's row. Rows may be read after `wait` and until `give_back`, where they arrived.
-
-    Attributes:
-        flat: all rows, one behind the other, where they lie like that.
-        buffer: what the gather took for them.
-    """
-
-    flat: Tensor | None = None
-    buffer: Tensor | None = None
-
-    def row(self, rank: int) -> Tensor:
-        raise NotImplementedError
-
-    def give_back(self) -> None:
-        """The rows have been read."""
-
-
-class FlatRows(Rows):
-    """Rows in one buffer."""
-
-    def __init__(self, buffer: Tensor | None, flat: Tensor, world: int, pending: Pending) -> None:
-        self.buffer = buffer
-        self.flat: Tensor = flat
-        self._world = world
-        self._pending = pending
-
-    def wait(self) -> None:
-        self._pending.wait()
-
-    def row(self, rank: int) -> Tensor:
-        return own_shard(self.flat, rank, self._world)
-
-
-def num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
+from hf_zero.comm.lockstep import AlikeNegotiation
+from hf_zero.comm.negotiation import Negotiation
+from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
 
 MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
 
@@ -74,20 +21,24 @@ class Collectives(ABC):
 
     Reductions always SUM; whoever wants a mean divides, because averaging inside a backend is not to be trusted on
     gloo. Flat buffers have a multiple of `world` elements; rank r owns the r-th of `world` equal shards.
+
+    Attributes:
+        negotiation: how ranks agree on the gathers of stage 3.
     """
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
+        self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
-    def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device, *, waits: bool = True) -> Tensor:
+    def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer (1-D) to fill and reduce from, which saves a copy where data change hands in shared memory.
+
+        There are at most MAX_SEND_BUFFERS of those; one is waited for if need be.
 
         Args:
             numel: the same for all buffers of a dtype, so that few of them rotate.
-            waits: there are at most MAX_SEND_BUFFERS, and one is waited for if need be; otherwise there is always one
-                more.
         """
         for index, candidate in enumerate(self._send_buffers):
             if candidate.dtype == dtype and candidate.numel() >= numel:
@@ -103,6 +54,10 @@ class Collectives(ABC):
         """Sum `flat` over all ranks, in place."""
         ledger.record("all_reduce", num_bytes(flat))
         return self._all_reduce(flat)
+
+    def about(self, *subject: int) -> None:
+        """Say what the next call is about (two integers at most), for calls that compare it with the other ranks'."""
+        return None
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
@@ -229,9 +184,3 @@ class LoneCollectives(Collectives):
 
     def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         return list(facts)
-
-
-def own_shard(flat: Tensor, rank: int, world: int) -> Tensor:
-    """View of the shard of `flat` that `rank` owns."""
-    numel = flat.numel() // world
-    return flat.narrow(0, rank * numel, numel)

@@ -15,7 +15,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.exchange import ExchangeCollectives
 from hf_zero.comm.host import HostCollectives
+from hf_zero.comm.host_negotiation import HostNegotiation
+from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.obituary import remember_ranks
 from hf_zero.comm.shared_memory import SharedMemoryLink, connect
 from hf_zero.network import name_gloo_interface
@@ -139,12 +142,36 @@ def collectives_for(device: torch.device, channel: Channel = Channel.REDUCE) -> 
     if get_world_size() == 1:
         return LoneCollectives()
     remember_ranks(NativeCollectives().gather_objects)
+    collectives, link = _unnegotiated(device, channel)
+    if channel is Channel.GATHER:
+        collectives.negotiation = _negotiation(collectives, link, host_waits=device.type == "cpu")
+    return collectives
+
+
+def _unnegotiated(device: torch.device, channel: Channel) -> tuple[Collectives, SharedMemoryLink | None]:
     if device.type == "cpu" and "gloo" in _backend_name():
         link = _shared_memory_link()
-        return ExchangeCollectives(channel=channel) if link is None else HostCollectives(link, channel)
+        return (ExchangeCollectives(channel=channel) if link is None else HostCollectives(link, channel)), link
     is_needed = channel is Channel.REDUCE and device.type != "cpu"
     hosts = _gloo_group(_host_groups) if is_needed else None
-    return NativeCollectives(_native_group(channel), hosts)
+    return NativeCollectives(_native_group(channel), hosts), None
+
+
+# One per process group: all engines of a process take turns in it.
+_negotiations: dict[int, Negotiation] = {}
+
+
+def _negotiation(collectives: Collectives, link: SharedMemoryLink | None, *, host_waits: bool) -> Negotiation:
+    """What all engines on this process group share. Collective at first use."""
+    key = id(dist.group.WORLD)
+    if key not in _negotiations:
+        _negotiations.clear()
+        if link is not None:
+            _negotiations[key] = HostNegotiation(get_rank(), get_world_size(), link)
+        else:
+            hosts = NativeCollectives(_gloo_group(_negotiation_groups))
+            _negotiations[key] = LockstepNegotiation(collectives, hosts, host_waits=host_waits)
+    return _negotiations[key]
 
 
 # One per process group, which stays alive here so that no other one can get its id.
@@ -219,6 +246,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 _background_groups: dict[int, dist.ProcessGroup] = {}
+_negotiation_groups: dict[int, dist.ProcessGroup] = {}
 _host_groups: dict[int, dist.ProcessGroup] = {}  # what hosts tell each other in a step, without asking their devices
 
 

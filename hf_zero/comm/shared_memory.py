@@ -4,7 +4,7 @@
     receiver    claim call 7: the sender's block 2, mapped here too | read it | finish: "block 2 is read"
     sender      all peers have read block 2: it is free again
 
-Words travel over Unix sockets, one per pair of ranks, and are 24 bytes long; blocks are anonymous files whose
+Words travel over Unix sockets, one per pair of ranks, and are 64 bytes long; blocks are anonymous files whose
 descriptors travel the same way once. A sender without a fitting free block makes another one, unless it chooses to wait
 until one has been read; blocks that are not taken for a while are dropped.
 """
@@ -13,22 +13,43 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import socket
 import struct
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_WORD = struct.Struct("<qqq")  # kind, block, argument
+from hf_zero.comm.wires import Gone, SocketWires, Wires
+
+NUM_DETAILS = 5
+Label = tuple[int, ...]  # of a call: NUM_DETAILS integers that are the same on all ranks
+NO_LABEL: Label = (0,) * NUM_DETAILS
+FIRST_MAIL = 100  # kinds of words from here on are those of `mail`
+_WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
+_CALLS_PER_CHANNEL = 1 << 48
 _GRAIN_BYTES = 1 << 12
 _MAX_IDLE = 256  # takes of other blocks; about a step of a model of fifty layers
-_READ_BYTES = 128 * _WORD.size
 _HOLDER = -1  # stands among a block's readers for the rank that made it
+
+
+def _word(kind: int, block: int, argument: int = 0, *details: int) -> bytes:
+    return _WORD.pack(kind, block, argument, *details, *NO_LABEL[len(details) :])
+
+
+def call_number(channel: int, count: int) -> int:
+    """The number of the `count`-th call on a channel, unlike all others."""
+    return channel * _CALLS_PER_CHANNEL + count
+
+
+def channel_of(call: int) -> int:
+    return call // _CALLS_PER_CHANNEL
 
 
 class _Kind(IntEnum):
@@ -44,12 +65,14 @@ class Block:
 
     Attributes:
         last_take: the number of its last use; of own blocks only.
+        last_call: the call that it was posted as the last time; of own blocks only.
     """
 
     def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
         self.number = number
         self.num_bytes = num_bytes
         self.last_take = 0
+        self.last_call = -1
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         os.close(descriptor)
@@ -59,27 +82,64 @@ class Block:
         return self.bytes.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
 
+class Mail(NamedTuple):
+    """A word that the link only carries, for those who use it.
+
+    Attributes:
+        block: data that came with it, to be given back by `finish`; None without.
+    """
+
+    peer: int
+    kind: int
+    block: Block | None
+    argument: int
+    details: tuple[int, ...]
+
+
+class Mismatch(RuntimeError):
+    """Two ranks have made different calls in the same place.
+
+    Attributes:
+        ours, theirs: the labels of the two calls.
+    """
+
+    def __init__(self, peer: int, ours: Label, theirs: Label) -> None:
+        super().__init__(f"rank {peer} has made another call: {theirs} where this rank has {ours}")
+        self.peer, self.ours, self.theirs = peer, ours, theirs
+
+
 class SharedMemoryLink:
     """This rank's end of the connections to all other ranks.
 
+    Whoever waits takes in the words of all ranks, and `attendants` may act on them, so that waiting for one thing keeps
+    nothing else from going on.
+
     Attributes:
         timeout_s: how long an answer is waited for.
+        on_mail: takes what is not the link's own business; see `mail`.
+        attendants: called in every wait with the peers whose next message is waited for; say whether they did
+            anything.
+        calls: number of the last call on each channel.
     """
 
-    def __init__(self, peers: dict[int, socket.socket], timeout_s: float) -> None:
-        self._peers = peers
+    def __init__(self, wires: Wires, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.on_mail: Callable[[Mail], None] | None = None
+        self.attendants: list[Callable[[frozenset[int]], bool]] = []
+        self.calls: Counter[int] = Counter()
+        self._wires = wires
+        self._peers = wires.peers
         self._mine: dict[int, Block] = {}
         self._num_made = 0
         self._num_takes = 0
         self._free: list[Block] = []
         self._readers: dict[int, set[int]] = {}  # of a block that is not free: who has still to read it
         self._theirs: dict[tuple[int, int], Block] = {}
-        self._posted: dict[tuple[int, int], int] = {}  # (peer, call) -> block, until claimed
+        self._posted: dict[tuple[int, int], tuple[int, Label]] = {}  # (peer, call) -> block, label; until claimed
+        self._last_call: dict[tuple[int, int], int] = {}  # that was heard of (peer, channel)
         self._gone: set[int] = set()
         self._blamed: dict[int, int] = {}  # a rank that ended because of another one, and which
-        for peer in peers.values():
-            peer.setblocking(False)
+        self._is_attending = False
 
     @property
     def own_blocks(self) -> list[Tensor]:
@@ -91,10 +151,11 @@ class SharedMemoryLink:
         """Other ranks' blocks, mapped here."""
         return [block.bytes for block in self._theirs.values()]
 
+    # Blocks
+
     def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
         """A block of this rank's that nobody reads; one that `is_held` is not free again before `let_go`."""
-        for peer in self._peers:
-            self._listen(peer)
+        self._listen_to_all()
         self._num_takes += 1
         size = max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES
         # A block that is much larger stays for those who need it, or they would make another one.
@@ -115,39 +176,108 @@ class SharedMemoryLink:
 
     def wait_until_read(self, block: Block, take: int) -> None:
         """Return when all peers have read what was put into `block` at that take. It must have been let go."""
-        while block.last_take == take and (readers := self._readers.get(block.number)):
-            self._await_word(min(readers))
 
-    def post(self, block: Block, call: int) -> None:
-        """Let all peers read `block` as the data of `call`."""
+        def readers() -> set[int]:
+            return self._readers.get(block.number, set()) if block.last_take == take else set()
+
+        def not_posted() -> set[int]:
+            # A peer reads what this rank has posted once everybody has posted as much.
+            channel = channel_of(block.last_call)
+            return {peer for peer in self._peers if self._last_call.get((peer, channel), -1) < block.last_call}
+
+        self.wait_for(readers, not_posted)
+
+    def finish(self, peer: int, block: Block) -> None:
+        """`block` of `peer` has been read."""
+        self._send(peer, _word(_Kind.READ, block.number), optional=True)
+
+    # Calls
+
+    def post(self, block: Block, call: int, label: Label = NO_LABEL) -> None:
+        """Let all peers read `block` as the data of `call`; `label` is compared with theirs."""
         self._readers[block.number].update(self._peers)
-        word = _WORD.pack(_Kind.POSTED, block.number, call)
+        block.last_call = call
+        word = _word(_Kind.POSTED, block.number, call, *label)
         for peer in self._peers:
             self._send(peer, word)
 
-    def claim(self, peer: int, call: int) -> Block:
-        """What `peer` posted, or will post, as `call`; waits for it."""
-        while (peer, call) not in self._posted:
-            self._await_word(peer)
-        return self._theirs[peer, self._posted.pop((peer, call))]
+    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
+        """What `peer` posted, or will post, as `call`; waits for it.
+
+        Raises:
+            Mismatch: when it was something else.
+        """
+
+        def missing() -> set[int]:
+            return set() if (peer, call) in self._posted else {peer}
+
+        self.wait_for(missing, missing)
+        number, theirs = self._posted.pop((peer, call))
+        if theirs != label:
+            raise Mismatch(peer, label, theirs)
+        return self._theirs[peer, number]
 
     def has_heard(self, peer: int, call: int) -> bool:
         """Whether `peer` has posted `call`, so that claiming it takes no waiting."""
         self._listen(peer)
         return (peer, call) in self._posted
 
-    def finish(self, peer: int, block: Block) -> None:
-        """`block` of `peer` has been read."""
-        self._send(peer, _WORD.pack(_Kind.READ, block.number, 0), optional=True)
+    # Mail
+
+    def mail(
+        self, peers: Iterable[int], kind: int, block: Block | None, argument: int, details: Sequence[int] = ()
+    ) -> None:
+        """Send a word of others' making to `peers`, who are to read `block` if one is given."""
+        receivers = tuple(peers)
+        if block is not None:
+            self._readers[block.number].update(receivers)
+        word = _word(FIRST_MAIL + kind, -1 if block is None else block.number, argument, *details)
+        for peer in receivers:
+            self._send(peer, word)
+
+    # Waiting
+
+    def wait_for(
+        self, missing: Callable[[], AbstractSet[int]], not_posted: Callable[[], AbstractSet[int]] | None = None
+    ) -> None:
+        """Return when nobody is missing. Takes in words, and lets the attendants act, while it waits.
+
+        Args:
+            missing: peers from whom something is waited for.
+            not_posted: those among all peers whose next message this rank needs to go on.
+
+        Raises:
+            RuntimeError: when one of them has stopped, or none has said anything for `timeout_s`.
+        """
+        if not missing():
+            return
+        self._listen_to_all()
+        while absent := missing():
+            if self._attend(frozenset(not_posted()) if not_posted is not None else frozenset()):
+                continue
+            lost = self._gone & absent
+            if lost:
+                raise self._stopped(min(lost))
+            if not self._wires.wait(self.timeout_s):
+                raise RuntimeError(f"rank {min(absent)} has not answered for {self.timeout_s:g} seconds")
+            self._listen_to_all()
 
     def close(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
+        self._wires.close()
+
+    def _attend(self, awaited: frozenset[int]) -> bool:
+        if self._is_attending:  # an attendant that waits has others attend to nothing new
+            return False
+        self._is_attending = True
+        try:
+            return any([attend(awaited) for attend in self.attendants])
+        finally:
+            self._is_attending = False
 
     def _new_block(self, size: int) -> Block:
         descriptor = _anonymous_file(size)
         number, self._num_made = self._num_made, self._num_made + 1
-        word = _WORD.pack(_Kind.BLOCK, number, size)
+        word = _word(_Kind.BLOCK, number, size)
         for peer in self._peers:
             self._send(peer, word, descriptor)
         block = Block(number, descriptor, size)
@@ -155,27 +285,16 @@ class SharedMemoryLink:
         return block
 
     def _send(self, peer: int, word: bytes, descriptor: int | None = None, *, optional: bool = False) -> None:
-        way = self._peers[peer]
-        while True:
-            try:
-                sent = way.send(word) if descriptor is None else socket.send_fds(way, [word], [descriptor])
-                assert sent == len(word), "a word is sent whole or not at all"
-                return
-            except BlockingIOError:
-                self._await(peer, select.POLLIN | select.POLLOUT)
+        try:
+            while not self._wires.send(peer, word, descriptor):
+                if not self._wires.wait(self.timeout_s, room_for=peer):
+                    raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds")
                 self._listen(peer)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                if not optional:
-                    self._listen(peer)  # its last words
-                    raise self._stopped(peer) from error
-                self._gone.add(peer)
-                return
-
-    def _await_word(self, peer: int) -> None:
-        if peer in self._gone:
-            raise self._stopped(peer)
-        self._await(peer, select.POLLIN)
-        self._listen(peer)
+        except Gone as gone:
+            if not optional:
+                self._listen(peer)  # its last words
+                raise self._stopped(peer) from gone
+            self._gone.add(peer)
 
     def _stopped(self, peer: int) -> RuntimeError:
         """Who is the cause of it: `peer`, or the rank because of which `peer` has ended. The others learn it too."""
@@ -184,37 +303,44 @@ class SharedMemoryLink:
         while culprit in self._blamed:
             culprit = self._blamed.pop(culprit)
         for other in self._peers:
-            self._send(other, _WORD.pack(_Kind.BLAMED, culprit, 0), optional=True)
+            self._send(other, _word(_Kind.BLAMED, culprit), optional=True)
         return RuntimeError(f"rank {culprit} has stopped" + (f", and then rank {peer}" if peer != culprit else ""))
 
-    def _await(self, peer: int, events: int) -> None:
-        poller = select.poll()
-        poller.register(self._peers[peer], events)
-        if not poller.poll(self.timeout_s * 1000):
-            raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds")
+    def _listen_to_all(self) -> None:
+        for peer in self._peers:
+            self._listen(peer)
 
     def _listen(self, peer: int) -> None:
         """Take in what `peer` has said so far."""
         while peer not in self._gone:
             try:
-                heard, descriptors, _, _ = socket.recv_fds(self._peers[peer], _READ_BYTES, 1)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                heard, descriptors = b"", []
-            if not heard:
+                heard, descriptors = self._wires.receive(peer)
+            except Gone:
                 self._gone.add(peer)
-            for kind, number, argument in _WORD.iter_unpack(heard):
-                if kind == _Kind.POSTED:
-                    self._posted[peer, argument] = number
-                elif kind == _Kind.READ:
-                    self._strike_reader(number, peer)
-                elif kind == _Kind.DROPPED:
-                    del self._theirs[peer, number]
-                elif kind == _Kind.BLAMED:
-                    self._blamed[peer] = number
-                else:
-                    self._theirs[peer, number] = Block(number, descriptors.pop(), argument)
+                return
+            if not heard:
+                return
+            for kind, number, argument, *details in _WORD.iter_unpack(heard):
+                self._take_in(peer, kind, number, argument, tuple(details), descriptors)
+
+    def _take_in(
+        self, peer: int, kind: int, number: int, argument: int, details: tuple[int, ...], descriptors: list[int]
+    ) -> None:
+        if kind == _Kind.POSTED:
+            self._posted[peer, argument] = number, details
+            self._last_call[peer, channel_of(argument)] = argument
+        elif kind == _Kind.READ:
+            self._strike_reader(number, peer)
+        elif kind == _Kind.BLOCK:
+            self._theirs[peer, number] = Block(number, descriptors.pop(), argument)
+        elif kind == _Kind.DROPPED:
+            del self._theirs[peer, number]
+        elif kind == _Kind.BLAMED:
+            self._blamed[peer] = number
+        else:
+            assert self.on_mail is not None, "mail for nobody"
+            block = None if number < 0 else self._theirs[peer, number]
+            self.on_mail(Mail(peer, kind - FIRST_MAIL, block, argument, details))
 
     def _strike_reader(self, number: int, reader: int) -> None:
         self._readers[number].remove(reader)
@@ -228,7 +354,7 @@ class SharedMemoryLink:
             self._free.remove(block)
             del self._mine[block.number]
             for peer in self._peers:
-                self._send(peer, _WORD.pack(_Kind.DROPPED, block.number, 0), optional=True)
+                self._send(peer, _word(_Kind.DROPPED, block.number), optional=True)
 
 
 def connect(
@@ -250,7 +376,7 @@ def connect(
             caller, _ = listener.accept()  # all have called before anyone came here
             peers[_WORD.unpack(caller.recv(_WORD.size, socket.MSG_WAITALL))[0]] = caller
         listener.close()
-    return SharedMemoryLink(dict(sorted(peers.items())), timeout_s)
+    return SharedMemoryLink(SocketWires(peers, _WORD.size), timeout_s)
 
 
 def _listen_at(path: str, world: int) -> socket.socket | None:
@@ -275,7 +401,7 @@ def _call(rank: int, addresses: list[object]) -> dict[int, socket.socket] | None
             if peer < rank:
                 peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 peers[peer].connect(path)
-                peers[peer].sendall(_WORD.pack(rank, 0, 0))
+                peers[peer].sendall(_word(rank, 0))
     except OSError:  # another file system or another user: a container of its own
         return None
     return peers

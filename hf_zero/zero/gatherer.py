@@ -1,14 +1,15 @@
-"""Gathers units around their use, in one order on all ranks.
+"""Gathers units around their use, one ahead where it is known what comes next.
 
-    forward     enter 0 | gather 0, start 1 | compute | enter 1 | ...            ascending; skipped units are joined
-    backward    output of 1 needs a gradient | gather 1, start 0 | compute | ... descending; skipped units are joined
+    forward     enter 0 | gather 0, ask for 1 | compute | enter 1 | ...                         ascending
+    backward    output of 1 needs a gradient | gather 1, ask for 0 | compute | ...              descending
 
-A unit that this rank passes over (another branch, a module only other ranks run) is gathered all the same and dropped:
-whatever ranks do inside and between units, the sequence of collectives stays the same. A unit that is entered again
-within one pass (a layer used twice, a tied head) is gathered again unless it is still there.
+What other ranks do inside and between units is no concern of this module: each rank gathers what it needs when it needs
+it, and `hf_zero.comm.negotiation` brings the ranks together. A unit that is entered again within one pass (a layer used
+twice, a tied head) is gathered again unless it is still there. The end of a pass is met by all ranks, so that nobody
+leaves while others still need its shards.
 
-At first the order is the one in which modules were registered. Where forward turns out to take another, the ranks agree
-on that at the step (`agree_on_order`); until then what is passed over stays gathered, for it may still come.
+At first the order in which units are expected is the one in which modules were registered. Where forward turns out to
+take another, the ranks agree on that at the step (`reorder`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.comm import Collectives, ledger
+from hf_zero.comm import Negotiation, Rows, ledger
 from hf_zero.zero.hooked_scopes import HookedScope
 from hf_zero.zero.residency import Residency
 from hf_zero.zero.unit import GatherBuffers, Unit
@@ -45,46 +46,62 @@ class _Backward:
     entered: set[int] = field(default_factory=set)  # positions that backward has reached itself
     holders: dict[Unit, HookedScope] = field(default_factory=dict)  # on whose behalf a unit is gathered
 
-    def enter(self, position: int) -> range:
-        """Backward reaches `position`; returns the positions it has passed over, from the top."""
+    def enter(self, position: int) -> None:
+        """Backward reaches `position`."""
         if position in self.entered:  # again: the graph holds more than one pass, and the next one begins
             self.cursor = position
             self.entered.clear()
         self.entered.add(position)
-        passed_over = range(self.cursor - 1, position, -1)
         self.cursor = min(self.cursor, position)
-        return passed_over
 
 
 class Gatherer:
     """Owns when units are gathered and released; see the module's docstring for the rules."""
 
     def __init__(
-        self, units: Sequence[Unit], scopes: Sequence[HookedScope], residency: Residency, collectives: Collectives
+        self, units: Sequence[Unit], scopes: Sequence[HookedScope], residency: Residency, negotiation: Negotiation
     ) -> None:
         self.units = tuple(units)
         self._scopes = tuple(scopes)
         self._line = tuple(scope for scope in scopes if scope.position is not None)
         self._residency = residency
-        self._collectives = collectives
+        self._negotiation = negotiation
+        self._number = negotiation.register(self, len(self.units))
         self._buffers = GatherBuffers()
         for unit in units:
             for part in unit.parts:
                 self._buffers.expect(part.layout.row_numel * part.layout.world, part.dtype)
+        self._position_of = self._first_positions()
         self._frames: list[_Frame] = []
         self._reach: tuple[int, ...] = ()
-        self._cursor = 0
         self._trains = False
         self._backward: _Backward | None = None
         self._in_flight: Unit | None = None
         self._handles: list[Any] = []
         self._seen: list[int] = []  # positions in the order in which this pass has first entered them
-        self.order_is_settled = False
         self.is_out_of_order = False
         self._num_passes = 0  # that backward may have to walk through
-        self._has_started = False  # a gather, since ranks met the last time
         self.on_progress: Callable[[int | None], None] = lambda _position: None
-        self.on_gathered: Callable[[], None] = lambda: None  # after a pass in which all ranks gathered something
+        self.has_failed: Callable[[], bool] = lambda: False  # whether this rank could not read its shards
+        self.on_failure: Callable[[], None] = lambda: None  # some rank could not; all ranks come to this
+
+    # What other ranks need of this one (`negotiation.Source`)
+
+    def name(self, unit: int) -> str:
+        return self.units[unit].name
+
+    def open_rows(self, unit: int) -> Sequence[Tensor]:
+        return self.units[unit].open_rows()
+
+    def close_rows(self, unit: int) -> None:
+        if not self.units[unit].is_in_flight:
+            self.units[unit].put_back()
+
+    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
+        return self._buffers.take(numel, row)
+
+    def give_buffer(self, rows: Rows) -> None:
+        self._buffers.give(rows)
 
     # Order
 
@@ -97,8 +114,17 @@ class Gatherer:
             scope.position = None if scope.position is None else new[scope.position]
             scope.reach = tuple(sorted(new[old] for old in scope.reach))
         self._residency = residency
+        self._position_of = self._first_positions()
         self._seen = []
         self.is_out_of_order = False
+
+    def _first_positions(self) -> dict[Unit, int]:
+        """Where each unit is used first."""
+        position_of: dict[Unit, int] = {}
+        for position, scope in enumerate(self._line):
+            for unit in scope.units:
+                position_of.setdefault(unit, position)
+        return position_of
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -127,7 +153,12 @@ class Gatherer:
             handle.remove()
         self._handles = []
         self._frames.clear()
-        self.settle()
+        self.end_backward()
+        self.release_all()
+
+    def close(self) -> None:
+        """The units are gone."""
+        self._negotiation.forget(self._number, len(self.units))
 
     @property
     def is_running(self) -> bool:
@@ -179,41 +210,22 @@ class Gatherer:
             self.release_all()  # what inference had kept
         self._trains = trains
         self._num_passes += trains
-        self._reach, self._cursor = scope.reach, 0
+        self._reach = scope.reach
         self._seen = []
 
     def _end_pass(self) -> None:
-        with ledger.phase("forward"):
-            for position in self._reach:
-                if position >= self._cursor:
-                    self._join_forward(self._line[position])
-            self._finish_unwanted()
-        used = {unit for position in self._seen for unit in self._line[position].units}
-        for position in self._reach:
-            for unit in self._line[position].units:
-                if unit not in used and not self._keeps(self._line[position], unit):
-                    self._release(unit)  # it was passed over
+        self._meet("forward")
         self.is_out_of_order = self.is_out_of_order or self._seen != sorted(self._seen)
-        self._tell_gathered()
 
     def _acquire(self, scope: HookedScope) -> None:
-        assert scope.position is not None, "a scope without units has nothing to acquire"
-        if scope.position not in self._seen:
-            self._seen.append(scope.position)
+        here = scope.position
+        assert here is not None, "a scope without units has nothing to acquire"
+        if here not in self._seen:
+            self._seen.append(here)
         with ledger.phase("forward"):
-            if scope.position >= self._cursor:
-                for position in self._reach:
-                    if self._cursor <= position < scope.position:
-                        self._join_forward(self._line[position])
-                self._cursor = scope.position + 1
             for unit in scope.units:
                 self._gather(unit)
-            self._prefetch(position for position in self._reach if position >= self._cursor)
-
-    def _join_forward(self, scope: HookedScope) -> None:
-        for unit in scope.units:
-            # What the ranks that use it keep is kept here too, so that nobody asks for it again alone.
-            self._join(unit, keep=not self.order_is_settled or self._keeps(scope, unit))
+            self._prefetch(position for position in self._reach if position > here)
 
     def _keeps(self, scope: HookedScope, unit: Unit) -> bool:
         if unit not in scope.units:
@@ -248,8 +260,7 @@ class Gatherer:
             if scope is not None:
                 self._release_used_up(backward, scope)
                 if scope.position is not None and not scope.is_container:
-                    for position in backward.enter(scope.position):
-                        self._join_backward(position)
+                    backward.enter(scope.position)
                     self._report(backward.cursor)
             for unit in units:
                 self._gather(unit)
@@ -271,35 +282,30 @@ class Gatherer:
                 del backward.holders[unit]
                 self._release(unit)
 
-    def _join_backward(self, position: int) -> None:
-        if position in self._residency.needed_in_backward:
-            for unit in self._line[position].units:
-                self._join(unit, keep=not self.order_is_settled)
-
     def end_backward(self) -> None:
-        """The backward pass, if there was one, is over: join what other ranks gathered, keep nothing."""
+        """The backward pass, if there was one, is over: nothing stays gathered. Collective."""
         backward, self._backward = self._backward, None
         self._num_passes = 0
         if backward is None:
             return
-        with ledger.phase("backward"):
-            for position in range(backward.cursor - 1, -1, -1):
-                self.on_progress(position)  # another rank may be there, and wait for reductions of what lies behind
-                self._join_backward(position)
-            self._finish_unwanted()
+        self._meet("backward")
         self.release_all()
-        self._tell_gathered()
 
     # Both ways
 
-    def _tell_gathered(self) -> None:
-        if self._has_started:
-            self._has_started = False
-            self.on_gathered()
+    def _meet(self, phase: str) -> None:
+        """Wait until no rank needs this one's shards for the pass that ends here."""
+        with ledger.phase(phase):
+            self._finish_unwanted()
+            if self._negotiation.end(in_backward=phase == "backward", failed=self.has_failed()):
+                self.on_failure()
 
     def _start(self, unit: Unit) -> None:
-        self._has_started = True
-        unit.start(self._collectives, self._buffers)
+        in_backward = self._backward is not None
+        position = self._position_of[unit]
+        order = -position if in_backward else position
+        number = self._number + unit.index
+        unit.start(self._negotiation.gather(number, order=order, in_backward=in_backward))
 
     def _gather(self, unit: Unit) -> None:
         if unit.is_gathered:
@@ -307,19 +313,6 @@ class Gatherer:
         if not unit.is_in_flight:
             self._start(unit)
         unit.finish(self._buffers)
-        if self._in_flight is unit:
-            self._in_flight = None
-
-    def _join(self, unit: Unit, *, keep: bool) -> None:
-        """Take part in a gather whose result this rank does not need now."""
-        if unit.is_gathered:
-            return
-        if keep:
-            self._gather(unit)
-            return
-        if not unit.is_in_flight:
-            self._start(unit)
-        unit.discard(self._buffers)
         if self._in_flight is unit:
             self._in_flight = None
 
@@ -341,15 +334,21 @@ class Gatherer:
             unit.release()
 
     def _finish_unwanted(self) -> None:
-        if self._in_flight is not None:
-            self._join(self._in_flight, keep=False)
+        """What was asked for ahead, and turned out not to be needed."""
+        unit, self._in_flight = self._in_flight, None
+        if unit is not None:
+            unit.discard(self._buffers)
 
     def settle(self) -> None:
-        """End what is under way and go back to shards, before weights change or hooks go. Collective."""
+        """End what is under way and go back to shards, before weights change. Collective: all ranks have come to this
+        when it returns."""
         self.end_backward()
-        with ledger.phase("backward"):
-            self._finish_unwanted()
         self.release_all()
+        self._negotiation.step(self._number)
+
+    def reopen(self) -> None:
+        """Weights have changed; they are right again."""
+        self._negotiation.reopen()
 
     def release_all(self) -> None:
         """Back to shards, except resident units and what a running forward uses."""

@@ -10,8 +10,8 @@ early waits for its predecessors, and what is still missing when backward ends c
 one of two buffers, so at no time does a second copy of all gradients exist.
 
 A rank that launches bucket 2 waits until the others have read its bucket 0, which they do when they launch bucket 2
-themselves, or before. Nothing they need for that is kept from them: gathers that their backward waits for come from
-ranks that are behind them or have already sent them, and what they skip is launched as they pass it (`pass_by`).
+themselves, or wait for anything. What they need of this rank until then it sends them while it waits: see
+`hf_zero.comm.negotiation` for why no wait depends on itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 
 @dataclass(slots=True)
 class _Flight:
-    """A reduction under way: where its result appears, and the send buffer that is given back afterwards, if any."""
+    """A reduction under way: its number among all of this rank's, where its result appears, and the send buffer that is
+    given back afterwards, if any."""
 
+    number: int
     bucket: BucketGradients
     pending: Pending
     result: Tensor
@@ -63,8 +65,12 @@ class GradientReducer:
         self._flights: deque[_Flight] = deque()
         self._order: list[int] = list(range(len(self.buckets)))
         self._next = 0
-        self._waits = True
+        self._num_backward = 0
+        self._is_landing = False
         self._reducing = True
+        self._negotiation = store.negotiation
+        if self._negotiation is not None:
+            self._negotiation.meanwhile(self._land_ready)
         self._wants_local: Callable[[], bool] = lambda: False
         self.late: set[int] = set()
         self._hooks = [
@@ -81,23 +87,15 @@ class GradientReducer:
         self._land_until(0)  # every bucket must know what it holds; these have had the whole forward to arrive
         self._reducing = (boundary or self._sharding.shards_gradients) and not self._wants_local()
         self._next = 0
-        self._waits = True
+        self._num_backward += 1
         for bucket in self.buckets:
             bucket.open()
 
     def pass_by(self, num_buckets: int) -> None:
-        """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero.
-
-        At stage 3 ranks wait for each other's gathers too. If a rank waited for a reduction that another one starts
-        only at the end of its backward, and that one for a gather of the first, neither would go on.
-        """
+        """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero."""
         if self._reducing:
             self._launch_up_to(num_buckets)
             self._land_ready()
-
-    def avoid_waiting(self) -> None:
-        """In this backward do not wait for reductions, whatever buffers that takes."""
-        self._waits = False
 
     def finish(self) -> None:
         """The backward has ended: deal with every bucket that was not complete. Does not wait for reductions."""
@@ -187,22 +185,31 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: BucketGradients) -> None:
-        self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0, waits=self._waits)
+        self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0)
+        number = self._count_launch()
         if self._sharding.shards_optimizer and self._collectives.world == 1 and bucket.local is None:
             result = bucket.place_for_result()  # nobody to send to, so nothing to send from
             bucket.take(result, add=False)
-            self._flights.append(_Flight(bucket, Pending(), result, None))
+            self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return
         buffer, sent = self._collect(bucket)
+        self._collectives.about(self._num_backward, bucket.bucket.index)
         if self._sharding.shards_optimizer:
             result = bucket.place_for_result()
             pending = self._collectives.reduce_scatter(result, buffer)
         else:
             result = buffer
             pending = self._collectives.all_reduce(buffer)
-        if self._flights and self._waits:
+        if self._flights:
             self._flights[-1].pending.advance()  # it has had the time of one bucket's backward
-        self._flights.append(_Flight(bucket, pending, result, sent))
+        self._flights.append(_Flight(number, bucket, pending, result, sent))
+
+    def _count_launch(self) -> int:
+        """The number of the reduction that starts now."""
+        if self._negotiation is None:
+            return 0
+        self._negotiation.launched += 1
+        return self._negotiation.launched - 1
 
     def _collect(self, bucket: BucketGradients) -> tuple[Tensor, Tensor | None]:
         """The bucket's gradients in one buffer of the communication dtype, and the send buffer it is in, if any."""
@@ -224,22 +231,32 @@ class GradientReducer:
     def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
         """The bucket's part of a send buffer, and that buffer."""
         dtype = bucket.dtypes.communication
-        buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.flat.device, waits=self._waits)
+        buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.flat.device)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
     def _land_ready(self) -> None:
         """Count in what has arrived, so that the others get their buffers back."""
-        self._land_until(0, waits=False)
+        while not self._is_landing and self._flights and self._flights[0].pending.is_ready():
+            self._land_first()
 
-    def _land_until(self, num_left: int, *, waits: bool = True) -> None:
-        """Count the oldest reductions in, until `num_left` are under way or, without `waits`, one is not there yet."""
-        while len(self._flights) > num_left and (waits or self._flights[0].pending.is_ready()):
+    def _land_until(self, num_left: int) -> None:
+        """Count the oldest reductions in, until `num_left` are under way."""
+        while len(self._flights) > num_left:
+            if self._negotiation is not None:
+                self._negotiation.clear_to_wait(self._flights[0].number)
+            self._land_first()
+
+    def _land_first(self) -> None:
+        self._is_landing = True  # while it waits, others may be looked after, but not the same reduction
+        try:
             flight = self._flights.popleft()
             flight.pending.wait()
             flight.bucket.add_reduced(flight.result)
             flight.bucket.local = None
             if flight.sent is not None:
                 self._collectives.give_send_buffer(flight.sent)
+        finally:
+            self._is_landing = False
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:

@@ -161,6 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                         with self._updater.shelf.opened(number):
                             self._updater.shelf.deliver(number)
                 self._store.publish(index).wait()
+                self._store.finish_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. They are always set to None."""
@@ -201,6 +202,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.settle()
         if not (self.outcome.is_known and self.outcome.skipped):
             self._update_and_publish(agreed.used, self.outcome)
+        self._store.finish_update()
         self._reducer.clear()
 
     def settle(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives, Pending
+from hf_zero.comm import Collectives, Negotiation, Pending
 from hf_zero.config import GatherPolicy
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.memory.failures import meet
+from hf_zero.memory.failures import stop_if_any
 from hf_zero.precision import Precision
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
@@ -65,7 +65,8 @@ class ShardedParameters(ParameterStore):
         self.buckets = tuple(self._trained_buckets(builder.placed))
         self.gatherer = self._build_gatherer(scopes, policy)
         if places.parameters.can_fail:
-            self.gatherer.on_gathered = lambda: meet(places.failure, channels.gather, places.device)
+            self.gatherer.has_failed = lambda: places.failure is not None
+            self.gatherer.on_failure = lambda: stop_if_any(places.failure, channels.gather)
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
         self._gather_resident()
@@ -75,6 +76,10 @@ class ShardedParameters(ParameterStore):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def negotiation(self) -> Negotiation:
+        return self._channels.gather.negotiation
 
     # Building
 
@@ -137,7 +142,7 @@ class ShardedParameters(ParameterStore):
         self._policy = policy
         self._unit_of = unit_of
         residency = self._residency([scope for scope in hooked if scope.position is not None])
-        return Gatherer(self.units, hooked, residency, self._channels.gather)
+        return Gatherer(self.units, hooked, residency, self._channels.gather.negotiation)
 
     def _residency(self, line: Sequence[HookedScope]) -> Residency:
         return plan_residency(
@@ -175,21 +180,19 @@ class ShardedParameters(ParameterStore):
 
     def release(self) -> None:
         self.detach()
+        self.gatherer.close()
         for unit in self.units:
             for member in unit.members:
                 member.owner, member.write_master = None, None
-
-    def begin_backward(self) -> None:
-        """In the first step: learn whether every rank's forward took the order of registration. Only then may backward
-        wait for reductions, and a rank that never waits would end up with all of its gradients on the way."""
-        if not self.gatherer.order_is_settled:
-            self.gatherer.order_is_settled = not any(self._channels.reduce.gather_objects(self.is_out_of_order))
 
     def end_backward(self) -> None:
         self.gatherer.end_backward()
 
     def prepare_update(self) -> None:
         self.gatherer.settle()
+
+    def finish_update(self) -> None:
+        self.gatherer.reopen()
 
     @property
     def is_out_of_order(self) -> bool:
@@ -214,9 +217,7 @@ class ShardedParameters(ParameterStore):
     def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
         """Take over the order in which forward really goes; buckets follow in reverse, as backward will."""
         if not any_out_of_order:
-            self.gatherer.order_is_settled = True
             return None
-        self.gatherer.order_is_settled = False
         orders = self._channels.reduce.gather_objects(self.gatherer.seen)
         line = self.gatherer.line
         order = merge_orders([list(seen) for seen in orders], len(line))  # type: ignore[call-overload]
@@ -236,9 +237,8 @@ class ShardedParameters(ParameterStore):
 
     def connect(self, reducer: Reductions) -> None:
         def tell(cursor: int | None) -> None:
-            if cursor is None or not self.gatherer.order_is_settled:
-                reducer.avoid_waiting()
-            else:
+            # Where the expected order is not the real one, what seems to be missing may still come.
+            if cursor is not None and not self.gatherer.is_out_of_order:
                 reducer.pass_by(sum(first > cursor for first in self._finished_at))
 
         self.gatherer.on_progress = tell
@@ -256,15 +256,15 @@ class ShardedParameters(ParameterStore):
         """Gather updated resident parameters again; all others wait as shards for their next use."""
         for index, (unit, part) in enumerate(self._parts_in_reduce_order()):
             if index == bucket and unit.is_resident:
-                part.start(self._channels.reduce, self._buffers)
-                return _Refill(part, self._buffers)
+                return part.refill(self._channels.reduce, self._buffers)
         return Pending()
 
     def _gather_resident(self) -> None:
         for unit in self.units:
             if unit.is_resident:
-                unit.start(self._channels.reduce, self._buffers)
-                unit.finish(self._buffers)
+                for part in unit.parts:
+                    part.refill(self._channels.reduce, self._buffers).wait()
+                unit.is_gathered = True
                 for member in unit.members:
                     member.parameter.ds_persist = True  # type: ignore[attr-defined]
 
@@ -277,17 +277,6 @@ class ShardedParameters(ParameterStore):
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and self.gatherer.is_running:
             self.gatherer.read(unit)
-
-
-class _Refill(Pending):
-    """A resident part on its way back to being whole."""
-
-    def __init__(self, part: UnitPart, buffers: GatherBuffers) -> None:
-        self._part = part
-        self._buffers = buffers
-
-    def wait(self) -> None:
-        self._part.finish(self._buffers)
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:

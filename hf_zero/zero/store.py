@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Pending
+from hf_zero.comm import Negotiation, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.zero.places import Place, Portion
 
@@ -62,9 +62,6 @@ class Reductions(Protocol):
     def pass_by(self, num_buckets: int) -> None:
         """No gradient for the first `num_buckets` buckets is to be expected any more in this backward."""
 
-    def avoid_waiting(self) -> None:
-        """Other ranks may be far behind in this backward: waiting for their reductions could wait for ever."""
-
 
 class ParameterStore(ABC):
     """Holds the weights of an engine in the form its stage demands.
@@ -100,16 +97,25 @@ class ParameterStore(ABC):
         """Tell `reducer` how far backward has come, where the store knows."""
         return None
 
+    @property
+    def negotiation(self) -> Negotiation | None:
+        """What has to go on while a rank waits for reductions."""
+        return None
+
     def begin_backward(self) -> None:
-        """All ranks are about to run a backward pass. May be collective."""
+        """A backward pass is about to begin on this rank."""
         return None
 
     def end_backward(self) -> None:
-        """A backward pass has ended on this rank."""
+        """A backward pass has ended on this rank. May be collective."""
         return None
 
     def prepare_update(self) -> None:
-        """Weights are about to change: nothing may keep showing old ones."""
+        """Weights are about to change: nothing may keep showing old ones. May be collective."""
+        return None
+
+    def finish_update(self) -> None:
+        """Weights have changed, here at least."""
         return None
 
     @property

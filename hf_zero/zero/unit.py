@@ -10,13 +10,14 @@ are right again once the unit is gathered for backward, and memory that is relea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives, Rows
+from hf_zero.comm import Collectives, Gathering, Pending, Rows
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
 from hf_zero.memory.staged import copied_by_now
@@ -76,7 +77,6 @@ class UnitPart:
         self._by_row: list[_RowPlan] = []  # made at the first gather whose rows do not lie in one buffer
         self._num_bytes = self._full.untyped_storage().nbytes()
         self._full.untyped_storage().resize_(0)
-        self._rows: Rows | None = None
         self._is_fetched = False
         self._sent: Any = None  # the event after which the row has left host memory
 
@@ -94,6 +94,14 @@ class UnitPart:
             self._is_fetched = True
             self.kept.fetch()
 
+    def open_row(self) -> Tensor:
+        """This rank's row on the device that gathers, until `put_back`."""
+        self.fetch()
+        kept = self.kept.take()
+        row = kept.to(self.device, non_blocking=True)
+        self._sent = copied_by_now(self.device) if kept.device != self.device else None
+        return row
+
     def put_back(self) -> None:
         """This rank's row is not needed any more."""
         if self._is_fetched:
@@ -103,16 +111,8 @@ class UnitPart:
                 self._sent = None
             self.kept.release(changed=False)
 
-    def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
-        self.fetch()
-        kept = self.kept.take()
-        row = kept.to(self.device, non_blocking=True)
-        self._sent = copied_by_now(self.device) if kept.device != self.device else None
-        self._rows = collectives.gather_rows(row, lambda numel: buffers.take(numel, row))
-
-    def finish(self, buffers: GatherBuffers) -> None:
-        """Wait for the gather and unpack it; parameters that somebody holds keep what they show."""
-        rows = self._land()
+    def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
+        """Take in what a gather has brought; parameters that somebody holds keep what they show."""
         storage = self._full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._num_bytes)
@@ -124,6 +124,12 @@ class UnitPart:
             if not member.holds:
                 member.show(view)
 
+    def refill(self, collectives: Collectives, buffers: GatherBuffers) -> Pending:
+        """Gather weights that have been updated into a part that stays gathered. All ranks do it."""
+        with torch.inference_mode(False), torch.no_grad():
+            row = self.open_row()
+            return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
+
     def _unpack(self, rows: Rows) -> None:
         if rows.flat is None:
             self._by_row = self._by_row or [_RowPlan(self.layout, self._full, r) for r in range(self.layout.world)]
@@ -134,11 +140,6 @@ class UnitPart:
         for slot, view in zip(self.layout.slots, self._views, strict=True):
             read_rows(view.view(-1), flat[:, slot.offset : slot.offset + slot.chunk])
 
-    def discard(self, buffers: GatherBuffers) -> None:
-        """Wait for a gather whose result nobody wants here; other ranks did."""
-        buffers.give(self._land())
-        self.put_back()
-
     def release(self) -> None:
         for member in self.members:
             member.whole = None
@@ -148,11 +149,19 @@ class UnitPart:
         if self.kept.resident is None and self.device.type == "cpu":
             HEAP.freed(self._num_bytes)  # where memory is scarce, holes in the heap count too
 
-    def _land(self) -> Rows:
-        assert self._rows is not None, "finish without start"
+
+class _Refill(Pending):
+    """A part on its way to its new values."""
+
+    def __init__(self, part: UnitPart, rows: Rows, buffers: GatherBuffers) -> None:
+        self._part = part
+        self._rows = rows
+        self._buffers = buffers
+
+    def wait(self) -> None:
         self._rows.wait()
-        rows, self._rows = self._rows, None
-        return rows
+        with torch.inference_mode(False), torch.no_grad():
+            self._part.unpack(self._rows, self._buffers)
 
 
 class _RowPlan:
@@ -188,7 +197,12 @@ class Unit:
         self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
         self.is_resident = is_resident
         self.is_gathered = False
-        self.is_in_flight = False
+        self._gathering: Gathering | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Asked for, and neither finished nor discarded."""
+        return self._gathering is not None
 
     @property
     def members(self) -> tuple[ShardedParameter, ...]:
@@ -206,20 +220,29 @@ class Unit:
             for part in self.parts:
                 part.put_back()
 
-    def start(self, collectives: Collectives, buffers: GatherBuffers) -> None:
-        """Begin to gather. Buffers outlive the mode they are made in, so inference mode is left for it."""
+    def open_rows(self) -> list[Tensor]:
+        """This rank's rows, one per part, until `put_back`. Buffers outlive the mode they are made in, so inference
+        mode is left for it."""
         with torch.inference_mode(False), torch.no_grad():
-            for part in self.parts:
-                part.start(collectives, buffers)
-        self.is_in_flight = True
+            return [part.open_row() for part in self.parts]
+
+    def start(self, gathering: Gathering) -> None:
+        """`gathering` brings all rows; `finish` or `discard` is called next."""
+        self._gathering = gathering
 
     def finish(self, buffers: GatherBuffers) -> None:
+        """Wait for the gather; parameters have their values then."""
+        rows = self._land()
         with torch.inference_mode(False), torch.no_grad():
-            self._land(lambda part: part.finish(buffers))
+            for part, arrived in zip(self.parts, rows, strict=True):
+                part.unpack(arrived, buffers)
         self.is_gathered = True
 
     def discard(self, buffers: GatherBuffers) -> None:
-        self._land(lambda part: part.discard(buffers))
+        """Wait for a gather whose result is not wanted after all."""
+        for arrived in self._land():
+            buffers.give(arrived)
+        self.put_back()
 
     def release(self) -> None:
         assert not self.is_resident, "resident units stay"
@@ -228,13 +251,11 @@ class Unit:
                 part.release()
             self.is_gathered = False
 
-    def _land(self, land: Callable[[UnitPart], None]) -> None:
+    def _land(self) -> Sequence[Rows]:
+        assert self._gathering is not None, "finish without start"
         try:
-            for part in self.parts:
-                land(part)
+            rows = self._gathering.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"gathering the parameters of {self.name!r} failed on this rank: another rank has stopped, or runs "
-                f"modules in a different order ({error})"
-            ) from error
-        self.is_in_flight = False
+            raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error
+        self._gathering = None
+        return rows

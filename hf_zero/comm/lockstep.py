@@ -1,0 +1,110 @@
+"""Negotiation where hosts can only meet in collectives: every decision is one small all-gather of all heads.
+
+It is started when a request is made, a unit ahead of its use, so that the answer is there by then. Rows travel by the
+backend's own all-gather, in which every rank takes part, whether it needs the result or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.ledger import ledger
+from hf_zero.comm.negotiation import NUM_FIELDS, Gathering, Kind, Negotiation, Request
+from hf_zero.comm.rows import Pending, num_bytes, own_shard
+
+if TYPE_CHECKING:
+    from hf_zero.comm.collectives import Collectives
+
+
+class LockstepNegotiation(Negotiation):
+    """For ranks on several machines, and on accelerators."""
+
+    def __init__(self, collectives: Collectives, hosts: Collectives, *, host_waits: bool) -> None:
+        """
+        Args:
+            hosts: the same ranks, for small tensors in host memory, used by nobody else.
+            host_waits: waiting for a reduction stops this process, rather than a stream of its device.
+        """
+        super().__init__(collectives.rank, collectives.world)
+        self._collectives = collectives
+        self._hosts = hosts
+        self._host_waits = host_waits
+        self._rows: dict[Gathering, Sequence[Tensor]] = {}
+        self._exchange: tuple[Tensor, Pending] | None = None
+        self._heads: list[Request] = []  # of the last decision
+
+    def clear_to_wait(self, reduction: int) -> None:
+        lets_go = False
+        while self._host_waits and any(head.launched <= reduction for head in self._last_heads()):
+            self._run(self._request(Kind.WAIT, lets_go=lets_go))
+            lets_go = any(head.kind is Kind.END and head.launched <= reduction for head in self._heads)
+
+    def _last_heads(self) -> Sequence[Request]:
+        return self._heads or [Request(Kind.WAIT)]
+
+    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
+        self._mine.append(gathering)
+        self._rows[gathering] = rows
+        if self._exchange is None:
+            self._show_head()
+
+    def _show_head(self) -> None:
+        heads = torch.zeros(self.world * NUM_FIELDS, dtype=torch.int64)
+        own_shard(heads, self.rank, self.world).copy_(torch.tensor(self._mine[0].request.fields()))
+        with ledger.phase("control"):
+            self._exchange = heads, self._hosts.all_gather(heads)
+
+    def _decide_next(self) -> None:
+        assert self._exchange is not None, "nothing has been asked for"
+        heads, pending = self._exchange
+        pending.wait()
+        self._exchange = None
+        self._heads = [Request.of(fields) for fields in heads.view(self.world, NUM_FIELDS).tolist()]
+        decision = self._agreed(self._heads)
+        gathering = None
+        if self.rank in decision.granted:
+            gathering = self._mine.popleft()
+            gathering.decision = decision
+            rows = self._rows.pop(gathering)
+        if gathering is not None and gathering.request.kind is Kind.GATHER:
+            source, _ = self._source(gathering.request.unit)
+            gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+        elif decision.unit is not None:
+            self._serve(decision.unit)
+        if self._mine:
+            self._show_head()
+
+    def _serve(self, unit: int) -> None:
+        """Take part in a gather whose result is not needed here."""
+        source, local = self._source(unit)
+        for row in source.open_rows(local):
+            ledger.record("all_gather", num_bytes(row) * self.world)
+            rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
+            rows.wait()
+            source.give_buffer(rows)
+        source.close_rows(local)
+
+
+class AlikeNegotiation(Negotiation):
+    """For a world of one, and where all ranks are known to do the same: nothing to agree on."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives.rank, collectives.world)
+        self._collectives = collectives
+
+    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
+        gathering.decision = self._agreed([gathering.request] * self.world)
+        if gathering.request.kind is Kind.GATHER:
+            source, _ = self._source(gathering.request.unit)
+            gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+
+    def _decide_next(self) -> None:
+        raise AssertionError("everything is decided at once")
+
+
+def _taker(take_buffer: Callable[[int, Tensor], Tensor], row: Tensor) -> Callable[[int], Tensor]:
+    return lambda numel: take_buffer(numel, row)

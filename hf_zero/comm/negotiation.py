@@ -1,0 +1,289 @@
+"""Ranks of stage 3 agree on what they gather next, whatever each of them runs, and in whatever order.
+
+Every rank asks for what it needs, in the order of its own program. What ranks have asked for and not got yet are
+queues, one per rank; what happens next depends on the heads of all queues and on nothing else, so that all ranks come
+to the same decisions without a word more:
+
+    queues   rank 0: layer 3, layer 4          decision 1: layer 2, for rank 1; rank 0 sends its row and still waits
+             rank 1: layer 2, layer 3          decision 2: layer 3, for both
+                                               decision 3: layer 4 once rank 1 has asked for something, or has ended
+
+A request is GATHER (this unit), END (my pass is over), STEP (my weights are about to change), or WAIT (I wait for
+something else, go on without me). END and STEP are granted when all ranks are there, so that nobody leaves while others
+may still need its rows. Ranks that run the same modules in the same order always have equal heads: no rank sends
+anything for another one's sake then, and nothing is gathered twice.
+
+Why values are right: a row is found by unit and number of updates, which every request carries and every decision
+compares; never by its place in an order of calls.
+
+Why nothing hangs: suppose that all ranks wait. One that waits for a decision needs the heads of all queues; a rank
+whose queue is empty waits for something else (a reduction, a gather that the user asked for), is told that it is waited
+for, and asks WAIT. So all heads are there, and a GATHER among them is decided, as everybody in a wait also decides and
+sends what decisions ask of it. If no head is a GATHER, some are END or STEP and others wait for messages. Messages
+between two ranks arrive in order, so who waits for one from a rank that stands at END knows that it will not come
+before END is granted, and says so (`lets_go`), which grants it. If it stands at STEP instead, ranks have not run
+the same number of backward passes or collective calls: that is an error, on all ranks at once. And if nobody waits for
+a rank at END or STEP, the rank that has posted the fewest of the messages that are waited for is waited for by all and
+waits for none: a contradiction, for messages are posted before their answers are waited for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from hf_zero.comm.ledger import ledger
+from hf_zero.comm.rows import Rows, num_bytes
+
+NUM_FIELDS = 5  # integers of a request on its way
+
+
+class Kind(IntEnum):
+    GATHER = 0
+    END = 1
+    STEP = 2
+    WAIT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one rank asks for.
+
+    Attributes:
+        unit: number of the unit to gather; of STEP: the first unit of the engine that updates.
+        order: of two units that different ranks ask for, the one with the lower number is gathered first. Lets ranks
+            that have skipped something fall into step with the others again; any number is right.
+        in_backward: asked for in a backward pass.
+        version: how often this rank has updated weights.
+        launched: reductions that this rank has started.
+        failed: END only: this rank could not read what it had to send.
+        lets_go: WAIT only: waits for a rank that stands at END.
+    """
+
+    kind: Kind
+    unit: int = -1
+    order: int = 0
+    in_backward: bool = False
+    version: int = 0
+    launched: int = 0
+    failed: bool = False
+    lets_go: bool = False
+
+    def fields(self) -> tuple[int, ...]:
+        """NUM_FIELDS integers."""
+        flags = self.kind | self.in_backward << 4 | self.failed << 5 | self.lets_go << 6
+        return flags, self.unit, self.order, self.version, self.launched
+
+    @classmethod
+    def of(cls, fields: Sequence[int]) -> Request:
+        flags, unit, order, version, launched = fields
+        in_backward, failed, lets_go = (bool(flags >> place & 1) for place in (4, 5, 6))
+        return cls(Kind(flags & 15), unit, order, in_backward, version, launched, failed, lets_go)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens next, the same on all ranks.
+
+    Attributes:
+        unit: to be gathered; None: nothing.
+        granted: ranks whose request this fulfils.
+        any_failed: all ranks have come to the end of a pass, and some could not read what it had to send.
+    """
+
+    unit: int | None
+    granted: frozenset[int]
+    any_failed: bool = False
+
+
+class Disagreement(RuntimeError):
+    """Ranks ask for what cannot be had together; all of them raise it."""
+
+
+def decide(heads: Sequence[Request]) -> Decision | None:
+    """What becomes of the first request of every rank; None where they contradict one another."""
+    gathers = [head for head in heads if head.kind is Kind.GATHER]
+    waits = frozenset(rank for rank, head in enumerate(heads) if head.kind is Kind.WAIT)
+    if gathers:
+        if len({head.version for head in heads}) > 1:
+            return None
+        first = min(gathers, key=lambda head: (head.in_backward, head.order, head.unit))
+        same = (rank for rank, head in enumerate(heads) if head.kind is Kind.GATHER and head.unit == first.unit)
+        return Decision(first.unit, waits.union(same))
+    ends = frozenset(rank for rank, head in enumerate(heads) if head.kind is Kind.END)
+    if waits:
+        lets_go = any(heads[rank].lets_go for rank in waits)
+        if lets_go and not ends:
+            return None  # waits for a rank that is about to update
+        return Decision(None, waits | ends if lets_go else waits)
+    if ends:
+        return Decision(None, ends, len(ends) == len(heads) and any(heads[rank].failed for rank in ends))
+    is_one_step = len({(head.unit, head.version, head.launched) for head in heads}) == 1
+    return Decision(None, frozenset(range(len(heads)))) if is_one_step else None
+
+
+class Source(Protocol):
+    """Where the rows of some units are."""
+
+    def name(self, unit: int) -> str:
+        """For messages; `unit` counts from the source's first."""
+
+    def open_rows(self, unit: int) -> Sequence[Tensor]:
+        """This rank's row of each part of a unit (1-D; the same sizes on all ranks), until `close_rows`."""
+
+    def close_rows(self, unit: int) -> None: ...
+
+    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
+        """A buffer of at least so many elements like `row`, for rows that arrive in one."""
+
+    def give_buffer(self, rows: Rows) -> None:
+        """Rows that nobody has wanted here: give them and their buffer back."""
+
+
+class Gathering:
+    """A gather that this rank has asked for."""
+
+    def __init__(self, negotiation: Negotiation, request: Request) -> None:
+        self.request = request
+        self.decision: Decision | None = None
+        self.rows: Sequence[Rows] | None = None
+        self._negotiation = negotiation
+
+    def wait(self) -> Sequence[Rows]:
+        """All ranks' rows of every part, to be given back one by one."""
+        self._negotiation.settle(self)
+        assert self.rows is not None, "granted without rows"
+        for rows in self.rows:
+            rows.wait()
+        return self.rows
+
+
+class Negotiation(ABC):
+    """One rank's side; one object per process group, whatever engines use it.
+
+    Attributes:
+        version: updates so far.
+        launched: reductions that this rank has started.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.version = 0
+        self.launched = 0
+        self._mine: deque[Gathering] = deque()
+        self._sources: list[tuple[Source, int] | None] = []  # of each unit, and its number there
+        self._is_open = True  # whether rows are what others expect them to be
+
+    # What an engine calls
+
+    def register(self, source: Source, num_units: int) -> int:
+        """Number of the first of these units. Ranks register the same ones in the same order."""
+        first = len(self._sources)
+        self._sources.extend((source, unit) for unit in range(num_units))
+        return first
+
+    def forget(self, first: int, num_units: int) -> None:
+        """An engine is gone."""
+        self._sources[first : first + num_units] = [None] * num_units
+
+    def gather(self, unit: int, *, order: int, in_backward: bool) -> Gathering:
+        """Ask for a unit; returns at once."""
+        source, local = self._source(unit)
+        request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward)
+        rows = source.open_rows(local)
+        for row in rows:
+            ledger.record("all_gather", num_bytes(row) * self.world)
+        gathering = Gathering(self, request)
+        self._ask(gathering, rows)
+        return gathering
+
+    def end(self, *, in_backward: bool, failed: bool = False) -> bool:
+        """A pass is over here: returns when no rank needs anything of this one for it. Collective.
+
+        Returns:
+            Whether some rank could not read what it had to send.
+        """
+        decision = self._run(self._request(Kind.END, in_backward=in_backward, failed=failed))
+        return decision.any_failed
+
+    def step(self, first_unit: int) -> None:
+        """Weights are about to change: returns when all ranks have come to this. Rows stay closed until `reopen`.
+
+        Raises:
+            Disagreement: when ranks have not run backward equally often, or update other engines.
+        """
+        self._run(self._request(Kind.STEP, unit=first_unit))
+        self.version += 1
+        self._is_open = False
+
+    def reopen(self) -> None:
+        """Rows are up to date again."""
+        self._is_open = True
+
+    def clear_to_wait(self, reduction: int) -> None:
+        """This rank is going to wait for reduction `reduction` (counted as `launched` does): returns when others need
+        nothing of it meanwhile. Nothing to do where one can look after others while waiting."""
+        return None
+
+    def meanwhile(self, act: Callable[[], object]) -> None:
+        """Call `act` (a bound method; held weakly) while this rank waits for others, where it can do that."""
+        return None
+
+    # Inside
+
+    def settle(self, gathering: Gathering) -> Decision:
+        """Decide until `gathering` is granted."""
+        self.reopen()
+        while gathering.decision is None:
+            self._decide_next()
+        return gathering.decision
+
+    def _run(self, request: Request) -> Decision:
+        gathering = Gathering(self, request)
+        self._ask(gathering, ())
+        return self.settle(gathering)
+
+    def _request(self, kind: Kind, **details: int) -> Request:
+        return Request(kind, version=self.version, launched=self.launched, **details)  # type: ignore[arg-type]
+
+    def _source(self, unit: int) -> tuple[Source, int]:
+        found = self._sources[unit]
+        assert found is not None, "a unit of an engine that is gone"
+        return found
+
+    def _agreed(self, heads: Sequence[Request]) -> Decision:
+        decision = decide(heads)
+        if decision is None:
+            raise Disagreement(self._contradiction(heads))
+        return decision
+
+    def _contradiction(self, heads: Sequence[Request]) -> str:
+        asked = "; ".join(f"rank {rank} {self._described(head)}" for rank, head in enumerate(heads))
+        return (
+            f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "
+            "of backward passes and the same calls that gather parameters (GatheredParameters, state dicts, saving)."
+        )
+
+    def _described(self, head: Request) -> str:
+        state = f"after {head.version} updates and {head.launched} reductions"
+        if head.kind is Kind.GATHER:
+            source, local = self._source(head.unit)
+            return f"gathers {source.name(local)!r} in {'backward' if head.in_backward else 'forward'} {state}"
+        if head.kind is Kind.STEP:
+            return f"is about to update the model of {self._source(head.unit)[0].name(0)!r} {state}"
+        return f"{'is at the end of a pass' if head.kind is Kind.END else 'waits for a message'} {state}"
+
+    @abstractmethod
+    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
+        """Queue a request and let the others know. `rows`: this rank's, of a GATHER."""
+
+    @abstractmethod
+    def _decide_next(self) -> None:
+        """Wait for the heads of all queues, decide, and do this rank's part."""

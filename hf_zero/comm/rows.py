@@ -1,0 +1,66 @@
+"""What collectives return while they are under way, and rows that arrive from all ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Pending:
+    """A collective under way. Its buffers must not be touched before `wait` returns (on a GPU: is ordered).
+
+    This base class has nothing left to do.
+    """
+
+    def advance(self) -> None:
+        """Take the next step of a collective that has several and needs this process for them; may wait for others."""
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once; False where that cannot be known."""
+        return False
+
+    def wait(self) -> None:
+        """Return when the result is there."""
+
+
+class Rows(Pending):
+    """A gather of every rank's row. Rows may be read after `wait` and until `give_back`, where they arrived.
+
+    Attributes:
+        flat: all rows, one behind the other, where they lie like that.
+        buffer: what the gather took for them.
+    """
+
+    flat: Tensor | None = None
+    buffer: Tensor | None = None
+
+    def row(self, rank: int) -> Tensor:
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """The rows have been read."""
+
+
+class FlatRows(Rows):
+    """Rows in one buffer."""
+
+    def __init__(self, buffer: Tensor | None, flat: Tensor, world: int, pending: Pending) -> None:
+        self.buffer = buffer
+        self.flat: Tensor = flat
+        self._world = world
+        self._pending = pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+    def row(self, rank: int) -> Tensor:
+        return own_shard(self.flat, rank, self._world)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def own_shard(flat: Tensor, rank: int, world: int) -> Tensor:
+    """View of the shard of `flat` that `rank` owns."""
+    numel = flat.numel() // world
+    return flat.narrow(0, rank * numel, numel)
