@@ -101,14 +101,14 @@ def _launcher_variables(world_size: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         # A rank with nothing to say could otherwise be gone before gloo has connected the others to it.
         "TORCH_DIST_INIT_BARRIER": "1",
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -213,7 +213,7 @@ def _log(folder: str, rank: int) -> Path:
 
 
 def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
-    _redirect_output(_log(job.folder, rank))
+    redirect_output(_log(job.folder, rank))
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Shows where a hanging rank stands shortly before the parent gives up ...
@@ -225,7 +225,7 @@ def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
     _destroy_group()
 
 
-def _redirect_output(log: Path) -> None:
+def redirect_output(log: Path) -> None:
     """Both streams, also those of C++ code, into this rank's file."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()

@@ -1,0 +1,138 @@
+"""Runs many hostile programs and says how they came out.
+
+    python -m tests.hostile.campaign --programs 2000 --seed 0 --jobs 1 --only stage=3 --only limits=zero
+
+Every failure is written into a folder: the program as JSON, and what the ranks did. The exit status is the number of
+kinds of failure that occurred.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from tests.hostile.programs import SIZES, features, random_program
+from tests.hostile.run import DEADLINE_S, ProcessRunner
+from tests.hostile.spec import Program
+from tests.hostile.verdicts import KINDS, Verdict
+
+MOST_DRAWS = 1000  # for one program that has what is asked for
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One program of a campaign."""
+
+    program: Program
+    verdict: Verdict
+    seconds: float
+
+
+def choose(seed: int, number: int, size: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Program]:
+    """The first `number` programs from `seed` on that have all features of `only` and none of `without`."""
+    chosen: list[Program] = []
+    skipped = 0
+    for one in count(seed):
+        if len(chosen) == number:
+            return chosen
+        program = random_program(one, size)
+        found = features(program)
+        if found.issuperset(only) and not found.intersection(without):
+            chosen.append(program)
+            skipped = 0
+        else:
+            skipped += 1
+        if skipped > MOST_DRAWS:
+            raise ValueError(f"no program among {MOST_DRAWS} has all of {list(only)} and none of {list(without)}")
+    raise AssertionError
+
+
+def run_all(programs: Sequence[Program], make_runner: type[ProcessRunner], jobs: int, deadline_s: float) -> Iterator[Outcome]:
+    """Outcomes as they come, from `jobs` runners at a time."""
+    local = threading.local()
+    runners: list[ProcessRunner] = []
+
+    def run_one(program: Program) -> Outcome:
+        if not hasattr(local, "runner"):
+            local.runner = make_runner(deadline_s=deadline_s)
+            runners.append(local.runner)
+        started = time.monotonic()
+        return Outcome(program, local.runner.run(program), time.monotonic() - started)
+
+    executor = ThreadPoolExecutor(jobs)
+    try:
+        yield from executor.map(run_one, programs)
+    finally:
+        executor.shutdown(cancel_futures=True)
+        for runner in runners:
+            runner.close()
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """How many came out how, in all and by stage and order."""
+    rows = [("all", outcomes)]
+    for key in ("stage", "order"):
+        values = sorted({getattr(outcome.program, key) for outcome in outcomes})
+        rows += [
+            (f"{key} {value}", [one for one in outcomes if getattr(one.program, key) == value]) for value in values
+        ]
+    lines = ["".join([f"{'':22}", f"{'programs':>10}", *(f"{kind:>9}" for kind in KINDS)])]
+    for name, members in rows:
+        counts = Counter(one.verdict.kind for one in members)
+        lines.append("".join([f"{name:22}", f"{len(members):10}", *(f"{counts[kind]:9}" for kind in KINDS)]))
+    return "\n".join(lines)
+
+
+def write_failure(folder: Path, outcome: Outcome, size: str) -> Path:
+    """The program and what became of it, as files of one name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{outcome.verdict.kind}-{size}-{outcome.program.seed}.json"
+    path.write_text(outcome.program.to_json(indent=1))
+    path.with_suffix(".txt").write_text(f"{sorted(features(outcome.program))}\n\n{outcome.verdict.detail}\n")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    programs = choose(options.seed, options.programs, options.size, options.only, options.without)
+    outcomes: list[Outcome] = []
+    started = time.monotonic()
+    for outcome in run_all(programs, ProcessRunner, options.jobs, options.deadline):
+        outcomes.append(outcome)
+        if not outcome.verdict.is_ok:
+            path = write_failure(options.folder, outcome, options.size)
+            first = outcome.verdict.detail.strip().splitlines()[-1 if outcome.verdict.kind == "refused" else 0]
+            print(f"{outcome.verdict.kind:8} {path}: {first[:200]}", flush=True)
+        if len(outcomes) % 100 == 0:
+            spent = time.monotonic() - started
+            print(f"{len(outcomes)} of {len(programs)} programs, {1000 * spent / len(outcomes):.0f} ms each", flush=True)
+    print(table(outcomes))
+    return len({outcome.verdict.kind for outcome in outcomes} - {"ok"})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile.campaign", description=__doc__.split("\n")[0])
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
+    parser.add_argument("--size", choices=sorted(SIZES), default="medium")
+    parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one program")
+    parser.add_argument("--only", action="append", default=[], metavar="FEATURE", help="such as stage=3; repeatable")
+    parser.add_argument("--without", action="append", default=[], metavar="FEATURE")
+    parser.add_argument("--folder", type=Path, default=Path("hostile-failures"), help="where failures are written")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

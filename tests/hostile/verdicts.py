@@ -1,0 +1,57 @@
+"""How a hostile program came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.hostile.body import RankResult
+from tests.hostile.oracle import expected, find_difference
+from tests.hostile.spec import Program
+
+KINDS = ("ok", "wrong", "hung", "died", "refused")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One of KINDS, and what there is to say about it.
+
+    "wrong": other values than one process gives. "hung": ranks did not end in time. "died": a rank ended or raised
+    while others went on. "refused": every rank raised.
+    """
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.kind == "ok"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """How a rank ended: with a result, or with the text of what it raised; with neither it is gone or still running."""
+
+    result: RankResult | None = None
+    failure: str = ""
+    is_gone: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        return self.result is None and not self.failure and not self.is_gone
+
+
+def judge(program: Program, reports: Sequence[RankReport], log: str = "") -> Verdict:
+    """Compare what the ranks report with what one process gives. `log` goes into the detail of what failed."""
+    failures = [f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure]
+    if len(failures) == len(reports):
+        return Verdict("refused", "\n".join(failures))
+    gone = [rank for rank, report in enumerate(reports) if report.is_gone]
+    if failures or gone:
+        return Verdict("died", "\n".join([*failures, *(f"rank {rank} is gone" for rank in gone), log]))
+    silent = [rank for rank, report in enumerate(reports) if report.is_silent]
+    if silent:
+        return Verdict("hung", f"ranks {silent} did not end in time\n{log}")
+    results = tuple(report.result for report in reports if report.result is not None)
+    difference = find_difference(results, expected(program))
+    return Verdict("ok") if difference is None else Verdict("wrong", difference)
