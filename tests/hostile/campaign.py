@@ -57,7 +57,9 @@ def choose(seed: int, number: int, size: str, only: Sequence[str] = (), without:
     raise AssertionError
 
 
-def run_all(programs: Sequence[Program], make_runner: type[ProcessRunner], jobs: int, deadline_s: float) -> Iterator[Outcome]:
+def run_all(
+    programs: Sequence[Program], make_runner: type[ProcessRunner], jobs: int, deadline_s: float
+) -> Iterator[Outcome]:
     """Outcomes as they come, from `jobs` runners at a time."""
     local = threading.local()
     runners: list[ProcessRunner] = []
@@ -116,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{outcome.verdict.kind:8} {path}: {first[:200]}", flush=True)
         if len(outcomes) % 100 == 0:
             spent = time.monotonic() - started
-            print(f"{len(outcomes)} of {len(programs)} programs, {1000 * spent / len(outcomes):.0f} ms each", flush=True)
+            print(
+                f"{len(outcomes)} of {len(programs)} programs, {1000 * spent / len(outcomes):.0f} ms each", flush=True
+            )
     print(table(outcomes))
     return len({outcome.verdict.kind for outcome in outcomes} - {"ok"})
 

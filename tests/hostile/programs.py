@@ -288,5 +288,3 @@ def _forward_features(forward: Forward) -> set[str]:
 
 def _path(calls: tuple[Call, ...]) -> list[str]:
     return [call.path for call in every_call(calls)]
-
-

@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -27,14 +27,32 @@ from types import TracebackType
 from typing import Protocol
 
 from tests.hostile.body import MakeEngine, RankResult, make_zero_engine, run_rank
-from tests.hostile.spec import Program
+from tests.hostile.spec import Forward, Micro, Program, RankMicro
 from tests.hostile.verdicts import RankReport, Verdict, judge
 from tests.support.ranks import free_port, redirect_output
 
 DEADLINE_S = 20.0
 START_S = 120.0  # for a new group, on a machine where others start at the same time
 SETTLE_S = 2.0  # once a rank has failed: for the others to say so as well
-PRELOAD = ["torch", "torch.distributed", "torch.optim", "tests.hostile.body"]
+# Everything that a program imports late, which takes seconds: no deadline is to be spent on that.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "hf_zero.entry",
+    "hf_zero.zero.generation",
+    "tests.hostile.body",
+]
+WARM_UP = Program(
+    seed=0,
+    world=0,
+    stage=3,
+    order="same",
+    width=1,
+    modules=(),
+    shapes=((2,),),
+    steps=((Micro((RankMicro((Forward(seed=0, rows=1, calls=()),)),) * 8),),),
+)
 LOG_CHARACTERS = 20_000
 NEVER = timedelta(hours=1)  # ranks wait for each other until they are killed, so that a deadlock shows as one
 
@@ -187,6 +205,8 @@ def _rank_main(seat: _Seat, pipe: Connection) -> None:
     faulthandler.dump_traceback_later(START_S, exit=True, file=sys.stderr)
     warnings.simplefilter("ignore")
     _join(seat)
+    for optimizer in ("sgd", "adamw"):
+        run_rank(replace(WARM_UP, optimizer=optimizer), seat.rank, make_zero_engine, seat.folder)
     pipe.send_bytes(pickle.dumps(RankReport(RankResult((), (), {}))))  # ready
     faulthandler.cancel_dump_traceback_later()
     while True:
