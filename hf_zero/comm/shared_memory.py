@@ -140,6 +140,7 @@ class SharedMemoryLink:
         self._gone: set[int] = set()
         self._blamed: dict[int, int] = {}  # a rank that ended because of another one, and which
         self._is_attending = False
+        self._num_heard = 0
 
     @property
     def own_blocks(self) -> list[Tensor]:
@@ -253,8 +254,10 @@ class SharedMemoryLink:
             return
         self._listen_to_all()
         while absent := missing():
-            if self._attend(frozenset(not_posted()) if not_posted is not None else frozenset()):
-                continue
+            heard = self._num_heard
+            acted = self._attend(frozenset(not_posted()) if not_posted is not None else frozenset())
+            if acted or self._num_heard != heard:
+                continue  # an attendant may have taken in what is waited for
             lost = self._gone & absent
             if lost:
                 raise self._stopped(min(lost))
@@ -270,7 +273,8 @@ class SharedMemoryLink:
             return False
         self._is_attending = True
         try:
-            return any([attend(awaited) for attend in self.attendants])
+            acted = [attend(awaited) for attend in self.attendants]  # all of them
+            return any(acted)
         finally:
             self._is_attending = False
 
@@ -321,6 +325,7 @@ class SharedMemoryLink:
             if not heard:
                 return
             for kind, number, argument, *details in _WORD.iter_unpack(heard):
+                self._num_heard += 1
                 self._take_in(peer, kind, number, argument, tuple(details), descriptors)
 
     def _take_in(
