@@ -1,0 +1,49 @@
+"""Runs hostile programs on ranks that are threads of this process, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from typing import Any
+
+from torch import nn, optim
+
+from tests.hostile.body import run_rank
+from tests.hostile.spec import Program
+from tests.hostile.verdicts import RankReport, Verdict, judge
+from tests.support.in_process import Deadlock, InProcessWorld, RandomSchedule, Schedule, engines_in
+
+
+class ThreadRunner:
+    """Its deadlocks are certain, and the same seed gives the same run."""
+
+    def __init__(self, seed: int = 0, share: float = 0.3) -> None:
+        """`share`: how often a rank that could go on is overtaken by another one."""
+        self._seed = seed
+        self._share = share
+
+    def run(self, program: Program) -> Verdict:
+        return run_in_order(program, RandomSchedule(self._seed + program.seed, self._share))
+
+
+def run_in_order(program: Program, schedule: Schedule) -> Verdict:
+    """Run a program whose ranks take turns by `schedule`."""
+    world = InProcessWorld(program.world, schedule)
+    with tempfile.TemporaryDirectory() as folder, engines_in(world) as initialize:
+
+        def make_engine(model: nn.Module, optimizer: optim.Optimizer, config: dict[str, Any]) -> Any:
+            return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+        def play(rank: int) -> RankReport:
+            try:
+                return RankReport(run_rank(program, rank, make_engine, folder))
+            except Deadlock:
+                raise
+            except Exception:
+                world.leave()
+                return RankReport(failure=traceback.format_exc())
+
+        try:
+            return judge(program, world.run(play))
+        except Deadlock as deadlock:
+            return Verdict("hung", str(deadlock))

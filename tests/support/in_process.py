@@ -1,0 +1,375 @@
+"""Ranks as threads of one process, of which one runs at a time: the test decides which, and a deadlock is seen at once.
+
+    world = InProcessWorld(2, schedule=RandomSchedule(seed))
+    world.run(lambda rank: body(world.collectives(Channel.GATHER)))
+
+The real link, collectives and negotiation run over queues in the place of sockets. Threads change places where a rank
+waits, and, as far as the schedule says so, where it sends or looks for messages; nowhere else. So one schedule is one
+run, every time, and a search over schedules (`explore`) is a search over all orders in which ranks can get ahead of one
+another. When no rank can go on, `Deadlock` is raised in all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hf_zero import engine_settings, entry
+from hf_zero.comm import Channel, Collectives
+from hf_zero.comm.host import HostCollectives
+from hf_zero.comm.host_negotiation import HostNegotiation
+from hf_zero.comm.shared_memory import SharedMemoryLink
+from hf_zero.comm.wires import Gone, Wires
+
+T = TypeVar("T")
+PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it
+
+
+class Deadlock(AssertionError):
+    """No rank can go on."""
+
+
+class Schedule(ABC):
+    """Who goes on where more than one rank could."""
+
+    @abstractmethod
+    def choose(self, options: Sequence[int], current: int) -> int:
+        """One of `options`; `current` has come to a point where others may overtake it, and may not be among them."""
+
+
+class InOrder(Schedule):
+    """A rank goes on as far as it can."""
+
+    def choose(self, options: Sequence[int], current: int) -> int:
+        return current if current in options else options[0]
+
+
+class RandomSchedule(Schedule):
+    """Any rank may be overtaken anywhere."""
+
+    def __init__(self, seed: int, share: float = 0.3) -> None:
+        """`share`: how often a rank that could go on is overtaken."""
+        self._random = random.Random(seed)
+        self._share = share
+
+    def choose(self, options: Sequence[int], current: int) -> int:
+        if current in options and self._random.random() > self._share:
+            return current
+        return self._random.choice(list(options))
+
+
+@dataclass
+class Recorded(Schedule):
+    """Follows `prefix`, then goes on in order; remembers what there was to choose from.
+
+    Attributes:
+        taken: index of the option taken at every choice.
+        widths: number of options at every choice.
+        free: whether a choice was free: the rank that was running could not go on.
+    """
+
+    prefix: Sequence[int] = ()
+    taken: list[int] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)
+    free: list[bool] = field(default_factory=list)
+
+    def choose(self, options: Sequence[int], current: int) -> int:
+        # The rank that is running stands first, so that index 0 overtakes nobody.
+        ordered = sorted(options, key=lambda rank: (rank != current, rank))
+        place = len(self.taken)
+        index = self.prefix[place] if place < len(self.prefix) else 0
+        self.taken.append(index)
+        self.widths.append(len(ordered))
+        self.free.append(current not in options)
+        return ordered[index]
+
+
+def explore(run: Callable[[Schedule], None], overtakings: int, limit: int = 1 << 30) -> int:
+    """Call `run` with every schedule in which ranks that could go on are overtaken at most so often.
+
+    Returns:
+        How many schedules there were, `limit` at most.
+    """
+    waiting: list[list[int]] = [[]]
+    number = 0
+    while waiting and number < limit:
+        prefix = waiting.pop()
+        schedule = Recorded(prefix)
+        run(schedule)
+        number += 1
+        for place in range(len(prefix), len(schedule.taken)):
+            spent = sum(
+                1 for at in range(place) if schedule.taken[at] and not schedule.free[at]
+            )  # choices before this one
+            if not schedule.free[place] and spent >= overtakings:
+                continue
+            waiting.extend([*schedule.taken[:place], other] for other in range(1, schedule.widths[place]))
+    return number
+
+
+class InProcessWorld:
+    """All ranks of a world that lives in this process.
+
+    Attributes:
+        world: number of ranks.
+    """
+
+    def __init__(self, world: int, schedule: Schedule | None = None) -> None:
+        self.world = world
+        self._schedule = schedule or InOrder()
+        self._inboxes: dict[tuple[int, int], deque[tuple[bytes, int | None]]] = {
+            (source, target): deque() for source in range(world) for target in range(world)
+        }
+        self._ready: list[Callable[[], bool]] = [_always] * world
+        self._is_done = [False] * world
+        self._is_gone = [False] * world
+        self._deadlock: str | None = None
+        self._turns = [threading.Semaphore(0) for _ in range(world)]
+        self._local = threading.local()
+        self._exchanges: dict[tuple[int, int], dict[int, object]] = {}
+        self._num_exchanges: dict[tuple[int, int], int] = {}
+        self._links: dict[int, SharedMemoryLink] = {}
+        self._negotiations: dict[int, HostNegotiation] = {}
+
+    @property
+    def rank(self) -> int:
+        """Of the calling thread."""
+        rank: int = self._local.rank
+        return rank
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        """Call `body(rank)` on every rank; return their values in rank order.
+
+        Raises:
+            Deadlock: with what every rank was waiting for.
+            Exception: the first one that a rank has raised, if it was not for want of another rank.
+        """
+        values: list[Any] = [None] * self.world
+        errors: dict[int, BaseException] = {}
+
+        def play(rank: int) -> None:
+            self._local.rank = rank
+            self._take_turn(rank)
+            try:
+                values[rank] = body(rank)
+            except BaseException as error:  # noqa: BLE001 (whatever it is, the test gets it)
+                errors[rank] = error
+                self._is_gone[rank] = True
+            self._is_done[rank] = True
+            self._hand_over(rank)
+
+        threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        self._turns[self._schedule.choose(range(self.world), 0)].release()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a rank does not give its turn back"
+        self._close()
+        if errors:
+            raise next((error for error in errors.values() if isinstance(error, Deadlock)), first_cause(errors))
+        return values
+
+    def collectives(self, channel: Channel = Channel.REDUCE) -> Collectives:
+        """Those of the calling rank."""
+        collectives = InProcessCollectives(self, self.link(), channel)
+        collectives.negotiation = self.negotiation()
+        return collectives
+
+    def link(self) -> SharedMemoryLink:
+        if self.rank not in self._links:
+            self._links[self.rank] = SharedMemoryLink(InProcessWires(self, self.rank), timeout_s=1.0)
+        return self._links[self.rank]
+
+    def negotiation(self) -> HostNegotiation:
+        if self.rank not in self._negotiations:
+            self._negotiations[self.rank] = HostNegotiation(self.rank, self.world, self.link())
+        return self._negotiations[self.rank]
+
+    def leave(self) -> None:
+        """The calling rank stops as one that has died does."""
+        self._is_gone[self.rank] = True
+
+    # What ranks tell each other
+
+    def deliver(self, source: int, target: int, word: bytes, descriptor: int | None) -> None:
+        self._inboxes[source, target].append((word, None if descriptor is None else os.dup(descriptor)))
+        self.may_be_overtaken(source)
+
+    def collect(self, source: int, target: int) -> tuple[bytes, list[int]]:
+        """All words up to the first one that comes with a file."""
+        inbox, words, descriptors = self._inboxes[source, target], [], []
+        while inbox and not descriptors:
+            word, descriptor = inbox.popleft()
+            words.append(word)
+            descriptors = [] if descriptor is None else [descriptor]
+        return b"".join(words), descriptors
+
+    def has_words(self, target: int) -> bool:
+        return any(self._inboxes[source, target] for source in range(self.world))
+
+    def is_gone(self, rank: int) -> bool:
+        return self._is_gone[rank]
+
+    def exchange(self, channel: int, value: object) -> list[object]:
+        """Every rank's `value`, in rank order, once all have called."""
+        rank = self.rank
+        number = self._num_exchanges[rank, channel] = self._num_exchanges.get((rank, channel), 0) + 1
+        gathered = self._exchanges.setdefault((channel, number), {})
+        gathered[rank] = value
+        self.block(rank, lambda: len(gathered) == self.world)
+        return [gathered[each] for each in range(self.world)]
+
+    # Whose turn it is
+
+    def may_be_overtaken(self, rank: int) -> None:
+        """Another rank may go on in the place of this one, which could."""
+        self._switch(rank)
+
+    def block(self, rank: int, is_ready: Callable[[], bool]) -> None:
+        """Let others go on until `is_ready`."""
+        self._ready[rank] = is_ready
+        self._switch(rank)
+        self._ready[rank] = _always
+
+    def _options(self) -> list[int]:
+        return [rank for rank in range(self.world) if not self._is_done[rank] and self._ready[rank]()]
+
+    def _switch(self, rank: int) -> None:
+        options = self._options()
+        if not options:
+            self._give_up()
+        elif (chosen := self._schedule.choose(options, rank) if len(options) > 1 else options[0]) != rank:
+            self._turns[chosen].release()
+            self._take_turn(rank)
+        if self._deadlock is not None:
+            raise Deadlock(self._deadlock)
+
+    def _hand_over(self, rank: int) -> None:
+        """A rank has ended."""
+        options = self._options()
+        left = [other for other in range(self.world) if not self._is_done[other]]
+        if options:
+            self._turns[self._schedule.choose(options, rank) if len(options) > 1 else options[0]].release()
+        elif left:
+            self._give_up()
+            self._turns[left[0]].release()
+
+    def _give_up(self) -> None:
+        if self._deadlock is None:
+            self._deadlock = "no rank can go on: " + "; ".join(self._described(rank) for rank in range(self.world))
+        self._ready = [_always] * self.world
+
+    def _described(self, rank: int) -> str:
+        negotiation = self._negotiations.get(rank)
+        if self._is_done[rank] or negotiation is None:
+            return f"rank {rank} has ended" if self._is_done[rank] else f"rank {rank} waits"
+        queues = {each: [asked.request for asked in queue] for each, queue in negotiation._queues.items() if queue}
+        return f"rank {rank} waits, knows of {queues}"
+
+    def _take_turn(self, rank: int) -> None:
+        assert self._turns[rank].acquire(timeout=PATIENCE_S), "no turn came"
+
+    def _close(self) -> None:
+        for inbox in self._inboxes.values():
+            for _, descriptor in inbox:
+                if descriptor is not None:
+                    os.close(descriptor)
+
+
+def _always() -> bool:
+    return True
+
+
+def first_cause(errors: dict[int, BaseException]) -> BaseException:
+    """The error of a rank that has not ended because of another one, if there is such a rank."""
+    own = [error for error in errors.values() if "has stopped" not in str(error)]
+    return (own or list(errors.values()))[0]
+
+
+class InProcessWires(Wires):
+    """Queues in the place of sockets."""
+
+    def __init__(self, world: InProcessWorld, rank: int) -> None:
+        super().__init__(peer for peer in range(world.world) if peer != rank)
+        self._world = world
+        self._rank = rank
+
+    def send(self, peer: int, word: bytes, descriptor: int | None = None) -> bool:
+        if self._world.is_gone(peer):
+            raise Gone
+        self._world.deliver(self._rank, peer, word, descriptor)
+        return True
+
+    def receive(self, peer: int) -> tuple[bytes, list[int]]:
+        found = self._world.collect(peer, self._rank)
+        if not found[0] and self._world.is_gone(peer):
+            raise Gone
+        return found
+
+    def wait(self, timeout_s: float, *, room_for: int | None = None) -> bool:
+        known_gone = {peer for peer in self.peers if self._world.is_gone(peer)}
+
+        def is_ready() -> bool:
+            return self._world.has_words(self._rank) or any(
+                self._world.is_gone(peer) for peer in self.peers if peer not in known_gone
+            )
+
+        self._world.block(self._rank, is_ready)
+        return True
+
+
+class InProcessCollectives(HostCollectives):
+    """The real ones, but for what they leave to gloo."""
+
+    def __init__(self, world: InProcessWorld, link: SharedMemoryLink, channel: Channel) -> None:
+        Collectives.__init__(self, world.rank, world.world)
+        self._world = world
+        self._channel = channel
+        self._link = link
+        self._group = self._hosts = None
+        self._filled = {}
+        self._sent = deque()
+        self._subject = ()
+
+    def gather_objects(self, value: object) -> list[object]:
+        return self._world.exchange(self._channel, value)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        values = self._world.exchange(self._channel, tensor.detach().clone())[source]
+        assert isinstance(values, Tensor)
+        tensor.copy_(values)
+
+
+@contextmanager
+def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
+    """Engines that the ranks of `world` make inside belong to it; gives `initialize`, as a rank calls it."""
+
+    def collectives_for(_device: torch.device, channel: Channel = Channel.REDUCE) -> Collectives:
+        return world.collectives(channel)
+
+    def initialize(**arguments: Any) -> Any:
+        return entry.initialize(**arguments, dist_init_required=False)
+
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (entry, "get_world_size", lambda: world.world),
+        (entry, "collectives_for", collectives_for),
+        (entry, "local_device", lambda: torch.device("cpu")),
+        (engine_settings, "get_world_size", lambda: world.world),
+        (engine_settings, "get_rank", lambda: world.rank),
+    ]
+    with ExitStack() as stack:
+        for room, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(room, name, stand_in))
+        yield initialize
