@@ -1,0 +1,365 @@
+"""How ranks agree on what they gather next: the rule alone, and two to three ranks of it under every order of turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_zero.comm import Channel, Pending, Rows, ledger
+from hf_zero.comm.negotiation import Decision, Disagreement, Gathering, Kind, Request, decide
+from tests.support.in_process import Deadlock, InProcessWorld, Schedule, explore
+
+CPU = torch.device("cpu")
+
+
+def wants(unit: int, **details: int) -> Request:
+    return Request(Kind.GATHER, unit, unit, **details)  # type: ignore[arg-type]
+
+
+END, STEP, WAIT = Request(Kind.END), Request(Kind.STEP, unit=0), Request(Kind.WAIT)
+LETS_GO = Request(Kind.WAIT, lets_go=True)
+
+
+@pytest.mark.parametrize(
+    "heads, decision",
+    [
+        ([wants(2), wants(2)], Decision(2, frozenset({0, 1}))),
+        ([wants(3), wants(1), wants(3)], Decision(1, frozenset({1}))),
+        ([wants(3, in_backward=True), wants(4)], Decision(4, frozenset({1}))),
+        ([END, wants(5)], Decision(5, frozenset({1}))),
+        ([STEP, wants(5), WAIT], Decision(5, frozenset({1, 2}))),
+        ([END, END], Decision(None, frozenset({0, 1}))),
+        ([END, STEP], Decision(None, frozenset({0}))),
+        ([STEP, STEP], Decision(None, frozenset({0, 1}))),
+        ([END, WAIT], Decision(None, frozenset({1}))),
+        ([END, STEP, LETS_GO], Decision(None, frozenset({0, 2}))),
+        ([END, Request(Kind.END, failed=True)], Decision(None, frozenset({0, 1}), any_failed=True)),
+        ([Request(Kind.END, failed=True), STEP], Decision(None, frozenset({0}))),  # its step tells the others
+    ],
+)
+def test_what_happens_next(heads: Sequence[Request], decision: Decision) -> None:
+    assert decide(heads) == decision
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        [wants(1, version=3), wants(1, version=4)],
+        [wants(1, version=3), Request(Kind.WAIT, version=4)],
+        [STEP, Request(Kind.STEP, unit=7)],  # of another engine
+        [STEP, Request(Kind.STEP, unit=0, launched=3)],  # after another number of backward passes
+        [STEP, LETS_GO],
+    ],
+)
+def test_what_cannot_be(heads: Sequence[Request]) -> None:
+    assert decide(heads) is None
+
+
+requests = st.builds(
+    Request,
+    kind=st.sampled_from(Kind),
+    unit=st.integers(0, 5),
+    order=st.integers(-5, 5),
+    in_backward=st.booleans(),
+    version=st.integers(0, 2),
+    launched=st.integers(0, 3),
+    failed=st.booleans(),
+    lets_go=st.booleans(),
+)
+
+
+@given(requests)
+def test_a_request_travels_as_integers(request: Request) -> None:
+    assert Request.of(request.fields()) == request
+
+
+@given(st.lists(requests, min_size=2, max_size=5))
+def test_something_always_happens_or_is_refused(heads: list[Request]) -> None:
+    """A decision that fulfils nobody's request would be made again and again."""
+    decision = decide(heads)
+    assert decision is None or decision.granted
+    if decision is not None and decision.unit is not None:
+        gathers = {rank for rank in decision.granted if heads[rank].kind is Kind.GATHER}
+        assert gathers and all(heads[rank].unit == decision.unit for rank in gathers)
+
+
+# --- ranks, without an engine --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shards:
+    """A `Source` whose row for unit u is [rank, u, updates]; counts what is open."""
+
+    rank: int
+    updates: int = 0
+    opened: list[int] = field(default_factory=list)
+
+    def name(self, unit: int) -> str:
+        return f"module {unit}"
+
+    def open_rows(self, unit: int) -> list[Tensor]:
+        self.opened.append(unit)
+        return [torch.tensor([float(self.rank), float(unit), float(self.updates)])]
+
+    def close_rows(self, unit: int) -> None:
+        self.opened.remove(unit)
+
+    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
+        return row.new_empty(numel)
+
+    def give_buffer(self, rows: Rows) -> None:
+        rows.give_back()
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a rank does between two updates: one forward and one backward per route, units in this order."""
+
+    routes: tuple[tuple[int, ...], ...]
+    prefetches: bool = False
+
+
+class Player:
+    """Drives negotiation and reductions as the engine does: gathers around use, a bucket per unit, two send buffers."""
+
+    def __init__(self, world: InProcessWorld, units: int) -> None:
+        self.world, self.rank, self.units = world.world, world.rank, units
+        self.negotiation = world.negotiation()
+        self.reduce = world.collectives(Channel.REDUCE)
+        self.shards = Shards(self.rank)
+        self.first = self.negotiation.register(self.shards, units)
+        self.negotiation.meanwhile(self.land_ready)
+        self.flights: list[tuple[Pending, Tensor, Tensor, int]] = []
+        self.sums: list[float] = []
+
+    def play(self, script: Script) -> None:
+        for route in script.routes:
+            self.walk(route, script.prefetches, in_backward=False)
+            self.walk(route[::-1], script.prefetches, in_backward=True)
+        self.negotiation.step(self.first)
+        self.land(0)
+        self.shards.updates += 1
+        self.reduce.agree(torch.zeros(1))
+        self.negotiation.reopen()
+
+    def walk(self, route: Sequence[int], prefetches: bool, *, in_backward: bool) -> None:
+        ahead: dict[int, Gathering] = {}
+        left = list(range(self.units))[::-1]
+        for place, unit in enumerate(route):
+            gathering = ahead.pop(unit, None) or self.ask(unit, in_backward)
+            if prefetches and not ahead and unit + 1 < self.units:  # right or not, as expectations are
+                ahead[unit + 1] = self.ask(unit + 1, in_backward)
+            self.finish(unit, gathering)
+            if in_backward and unit not in route[place + 1 :]:
+                while left and (left[0] not in route or left[0] == unit):
+                    self.launch(left.pop(0))
+        while in_backward and left:
+            self.launch(left.pop(0))
+        for unit, gathering in ahead.items():
+            self.finish(unit, gathering)
+        self.negotiation.end(in_backward=in_backward)
+
+    def ask(self, unit: int, in_backward: bool) -> Gathering:
+        return self.negotiation.gather(self.first + unit, order=-unit if in_backward else unit, in_backward=in_backward)
+
+    def finish(self, unit: int, gathering: Gathering) -> None:
+        (rows,) = gathering.wait()
+        seen = [rows.row(rank).tolist() for rank in range(self.world)]
+        assert seen == [[rank, unit, self.shards.updates] for rank in range(self.world)]
+        rows.give_back()
+        self.shards.close_rows(unit)
+
+    def launch(self, unit: int) -> None:
+        self.land(1)
+        buffer = self.reduce.take_send_buffer(self.world, torch.float32, CPU)
+        buffer.fill_(10.0 * unit + self.rank)
+        result = torch.empty(1)
+        self.negotiation.launched += 1
+        self.reduce.about(1, unit)
+        self.flights.append((self.reduce.reduce_scatter(result, buffer), buffer, result, unit))
+
+    def land(self, num_left: int) -> None:
+        while len(self.flights) > num_left:
+            self.land_first()
+
+    def land_ready(self) -> None:
+        while self.flights and self.flights[0][0].is_ready():
+            self.land_first()
+
+    def land_first(self) -> None:
+        pending, buffer, result, unit = self.flights.pop(0)
+        pending.wait()
+        assert result.item() == self.world * 10.0 * unit + sum(range(self.world))
+        self.reduce.give_send_buffer(buffer)
+
+
+def play(scripts: Sequence[Script], units: int, schedule: Schedule | None = None, steps: int = 2) -> None:
+    """Every rank plays its script; values, leaks and ends are checked."""
+    world = InProcessWorld(len(scripts), schedule)
+
+    def body(rank: int) -> None:
+        player = Player(world, units)
+        for _ in range(steps):
+            player.play(scripts[rank])
+        assert not player.shards.opened and not player.flights
+        world.exchange(0, None)
+        link = world.link()
+        link._listen_to_all()
+        assert not any(link._readers.values()), "a block that nobody will read"
+
+    world.run(body)
+
+
+def routes(units: int, longest: int) -> Iterator[tuple[int, ...]]:
+    for length in range(longest + 1):
+        yield from itertools.product(range(units), repeat=length)
+
+
+STORIES = {
+    "the first loss was wrong": [(2, 2), (3, 3)],
+    "wrong as well": [(0, 1, 1), (1, 0, 0)],
+    "deadlock, most runs": [(0, 1), (2, 3)],
+    "hang, always": [(0, 1, 0), (0, 1, 1)],
+    "a rank that runs nothing": [(), (3, 1, 2, 0)],
+}
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("story", STORIES)
+def test_stories_under_every_order_of_turns(story: str, prefetches: bool) -> None:
+    """Experts in different orders: gathers were matched by their place in the order of calls, so that one expert's
+    weights were read as another's; or a rank waited for a send buffer and the other one for its gather, for ever."""
+    scripts = [Script((route,), prefetches) for route in STORIES[story]]
+    assert explore(lambda schedule: play(scripts, 4, schedule, steps=1), overtakings=1) > 10
+
+
+def smallest_first(scripts: Sequence[Script]) -> bool:
+    """Of programs that differ only in the names of ranks, one is enough."""
+    return scripts[0].routes <= scripts[1].routes
+
+
+def programs(units: int, longest: int) -> Iterator[tuple[Script, Script]]:
+    """All pairs of ranks with two passes, the second one with the ranks' routes exchanged."""
+    for mine, theirs in itertools.product(routes(units, longest), repeat=2):
+        for prefetches in (False, True):
+            pair = Script((mine, theirs), prefetches), Script((theirs, mine), prefetches)
+            if smallest_first(pair):
+                yield pair
+
+
+def test_small_programs_under_every_order_of_turns() -> None:
+    for scripts in programs(units=2, longest=2):
+        explore(lambda schedule, scripts=scripts: play(scripts, 2, schedule, steps=1), overtakings=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("units", [3, 4])
+def test_all_programs_of_a_few_modules_under_every_order_of_turns(units: int) -> None:
+    for scripts in programs(units, longest=2):
+        explore(lambda schedule, scripts=scripts: play(scripts, units, schedule, steps=1), overtakings=1)
+
+
+def test_other_numbers_of_forwards_are_carried() -> None:
+    """A rank that runs one forward more meets others that are in backward already."""
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(2, schedule)
+
+        def body(rank: int) -> None:
+            player = Player(world, 3)
+            for _ in range(1 + rank):
+                player.walk((0, 2), False, in_backward=False)
+            player.walk((2, 0), False, in_backward=True)
+            player.negotiation.step(player.first)
+            player.land(0)
+
+        world.run(body)
+
+    explore(run, overtakings=1)
+
+
+def test_backward_passes_at_other_places_are_carried() -> None:
+    """Forward, backward, backward beside three forwards and then both backwards: one waits for a reduction, the other
+    at the end of a forward."""
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(2, schedule)
+
+        def body(rank: int) -> None:
+            player = Player(world, 3)
+            passes = [False, True, True] if rank else [False, False, False, True, True]
+            for in_backward in passes:
+                if in_backward:
+                    player.land(0)
+                player.walk((2, 0, 1), False, in_backward=in_backward)
+            player.negotiation.step(player.first)
+            player.land(0)
+
+        world.run(body)
+
+    explore(run, overtakings=1)
+
+
+def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
+    """What cannot be carried is an error at once, everywhere, that says who is where."""
+    raised: list[str] = []
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(2, schedule)
+        raised.clear()
+
+        def body(rank: int) -> None:
+            player = Player(world, 3)
+            try:
+                for _ in range(1 + rank):
+                    player.walk((0, 1, 2), False, in_backward=True)
+                    player.land(0)
+                player.negotiation.step(player.first)
+            except Disagreement as error:
+                raised.append(str(error))
+
+        world.run(body)
+        assert len(raised) == 2
+        assert all("rank 0 is about to update the model of 'module 0'" in text for text in raised)
+
+    explore(run, overtakings=1)
+
+
+def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
+    """One gather per unit and use, whatever order ranks take turns in."""
+
+    def run(schedule: Schedule) -> None:
+        ledger.reset()
+        play([Script(((0, 1, 2),), prefetches=False)] * 2, 3, schedule, steps=1)
+        assert sum(tally.calls for (_, name), tally in ledger.tallies.items() if name == "all_gather") == 2 * 6
+
+    explore(run, overtakings=2, limit=400)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object]) -> None:
+    from hf_zero.comm.host_negotiation import HostNegotiation
+
+    monkeypatch.setattr(HostNegotiation, name, stand_in)
+
+
+def test_the_search_finds_a_rank_that_looks_after_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, "_attend", lambda self, awaited: False)
+    with pytest.raises(Deadlock, match="no rank can go on"):
+        test_stories_under_every_order_of_turns("deadlock, most runs", False)
+
+
+def test_the_search_finds_ranks_that_serve_what_they_please(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero.comm.host_negotiation import HostNegotiation
+
+    serve = HostNegotiation._serve
+    broken(monkeypatch, "_serve", lambda self, unit, number, blocks: serve(self, 0, number, blocks))
+    with pytest.raises(AssertionError):
+        test_stories_under_every_order_of_turns("the first loss was wrong", False)
