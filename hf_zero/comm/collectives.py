@@ -55,8 +55,12 @@ class Collectives(ABC):
         ledger.record("all_reduce", num_bytes(flat))
         return self._all_reduce(flat)
 
-    def about(self, *subject: int) -> None:
-        """Say what the next call is about (two integers at most), for calls that compare it with the other ranks'."""
+    def new_subject(self) -> int:
+        """A number for something that makes calls; the same on all ranks, if all make the same things."""
+        return 0
+
+    def about(self, subject: int, backward: int, bucket: int) -> None:
+        """Say what the next call is about; ranks compare it where messages have room for it."""
         return None
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:

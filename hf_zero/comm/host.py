@@ -91,8 +91,12 @@ class HostCollectives(ExchangeCollectives):
     def buffers(self) -> list[Tensor]:
         return self._link.own_blocks
 
-    def about(self, *subject: int) -> None:
-        self._subject = subject
+    def new_subject(self) -> int:
+        self._link.num_subjects += 1
+        return self._link.num_subjects
+
+    def about(self, subject: int, backward: int, bucket: int) -> None:
+        self._subject = subject, backward, bucket
 
     def _new_label(self, call: _Call, num_bytes: int) -> Label:
         subject, self._subject = self._subject, ()
@@ -210,7 +214,8 @@ class HostCollectives(ExchangeCollectives):
 def _described(label: Label) -> str:
     call, num_bytes, *subject = label
     name = _Call(call).name.lower().replace("_", " ") if call else "nothing that is compared"
-    about = f", bucket {subject[1]} of backward pass {subject[0]}" if any(subject) else ""
+    engine, backward, bucket = subject
+    about = f", bucket {bucket} of backward pass {backward} of engine {engine}" if engine else ""
     return f"{name} ({num_bytes} bytes{about})"
 
 

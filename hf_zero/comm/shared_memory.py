@@ -120,6 +120,7 @@ class SharedMemoryLink:
         attendants: called in every wait with the peers whose next message is waited for; say whether they did
             anything.
         calls: number of the last call on each channel.
+        num_subjects: how many things have been given a number, see `Collectives.new_subject`.
     """
 
     def __init__(self, wires: Wires, timeout_s: float) -> None:
@@ -127,6 +128,7 @@ class SharedMemoryLink:
         self.on_mail: Callable[[Mail], None] | None = None
         self.attendants: list[Callable[[frozenset[int]], bool]] = []
         self.calls: Counter[int] = Counter()
+        self.num_subjects = 0
         self._wires = wires
         self._peers = wires.peers
         self._mine: dict[int, Block] = {}

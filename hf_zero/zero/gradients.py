@@ -66,6 +66,7 @@ class GradientReducer:
         self._order: list[int] = list(range(len(self.buckets)))
         self._next = 0
         self._num_backward = 0
+        self._subject = collectives.new_subject()
         self._is_landing = False
         self._reducing = True
         self._negotiation = store.negotiation
@@ -193,7 +194,7 @@ class GradientReducer:
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return
         buffer, sent = self._collect(bucket)
-        self._collectives.about(self._num_backward, bucket.bucket.index)
+        self._collectives.about(self._subject, self._num_backward, bucket.bucket.index)
         if self._sharding.shards_optimizer:
             result = bucket.place_for_result()
             pending = self._collectives.reduce_scatter(result, buffer)

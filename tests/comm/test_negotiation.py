@@ -182,7 +182,7 @@ class Player:
         buffer.fill_(10.0 * unit + self.rank)
         result = torch.empty(1)
         self.negotiation.launched += 1
-        self.reduce.about(1, unit)
+        self.reduce.about(1, 1, unit)
         self.flights.append((self.reduce.reduce_scatter(result, buffer), buffer, result, unit))
 
     def land(self, num_left: int) -> None:
