@@ -64,7 +64,8 @@ class HostNegotiation(Negotiation):
         self.reopen()
         while gathering.decision is None:
             if not self._decide_all():
-                self._wait(lambda: self._silent() if gathering.decision is None else set())
+                missing = self._silent_until(gathering)
+                self._wait(missing, f"to learn what it needs, for this rank {self._described(gathering.request)}")
         return gathering.decision
 
     # Asking
@@ -130,19 +131,22 @@ class HostNegotiation(Negotiation):
     def claim(self, number: int, blocks: dict[int, Block]) -> dict[int, Block]:
         """All peers' rows for decision `number`: `blocks`, and what the others send because of it."""
         others = [peer for peer in self._peers if peer not in blocks]
-        self._wait(lambda: {peer for peer in others if (peer, number) not in self._served})
+        self._wait(lambda: {peer for peer in others if (peer, number) not in self._served}, "to send its shard")
         return blocks | {peer: self._served.pop((peer, number)) for peer in others}
 
     def finish(self, blocks: dict[int, Block]) -> None:
         for peer, block in blocks.items():
             self._link.finish(peer, block)
 
-    def _wait(self, missing: Callable[[], set[int]]) -> None:
+    def _wait(self, missing: Callable[[], set[int]], purpose: str) -> None:
         was_waiting, self._is_waiting = self._is_waiting, True
         try:
-            self._link.wait_for(missing)
+            self._link.wait_for(missing, purpose=purpose)
         finally:
             self._is_waiting = was_waiting
+
+    def _silent_until(self, gathering: Gathering) -> Callable[[], set[int]]:
+        return lambda: self._silent() if gathering.decision is None else set()
 
     def _silent(self) -> set[int]:
         """Peers whose head is not there yet; they are told that they are waited for."""

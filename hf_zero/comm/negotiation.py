@@ -16,19 +16,22 @@ anything for another one's sake then, and nothing is gathered twice.
 Why values are right: a row is found by unit and number of updates, which every request carries and every decision
 compares; never by its place in an order of calls.
 
-Why nothing hangs: suppose that all ranks wait. One that waits for a decision needs the heads of all queues; a rank
-whose queue is empty waits for something else (a reduction, a gather that the user asked for), is told that it is waited
-for, and asks WAIT. So all heads are there, and a GATHER among them is decided, as everybody in a wait also decides and
-sends what decisions ask of it. If no head is a GATHER, some are END or STEP and others wait for messages. Messages
-between two ranks arrive in order, so who waits for one from a rank that stands at END knows that it will not come
-before END is granted, and says so (`lets_go`), which grants it. If it stands at STEP instead, ranks have not run
-the same number of backward passes or collective calls: that is an error, on all ranks at once. And if nobody waits for
-a rank at END or STEP, the rank that has posted the fewest of the messages that are waited for is waited for by all and
-waits for none: a contradiction, for messages are posted before their answers are waited for.
+Why nothing hangs: suppose that all ranks wait, for a decision or for a message, and that nothing is under way. Say that
+a rank waits for a decision. Every rank whose queue is empty waits for a message then, has been told that a request of its
+is waited for, and has asked WAIT. So all heads are there, and a decision has been made, which `decide` either refuses, on
+all ranks, or which grants something; and who is not granted anything has sent what the others need, as everybody who
+waits also decides. So there is no GATHER among the heads, and none of those that wait for a message can wait for a rank
+at END or STEP: words between two ranks arrive in order, so what such a rank has not said it does not say before it is
+granted, and who waits for that asks WAIT with `lets_go`: END is granted then, and STEP is refused, because ranks have not
+run backward, or gathered parameters by hand, equally often. So they wait for each other. But what is waited for are calls
+that every rank makes in the same order and posts before it waits for the others': the rank that has come least far
+waits for nobody. (That is true of each kind of call by itself: of reductions, and of parameters that the user
+gathers. A program that does the latter inside backward, at other places on other ranks, is on its own.)
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -178,7 +181,8 @@ class Negotiation(ABC):
         self.version = 0
         self.launched = 0
         self._mine: deque[Gathering] = deque()
-        self._sources: list[tuple[Source, int] | None] = []  # of each unit, and its number there
+        # Of each unit, and its number there; weak, so that an engine which is only dropped is gone too.
+        self._sources: list[tuple[weakref.ref[Source], int] | None] = []
         self._is_open = True  # whether rows are what others expect them to be
 
     # What an engine calls
@@ -186,7 +190,7 @@ class Negotiation(ABC):
     def register(self, source: Source, num_units: int) -> int:
         """Number of the first of these units. Ranks register the same ones in the same order."""
         first = len(self._sources)
-        self._sources.extend((source, unit) for unit in range(num_units))
+        self._sources.extend((weakref.ref(source), unit) for unit in range(num_units))
         return first
 
     def forget(self, first: int, num_units: int) -> None:
@@ -254,9 +258,14 @@ class Negotiation(ABC):
         return Request(kind, version=self.version, launched=self.launched, **details)  # type: ignore[arg-type]
 
     def _source(self, unit: int) -> tuple[Source, int]:
-        found = self._sources[unit]
-        assert found is not None, "a unit of an engine that is gone"
-        return found
+        known = self._sources[unit]
+        source = known[0]() if known is not None else None
+        if known is None or source is None:
+            raise RuntimeError(
+                "another rank gathers parameters of an engine that this rank has destroyed, or dropped: keep engines "
+                "alive on all ranks for as long as one of them uses them"
+            )
+        return source, known[1]
 
     def _agreed(self, heads: Sequence[Request]) -> Decision:
         decision = decide(heads)

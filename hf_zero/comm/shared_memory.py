@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.wires import Gone, SocketWires, Wires
+from hf_zero.log import logger
 
 NUM_DETAILS = 5
 Label = tuple[int, ...]  # of a call: NUM_DETAILS integers that are the same on all ranks
@@ -36,6 +37,7 @@ _WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
 _CALLS_PER_CHANNEL = 1 << 48
 _GRAIN_BYTES = 1 << 12
 _MAX_IDLE = 256  # takes of other blocks; about a step of a model of fifty layers
+STALL_S = 60.0  # without a word from anybody; then a warning says who is waited for
 _HOLDER = -1  # stands among a block's readers for the rank that made it
 
 
@@ -241,13 +243,17 @@ class SharedMemoryLink:
     # Waiting
 
     def wait_for(
-        self, missing: Callable[[], AbstractSet[int]], not_posted: Callable[[], AbstractSet[int]] | None = None
+        self,
+        missing: Callable[[], AbstractSet[int]],
+        not_posted: Callable[[], AbstractSet[int]] | None = None,
+        purpose: str = "to exchange data with it",
     ) -> None:
         """Return when nobody is missing. Takes in words, and lets the attendants act, while it waits.
 
         Args:
             missing: peers from whom something is waited for.
             not_posted: those among all peers whose next message this rank needs to go on.
+            purpose: why it waits, for messages.
 
         Raises:
             RuntimeError: when one of them has stopped, or none has said anything for `timeout_s`.
@@ -263,12 +269,28 @@ class SharedMemoryLink:
             lost = self._gone & absent
             if lost:
                 raise self._stopped(min(lost))
-            if not self._wires.wait(self.timeout_s):
-                raise RuntimeError(f"rank {min(absent)} has not answered for {self.timeout_s:g} seconds")
+            self._wait_for_words(min(absent), purpose)
             self._listen_to_all()
 
     def close(self) -> None:
         self._wires.close()
+
+    def _wait_for_words(self, peer: int, purpose: str) -> None:
+        """Sleep until anybody says anything; say why after a while."""
+        if self._wires.wait(min(self.timeout_s, STALL_S)):
+            return
+        left = self.timeout_s - STALL_S
+        if left > 0:
+            logger.warning(
+                "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or run other modules "
+                "or collective calls than this one; after %g seconds this is an error",
+                peer,
+                STALL_S,
+                purpose,
+                self.timeout_s,
+            )
+        if left <= 0 or not self._wires.wait(left):
+            raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds ({purpose})")
 
     def _attend(self, awaited: frozenset[int]) -> bool:
         if self._is_attending:  # an attendant that waits has others attend to nothing new

@@ -170,3 +170,23 @@ def run_late(rank: int) -> None:
 def test_a_rank_that_does_not_answer_is_named_after_the_groups_timeout() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 has not answered for 0\.2 seconds"):
         run_ranks(run_late, 2)
+
+
+def run_slow(rank: int) -> list[str]:
+    collectives = collectives_for(CPU)
+    assert isinstance(collectives, HostCollectives)
+    warned: list[str] = []
+    with (
+        mock.patch.object(shared_memory, "STALL_S", 0.05),
+        mock.patch.object(shared_memory.logger, "warning", lambda text, *values: warned.append(text % values)),
+    ):
+        if rank == 1:
+            time.sleep(0.5)
+        collectives.all_gather(torch.zeros(8)).wait()
+    return warned
+
+
+def test_a_rank_that_is_waited_for_is_named_long_before_the_timeout() -> None:
+    """A rank that ran a forward alone slept for half an hour without a word about whom it waited for."""
+    warned, _ = run_ranks(run_slow, 2)
+    assert warned and warned[0].startswith("nothing from rank 1 for 0.05 seconds: this rank waits for it")
