@@ -16,17 +16,18 @@ anything for another one's sake then, and nothing is gathered twice.
 Why values are right: a row is found by unit and number of updates, which every request carries and every decision
 compares; never by its place in an order of calls.
 
-Why nothing hangs: suppose that all ranks wait, for a decision or for a message, and that nothing is under way. Say that
-a rank waits for a decision. Every rank whose queue is empty waits for a message then, has been told that a request of its
-is waited for, and has asked WAIT. So all heads are there, and a decision has been made, which `decide` either refuses, on
-all ranks, or which grants something; and who is not granted anything has sent what the others need, as everybody who
-waits also decides. So there is no GATHER among the heads, and none of those that wait for a message can wait for a rank
-at END or STEP: words between two ranks arrive in order, so what such a rank has not said it does not say before it is
-granted, and who waits for that asks WAIT with `lets_go`: END is granted then, and STEP is refused, because ranks have not
-run backward, or gathered parameters by hand, equally often. So they wait for each other. But what is waited for are calls
-that every rank makes in the same order and posts before it waits for the others': the rank that has come least far
-waits for nobody. (That is true of each kind of call by itself: of reductions, and of parameters that the user
-gathers. A program that does the latter inside backward, at other places on other ranks, is on its own.)
+Why nothing hangs: suppose that all ranks wait, for a decision or for a message, and that nothing is under way. Say
+that a rank waits for a decision. Every rank whose queue is empty waits for a message then, has been told that a
+request of its is waited for, and has asked WAIT. So all heads are there, and a decision has been made, which `decide`
+either refuses, on all ranks, or which grants something; and who is not granted anything has sent what the others
+need, as everybody who waits also decides. So there is no GATHER among the heads, and none of those that wait for a
+message can wait for a rank at END or STEP: words between two ranks arrive in order, so what such a rank has not said
+it does not say before it is granted, and who waits for that asks WAIT with `lets_go`: END is granted then, and STEP
+is refused, because ranks have not run backward, or gathered parameters by hand, equally often. So they wait for each
+other. But what is waited for are calls that every rank makes in the same order and posts before it waits for the
+others': the rank that has come least far waits for nobody. (That is true of each kind of call by itself: of
+reductions, and of parameters that the user gathers. A program that does the latter inside backward, at other places
+on other ranks, is on its own.)
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def test_disjoint_experts_end(routes: Routes, limits: str) -> None:
 
 @pytest.mark.parametrize("limits", LIMITS)
 def test_experts_used_twice_on_one_rank_only(limits: str) -> None:
-    """A hang, always, also with default limits: a module that some ranks run twice in one forward and others once "cannot
-    be carried", said the documentation; the run said nothing."""
+    """A hang, always, also with default limits: a module that some ranks run twice in one forward and others once
+    "cannot be carried", said the documentation; the run said nothing."""
     assert_carried(((0, 1, 0), (0, 1, 1)), limits)
 
 
