@@ -107,7 +107,10 @@ def write_failure(folder: Path, outcome: Outcome, size: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
-    programs = choose(options.seed, options.programs, options.size, options.only, options.without)
+    if options.files:
+        programs = [Program.from_json(path.read_text()) for path in options.files for _ in range(options.repeat)]
+    else:
+        programs = choose(options.seed, options.programs, options.size, options.only, options.without)
     outcomes: list[Outcome] = []
     started = time.monotonic()
     for outcome in run_all(programs, ProcessRunner, options.jobs, options.deadline):
@@ -127,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.campaign", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="*", type=Path, help="programs as JSON, instead of random ones")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each file: deadlocks need luck")
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
