@@ -1,8 +1,9 @@
-"""What the Triton kernels share: which elements a program works on, and how a value is rounded and stored."""
+"""What the Triton kernels share: which elements a program works on, and how a value is rounded and stored.
+
+Jitted functions annotate nothing but `tl.constexpr`: the compiler evaluates annotations and refuses Python's own types.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -25,7 +26,7 @@ def split_scale(scale: Tensor | float) -> tuple[Tensor | None, float]:
 
 
 @triton.jit
-def places(numel: Any, overflow: Any, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def places(numel, overflow, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of this program's block and which of them count; none does when the overflow flag is set."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if overflow is not None:
@@ -34,7 +35,7 @@ def places(numel: Any, overflow: Any, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def scaled(gradient: Any, offsets: Any, mask: Any, scale_tensor: Any, scale: Any):  # type: ignore[no-untyped-def]
+def scaled(gradient, offsets, mask, scale_tensor, scale):  # type: ignore[no-untyped-def]
     """The gradient in fp32, times both factors."""
     value = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32) * scale
     if scale_tensor is not None:
@@ -43,7 +44,7 @@ def scaled(gradient: Any, offsets: Any, mask: Any, scale_tensor: Any, scale: Any
 
 
 @triton.jit
-def store_rounded(target: Any, offsets: Any, value: Any, mask: Any, seed: Any):  # type: ignore[no-untyped-def]
+def store_rounded(target, offsets, value, mask, seed):  # type: ignore[no-untyped-def]
     """Store fp32 `value` in the target's dtype; with a seed and a bf16 target, rounded stochastically."""
     if seed is not None:
         if target.dtype.element_ty == tl.bfloat16:
