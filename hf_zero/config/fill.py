@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.errors import Other, Problem
+from hf_zero.config.left_out import left_out
 from hf_zero.config.offers import Offer, offers
 from hf_zero.config.sources import ConfigDict, Source, dotted, is_auto, is_open, leaves, source_in
 from hf_zero.config.views import TrainingView, Views
@@ -30,7 +31,7 @@ class Changes:
 
 
 def fill(config: Mapping[str, Any], views: Views) -> Changes:
-    """The values for all autos that somebody knows, and a problem for every contradiction."""
+    """The values for all autos that somebody knows and for keys left to the code; a problem per contradiction."""
     known, changes = offers(config, views), Changes()
     for path, value in leaves(config):
         name = dotted(path)
@@ -42,6 +43,10 @@ def fill(config: Mapping[str, Any], views: Views) -> Changes:
             changes.sources[name] = offer.source
         elif offer.must_match and value is not None and not same(value, offer.value):
             changes.problems.append(conflict(config, name, value, offer))
+    for path, offer in left_out(config, views, known):
+        changes.values[path] = offer.value
+        if not is_auto(offer.value):
+            changes.sources[dotted(path)] = offer.source
     if views.training is not None and views.training.save_on_each_node:
         _one_writer_per_node(config, changes, views.training)
     return changes
@@ -60,7 +65,8 @@ def apply(config: dict[str, Any], changes: Changes) -> None:
     for path, value in changes.values.items():
         holder = config
         for key in path[:-1]:
-            holder = holder.setdefault(key, {})
+            holder[key] = holder.get(key) or {}  # null is as good as absent
+            holder = holder[key]
         holder[path[-1]] = value
     if isinstance(config, ConfigDict):
         config.filled.update(changes.sources)
@@ -87,7 +93,7 @@ def filled(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     for path, value in changes.values.items():
         holder = result
         for key in path[:-1]:
-            holder[key] = dict(holder.get(key, {}))
+            holder[key] = dict(holder.get(key) or {})
             holder = holder[key]
         holder[path[-1]] = value
     return result

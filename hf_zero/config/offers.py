@@ -65,7 +65,7 @@ def _from_training(view: TrainingView, world_size: int) -> Iterator[tuple[str, O
     product = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps} x world size {world_size}"
     whole = view.source("per_device_train_batch_size", "gradient_accumulation_steps")
     yield TRAIN, Offer(world_size * micro * steps, whole, product, fixed)
-    yield match("gradient_clipping", view.max_grad_norm, "max_grad_norm")
+    yield match("gradient_clipping", view.max_grad_norm or 0.0, "max_grad_norm")
     yield match("optimizer.params.lr", view.learning_rate, "learning_rate")
     yield match("optimizer.params.betas", [view.adam_beta1, view.adam_beta2], "adam_beta1", "adam_beta2")
     yield match("optimizer.params.eps", view.adam_epsilon, "adam_epsilon")

@@ -20,6 +20,13 @@ _TYPES = {
     )
 }  # fmt: skip
 _UNBUILT = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
+_PLAIN_ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
+# Arguments that not all classes of torch.optim have.
+_TORCH_TAKERS = {
+    "betas": ("adamax", "nadam", "radam", "sparseadam"),
+    "eps": ("adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "sparseadam"),
+}
+_WITHOUT_DECAY = ("lbfgs", "rprop", "sparseadam")
 _HIGHEST_STAGE = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
 
 
@@ -41,6 +48,21 @@ def resolve_optimizer(
     params, problems = checked("optimizer.params", section.params or {}, table)
     problems += unknown_autos("optimizer.params", autos, table)
     return OptimizerPolicy(type=canonical, params=params), problems
+
+
+def optimizer_takes(name: str, params: Mapping[str, object], argument: str) -> bool:
+    """Whether the optimizer of this type, with these arguments beside it, takes lr, betas, eps or weight_decay."""
+    table = _table(_TYPES.get(name.lower(), name), params)
+    if table is not None:
+        return argument in table
+    if argument == "weight_decay":
+        return name.lower() not in _WITHOUT_DECAY
+    return name.lower() in _TORCH_TAKERS.get(argument, (name.lower(),))
+
+
+def is_adam(name: str) -> bool:
+    """Whether this type is Adam or AdamW, whoever runs it."""
+    return _TYPES.get(name.lower(), name) in _PLAIN_ADAMS
 
 
 def _optimizer_refusal(name: str) -> Problem | None:

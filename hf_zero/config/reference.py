@@ -17,7 +17,8 @@ _HEAD = """\
 
 This page is rendered from the schema (`python -m hf_zero.config.reference > docs/config.md`); a test fails when they
 differ. A key that is not listed is an error. The literal `"auto"` means: filled in from Trainer's
-arguments, from Accelerate, or from the model, else the default. `python -m hf_zero explain ds.json` shows with what;
+arguments, from Accelerate, or from the model, else the default. A key that is left out although TrainingArguments (or
+DummyOptim, DummyScheduler) state it means `"auto"`, too. `python -m hf_zero explain ds.json` shows with what;
 [differences.md](differences.md) says where that is not what DeepSpeed does.
 
 - **works**: the engine does what the key says.

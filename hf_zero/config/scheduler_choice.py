@@ -43,6 +43,11 @@ def resolve_scheduler(
     return SchedulerPolicy(type=name, params=params), problems
 
 
+def schedule_takes(name: str, argument: str) -> bool:
+    """Whether one of our schedules has that name and takes the argument."""
+    return argument in _SCHEDULE_CHECKS.get(name, {})
+
+
 def _scheduler_refusal(name: str) -> Problem | None:
     spelled = {known.lower(): known for known in _SCHEDULE_CHECKS}
     right = spelled.get(name.lower(), name)

@@ -39,9 +39,13 @@ class TrainingView:
             return Source("flag", ", ".join(flags))
         return Source("training", ", ".join(self._field(name) for name in names))
 
-    def _field(self, name: str) -> str:
+    def is_default(self, name: str) -> bool:
+        """Whether a field has the value that it has when nobody says anything."""
         default = next((entry.default for entry in fields(self) if entry.name == name), None)
-        return f"TrainingArguments.{name}" + (" (its default)" if getattr(self, name, ...) == default else "")
+        return bool(getattr(self, name, ...) == default)
+
+    def _field(self, name: str) -> str:
+        return f"TrainingArguments.{name}" + (" (its default)" if self.is_default(name) else "")
 
     def warmup(self) -> int | None:
         """Updates of warm-up, at least 1; None when it is a share of an unknown total."""

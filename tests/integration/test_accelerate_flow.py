@@ -207,6 +207,18 @@ def test_accumulation_of_the_accelerator_fills_an_auto() -> None:
     assert engine.get_batch_info() == (4, 2, 2)
 
 
+def test_accumulation_of_the_accelerator_holds_where_the_file_says_nothing() -> None:
+    given = {key: value for key, value in config().items() if key != "gradient_accumulation_steps"}
+    engine, _ = prepared(given, "real", None, gradient_accumulation_steps=2)
+    assert engine.get_batch_info() == (4, 2, 2)
+
+
+def test_the_stand_in_states_what_the_file_leaves_out() -> None:
+    engine, _ = prepared(config(optimizer={"type": "AdamW"}), "dummy", None)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.02
+    assert engine.optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
 # Conflicts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.config.deepspeed_answers import ask_deepspeed  # noqa: E402
 from tests.config.test_published import ACCEPTED, REFUSED  # noqa: E402
 
 from .combinations import COUNT, Combination, combinations  # noqa: E402
-from .flows import accelerator, clean, loader  # noqa: E402
+from .flows import ADAMW, accelerator, clean, loader  # noqa: E402
 
 ALL = list(combinations())
 HIDDEN = 16
@@ -86,6 +87,17 @@ def through_trainer(combination: Combination, plain: TrainingArguments, *, ours:
     return config.config
 
 
+def spelled_out(combination: Combination) -> Combination:
+    """With "auto" at the keys that the config leaves out and TrainingArguments know: so hf_zero reads them."""
+    config = copy.deepcopy(combination.config)
+    config.setdefault("gradient_clipping", "auto")
+    if combination.arguments["bf16"]:
+        config.setdefault("bf16", {"enabled": "auto"})
+    if "optimizer" in config:
+        config["optimizer"]["params"] = {**ADAMW["params"], **config["optimizer"]["params"]}
+    return dataclasses.replace(combination, config=config)
+
+
 def meaning(config: dict[str, Any]) -> Any:
     """What the engine will do, without what only the text of a config tells apart."""
     resolved = resolve(config, world_size=1)
@@ -97,7 +109,7 @@ def meaning(config: dict[str, Any]) -> Any:
 def test_trainer_fills_the_same(plain: TrainingArguments) -> None:
     refused = 0
     for combination in ALL:
-        theirs = through_trainer(combination, plain, ours=False)
+        theirs = through_trainer(spelled_out(combination), plain, ours=False)
         ours = through_trainer(combination, plain, ours=True)
         assert (ours is None) == (theirs is None), combination
         if ours is None or theirs is None:
@@ -184,10 +196,15 @@ def through_accelerate(combination: Combination, *, ours: bool) -> dict[str, Any
     for name in ("betas", "eps"):
         if config.get("optimizer", {}).get("params", {}).get(name) == "auto":
             del config["optimizer"]["params"][name]
+    rate, decay = combination.arguments["learning_rate"], combination.arguments["weight_decay"]
+    if "optimizer" in config and not ours:
+        # What hf_zero takes from DummyOptim where the config says nothing, written out for upstream.
+        stated = {"lr": rate != 0.001, "weight_decay": decay != 0}
+        autos = {name: "auto" for name, is_stated in stated.items() if is_stated}
+        config["optimizer"]["params"] = {**autos, **config["optimizer"]["params"]}
     acc = accelerator(config, gradient_accumulation_steps=combination.arguments["gradient_accumulation_steps"])
     model = torch.nn.Linear(HIDDEN, HIDDEN)
     model.config = SimpleNamespace(hidden_size=HIDDEN)  # type: ignore[assignment]
-    rate, decay = combination.arguments["learning_rate"], combination.arguments["weight_decay"]
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=rate)
     if "optimizer" in config:
         optimizer = hf_zero.DummyOptim(model.parameters(), lr=rate, weight_decay=decay)

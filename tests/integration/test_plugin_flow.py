@@ -51,8 +51,15 @@ def test_a_file_without_a_zero_section_is_refused() -> None:
         DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8})
 
 
-def test_missing_accumulation_becomes_1() -> None:
-    assert plugin_config({"zero_optimization": {"stage": 1}})["gradient_accumulation_steps"] == 1
+def test_what_the_file_leaves_out_is_left_to_the_code() -> None:
+    """Accelerate wrote 1 for a missing gradient_accumulation_steps, and Accelerator(gradient_accumulation_steps=4) lost
+    against a file that says nothing; DeepSpeedPlugin(gradient_clipping=0.5) was dropped for the same reason."""
+    left = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    config = plugin_config({"zero_optimization": {"stage": 1}})
+    assert {key: config[key] for key in left} == left
+    fields: dict[str, Any] = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    config = plugin_config({"zero_optimization": {"stage": 1}}, **fields)
+    assert {key: config[key] for key in left} == fields
 
 
 def test_nobody_says_anything() -> None:

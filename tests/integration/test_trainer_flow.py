@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hf_zero
 
@@ -180,11 +181,44 @@ def test_training_twice(tmp_path: Path) -> None:
     assert first.global_step == second.global_step == 2 and second.training_loss < first.training_loss
 
 
+def trained(folder: Path, config: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights after three updates, by the engine or, without a config, by PyTorch alone."""
+    torch.manual_seed(3)
+    run = trainer(folder, config, max_steps=3, learning_rate=0.5, **options)
+    run.train()
+    return {name: value.detach().clone() for name, value in run.model.named_parameters()}
+
+
+LEFT_OUT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"optim": "sgd", "max_grad_norm": 100.0}),
+    ({}, {"optim": "sgd", "max_grad_norm": 0.0}),
+    ({}, {"optim": "sgd", "gradient_accumulation_steps": 2}),
+    ({"optimizer": {"type": "SGD"}}, {"optim": "sgd", "weight_decay": 0.1}),
+    (
+        {"optimizer": {"type": "AdamW"}},
+        {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.1, "weight_decay": 0.1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "options"), LEFT_OUT)
+def test_what_the_file_leaves_out_is_as_trainer_alone_has_it(
+    sections: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """`max_grad_norm=100` without `gradient_clipping` in ds.json was clipped at 1.0, and an optimizer section without
+    params trained at 0.001 whatever TrainingArguments said, both in silence."""
+    alone = trained(tmp_path, None, **options)
+    clean()
+    ours = trained(tmp_path, {"zero_optimization": {"stage": 2}, **sections}, **options)
+    for name, value in alone.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
 GROUPS = [
     ({"weight_decay": "auto"}, {}, 2),
     ({"weight_decay": 0.1}, {}, 2),
     ({"weight_decay": "auto"}, {"hf_zero": {"decay_biases_and_norms": True}}, 1),
-    ({}, {}, 1),
+    ({}, {}, 2),
 ]
 
 
@@ -196,7 +230,7 @@ def test_weight_decay_spares_biases_and_norms(
     run = trainer(tmp_path, config, weight_decay=0.1)
     run.train()
     decays = [group["weight_decay"] for group in run.deepspeed.optimizer.param_groups]
-    assert decays == {2: [0.1, 0.0], 1: [0.1 if params else 0.0]}[groups]
+    assert decays == {2: [0.1, 0.0], 1: [0.1]}[groups]
 
 
 def test_auto_find_batch_size_follows_to_the_engine(tmp_path: Path) -> None:
@@ -262,3 +296,22 @@ def test_views_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     for field in dataclasses.fields(TrainingView):
         if field.name in names:
             assert field.default == names[field.name], field.name
+
+
+OVERRULED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({"scheduler": WARMUP_DECAY}, {"lr_scheduler_type": "cosine"}, "lr_scheduler_type is 'cosine'"),
+    ({"scheduler": WARMUP_DECAY}, {"lr_scheduler_type": "linear"}, None),
+    ({}, {"lr_scheduler_type": "cosine"}, None),
+    ({"optimizer": ADAMW}, {"optim": "adafactor"}, "optim is 'adafactor'"),
+    ({"optimizer": ADAMW}, {"optim": "adamw_torch"}, None),
+]
+
+
+@pytest.mark.parametrize(("sections", "options", "words"), OVERRULED)
+def test_a_choice_that_the_file_overrules_is_said(
+    sections: dict[str, Any], options: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    with heard() as said:
+        arguments(tmp_path, {**BASE, **sections}, **options)
+    lines = [line for line in said if "the config decides" in line]
+    assert len(lines) == (words is not None) and all(str(words) in line for line in lines)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hf_zero.comm import set_timeout
@@ -13,6 +14,16 @@ from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, fill
 from hf_zero.integration.takeovers import stepped_aside
 from hf_zero.integration.views import launch_view, training_view
+from hf_zero.log import logger
+
+# TrainingArguments that name what a section of ds.json builds, and the types that mean the same.
+_CHOICES = {
+    "optim": ("optimizer", {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "lion_32bit": "Lion"}),
+    "lr_scheduler_type": (
+        "scheduler",
+        {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"},
+    ),
+}
 
 
 def around(original: Callable[..., None]) -> Callable[..., None]:
@@ -29,6 +40,8 @@ def around(original: Callable[..., None]) -> Callable[..., None]:
             return original(self, args, auto_find_batch_size)
         set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
         _write(self.config, views)
+        for line in overruled(self.config, args):
+            logger.warning(line)
         self._dtype = _dtype(self)
 
     return trainer_config_process
@@ -40,6 +53,22 @@ def _write(config: dict[str, Any], views: Views) -> None:
         raise ConfigError(problems)
     apply(config, fill(config, views))
     normalise(config)
+
+
+def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
+    """A line for every choice of TrainingArguments, other than its default, that a section of the config overrules."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, (section, same) in _CHOICES.items():
+        said = getattr(args, name, None)
+        text = str(getattr(said, "value", said))
+        kind = (config.get(section) or {}).get("type")
+        # The plain names of AdamW say how torch runs it, which an optimizer section leaves to the engine.
+        if kind is None or said == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
+            continue
+        yield (
+            f"TrainingArguments.{name} is {text!r}, but the config has a {section} section of type {kind}: the config "
+            f"decides. Remove the {section} section to have {text}"
+        )
 
 
 def _missing_section(config: dict[str, Any]) -> Iterator[Problem]:
