@@ -40,8 +40,11 @@ class LockstepNegotiation(Negotiation):
     def clear_to_wait(self, reduction: int) -> None:
         lets_go = False
         while self._host_waits and any(head.launched <= reduction for head in self._last_heads()):
-            self._run(self._request(Kind.WAIT, lets_go=lets_go))
-            lets_go = any(head.kind is Kind.END and head.launched <= reduction for head in self._heads)
+            granted = self._run(self._request(Kind.WAIT, lets_go=lets_go)).granted
+            lets_go = any(
+                head.kind in (Kind.END, Kind.STEP) and head.launched <= reduction and rank not in granted
+                for rank, head in enumerate(self._heads)
+            )
 
     def _last_heads(self) -> Sequence[Request]:
         return self._heads or [Request(Kind.WAIT)]

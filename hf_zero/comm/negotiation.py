@@ -123,7 +123,7 @@ def decide(heads: Sequence[Request]) -> Decision | None:
     ends = frozenset(rank for rank, head in enumerate(heads) if head.kind is Kind.END)
     if waits:
         lets_go = any(heads[rank].lets_go for rank in waits)
-        if lets_go and not ends:
+        if lets_go and not ends and len(waits) < len(heads):
             return None  # waits for a rank that is about to update
         return Decision(None, waits | ends if lets_go else waits)
     if ends:

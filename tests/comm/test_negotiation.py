@@ -40,6 +40,7 @@ LETS_GO = Request(Kind.WAIT, lets_go=True)
         ([STEP, STEP], Decision(None, frozenset({0, 1}))),
         ([END, WAIT], Decision(None, frozenset({1}))),
         ([END, STEP, LETS_GO], Decision(None, frozenset({0, 2}))),
+        ([WAIT, LETS_GO], Decision(None, frozenset({0, 1}))),
         ([END, Request(Kind.END, failed=True)], Decision(None, frozenset({0, 1}), any_failed=True)),
         ([Request(Kind.END, failed=True), STEP], Decision(None, frozenset({0}))),  # its step tells the others
     ],

@@ -1,0 +1,21 @@
+"""Engines of ranks that believe to be on machines of their own, for campaigns: no shared memory between them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+from torch import nn, optim
+
+from hf_zero.comm import process_group, shared_memory
+from tests.hostile.body import make_zero_engine
+
+
+def make_engine_apart(model: nn.Module, optimizer: optim.Optimizer, config: dict[str, Any]) -> Any:
+    """What `make_zero_engine` makes, where every rank has a machine of its own."""
+    if any(link is not None for _, link in process_group._links.values()):
+        process_group._links.clear()  # those of the ranks' warming up
+        process_group._negotiations.clear()
+    with mock.patch.object(shared_memory, "_machine", lambda: f"machine {os.environ['RANK']}"):
+        return make_zero_engine(model, optimizer, config)
