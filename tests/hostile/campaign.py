@@ -125,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{len(outcomes)} of {len(programs)} programs, {1000 * spent / len(outcomes):.0f} ms each", flush=True
             )
     print(table(outcomes))
+    largest = max(outcome.verdict.error for outcome in outcomes)
+    print(f"largest error of what is right: {100 * largest:.1f}% of what is allowed")
     return len({outcome.verdict.kind for outcome in outcomes} - {"ok"})
 
 

@@ -7,7 +7,6 @@ new one. A runner is anything with `run(program) -> Verdict`.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -21,28 +20,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 from tests.hostile.body import MakeEngine, RankResult, make_zero_engine, run_rank
+from tests.hostile.nursery import START_S, Child, nursery
 from tests.hostile.spec import Forward, Micro, Program, RankMicro
 from tests.hostile.verdicts import RankReport, Verdict, judge
 from tests.support.ranks import free_port, redirect_output
 
 DEADLINE_S = 20.0
-START_S = 120.0  # for a new group, on a machine where others start at the same time
 SETTLE_S = 2.0  # once a rank has failed: for the others to say so as well
-# Everything that a program imports late, which takes seconds: no deadline is to be spent on that.
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "hf_zero.entry",
-    "hf_zero.zero.generation",
-    "tests.hostile.body",
-]
+# Run by every new group, so that no deadline is spent on imports.
 WARM_UP = Program(
     seed=0,
     world=0,
@@ -79,13 +69,13 @@ class ProcessRunner:
     ) -> None:
         self.close()
 
-    def run(self, program: Program) -> Verdict:
+    def run(self, program: Program, deadline_s: float | None = None) -> Verdict:
         """Run `program` on its ranks; the verdict of a failure holds what every rank was doing."""
         group = self._groups.pop(program.world, None)
         if group is None:
             group = _Group(program.world, self._make_engine)
         try:
-            reports = group.run(program, self._deadline_s)
+            reports = group.run(program, deadline_s or self._deadline_s)
             is_fine = all(report.result is not None for report in reports)
             log = "" if is_fine else group.describe(reports)
         except BaseException:
@@ -125,19 +115,10 @@ class _Group:
 
     def __init__(self, world: int, make_engine: MakeEngine) -> None:
         self._folder = tempfile.mkdtemp(prefix="hostile-")
-        self._processes: list[ForkServerProcess] = []
-        self._pipes: list[Connection] = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         port = free_port()
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            seat = _Seat(rank, world, port, self._folder, make_engine)
-            process = context.Process(target=_rank_main, args=(seat, theirs), name=f"hostile{rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        seats = [_Seat(rank, world, port, self._folder, make_engine) for rank in range(world)]
+        self._ranks: list[Child] = nursery().fork(_rank_main, seats)
+        self._pipes = [rank.pipe for rank in self._ranks]
         self._log_starts = [0] * world
         started = self._collect(START_S)
         if any(report.result is None for report in started):
@@ -172,12 +153,12 @@ class _Group:
 
     def describe(self, reports: list[RankReport]) -> str:
         """The output of all ranks, and where those that are still running stand."""
-        for process, report in zip(self._processes, reports):
-            if report.is_silent and process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)
+        for rank, report in zip(self._ranks, reports):
+            if report.is_silent:
+                rank.signal(signal.SIGUSR1)
         if any(report.is_silent for report in reports):
             time.sleep(0.3)  # for them to write their stacks
-        return "\n".join(self._output(rank) for rank in range(len(self._processes)))
+        return "\n".join(self._output(rank) for rank in range(len(self._ranks)))
 
     def _output(self, rank: int) -> str:
         text = ""
@@ -189,12 +170,8 @@ class _Group:
         return Path(self._folder) / f"rank{rank}.log"
 
     def kill(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        for rank in self._ranks:
+            rank.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -1,6 +1,6 @@
 """Makes a failing program smaller while it still fails.
 
-Every family of simplifications is tried until none of its candidates fails any more, large steps before small ones; then
+Every family of simplifications is tried until none of its candidates fails any more, large steps first; then
 the next family, and all of them again until nothing changes. A candidate that is no sound program, or has been tried
 before, is passed over.
 """
@@ -269,7 +269,7 @@ def _edited(specs: tuple[ModuleSpec, ...], name: str, new: ModuleSpec | None) ->
 
 def _drop_calls(program: Program, before: Program) -> Program:
     """`program` without the calls that go nowhere now, or, in a tree that is none any more, calls inside of those."""
-    kinds = {name: spec for name, spec in every_module(program.modules)}
+    kinds = dict(every_module(program.modules))
     if any(spec.kind == "list" and _has_gap(spec) for spec in kinds.values()):
         return before  # the names of its elements would move
 
@@ -358,6 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, default=3.0, help="seconds for one program")
     parser.add_argument("--tries", type=int, default=1, help="runs in which a program may fail")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
     program = Program.from_json(options.program.read_text())
     with ProcessRunner(deadline_s=options.deadline) as runner:
         kind = next((found.kind for _ in range(options.tries) if not (found := runner.run(program)).is_ok), "ok")
@@ -381,5 +382,4 @@ def write_shrunk(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     sys.exit(main())

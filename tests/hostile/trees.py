@@ -46,11 +46,11 @@ def grow(random: Random, most_modules: int, depth: int) -> Grown:
     tied = {name for name, _ in ties}
     left = [name for name in names if name not in tied]
     frozen = _frozen(random, left)
-    if not set(left) - set(frozen):
-        if not left:
-            shapes, frozen = ((3,),), ()  # nothing to train otherwise
-        else:
-            frozen = frozen[1:]
+    filled = [name for name in left if not name.endswith(".nothing")]
+    if not filled:
+        shapes = ((3,),)  # nothing to train otherwise
+    elif not set(filled) - set(frozen):
+        frozen = tuple(name for name in frozen if name != filled[0])
     return Grown(modules, shapes, frozen, ties, grower.callable, grower.targets)
 
 

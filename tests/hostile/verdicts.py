@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.hostile.body import RankResult
-from tests.hostile.oracle import expected, find_difference
+from tests.hostile.oracle import expected, find_difference, largest_error
 from tests.hostile.spec import Program
 
 KINDS = ("ok", "wrong", "hung", "died", "refused")
@@ -18,10 +18,14 @@ class Verdict:
 
     "wrong": other values than one process gives. "hung": ranks did not end in time. "died": a rank ended or raised
     while others went on. "refused": every rank raised.
+
+    Attributes:
+        error: of what is "ok", the largest as a part of what is allowed.
     """
 
     kind: str
     detail: str = ""
+    error: float = 0.0
 
     @property
     def is_ok(self) -> bool:
@@ -53,5 +57,8 @@ def judge(program: Program, reports: Sequence[RankReport], log: str = "") -> Ver
     if silent:
         return Verdict("hung", f"ranks {silent} did not end in time\n{log}")
     results = tuple(report.result for report in reports if report.result is not None)
-    difference = find_difference(results, expected(program))
-    return Verdict("ok") if difference is None else Verdict("wrong", difference)
+    wanted = expected(program)
+    difference = find_difference(results, wanted)
+    if difference is not None:
+        return Verdict("wrong", difference)
+    return Verdict("ok", error=largest_error(results, wanted))

@@ -1,0 +1,134 @@
+"""A process that has imported everything once, and forks ranks that start in milliseconds.
+
+It is not the server from which `run_ranks` forks: ranks of other tests are to find nothing imported that they have not
+asked for.
+
+    parent    a socket in a folder | "fork these" to the nursery's stdin        takes connections, one per rank
+    nursery   python -m tests.hostile.nursery: imports, then forks on demand
+    rank      forked: connects to the parent, says who it is, calls its function
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a program imports late, which takes seconds.
+EVERYTHING = ("torch.distributed", "torch._dynamo", "hf_zero.entry", "hf_zero.zero.generation", "tests.hostile.body")
+START_S = 120.0  # for imports, on a machine where others start at the same time
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Child:
+    """A forked process: the parent's end of its pipe, and a handle by which to end it."""
+
+    pipe: Connection
+    pid: int
+    _handle: int
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if the process is still there."""
+        try:
+            signal.pidfd_send_signal(self._handle, number)
+        except ProcessLookupError:
+            return
+
+    def kill(self) -> None:
+        self.pipe.close()
+        self.signal(signal.SIGKILL)
+        os.close(self._handle)
+
+
+class Nursery:
+    """Forks processes; one is enough for a program. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="nursery-")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"{self._folder}/socket")
+        self._listener.listen(16)
+        self._listener.settimeout(START_S)
+        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        paths = [str(ROOT), *(path for path in sys.path if path)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, f"{self._folder}/socket"],
+            stdin=subprocess.PIPE,
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+        )
+        self._lock = threading.Lock()
+        atexit.register(self.close)
+
+    def fork(self, function: Callable[..., None], arguments: Sequence[Any]) -> list[Child]:
+        """Start `function(argument, pipe)` once per argument; children in the order of the arguments."""
+        with self._lock:
+            assert self._process.stdin is not None
+            pickle.dump((function, tuple(arguments)), self._process.stdin)
+            self._process.stdin.flush()
+            children = {}
+            for _ in arguments:
+                pipe = self._accept()
+                number, pid = pipe.recv()
+                children[number] = Child(pipe, pid, os.pidfd_open(pid))
+        return [children[number] for number in sorted(children)]
+
+    def _accept(self) -> Connection:
+        try:
+            return Connection(self._listener.accept()[0].detach())
+        except TimeoutError as error:
+            state = self._process.poll()
+            raise RuntimeError(f"no rank has called for {START_S:g} s; the nursery's exit status: {state}") from error
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_nurseries: list[Nursery] = []
+
+
+def nursery() -> Nursery:
+    """The nursery of this process."""
+    if not _nurseries:
+        _nurseries.append(Nursery())
+    return _nurseries[0]
+
+
+def main(address: str) -> None:
+    """The nursery's own side: forks until its stdin ends."""
+    for module in EVERYTHING:
+        __import__(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who have ended
+    while True:
+        try:
+            function, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        for number, argument in enumerate(arguments):
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(0)
+                with Client(address, "AF_UNIX") as pipe:
+                    pipe.send((number, os.getpid()))
+                    function(argument, pipe)
+                os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
