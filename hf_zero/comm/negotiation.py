@@ -112,6 +112,8 @@ class Disagreement(RuntimeError):
 
 def decide(heads: Sequence[Request]) -> Decision | None:
     """What becomes of the first request of every rank; None where they contradict one another."""
+    if _are_alike(heads):
+        return Decision(heads[0].unit, frozenset(range(len(heads))))
     gathers = [head for head in heads if head.kind is Kind.GATHER]
     waits = frozenset(rank for rank, head in enumerate(heads) if head.kind is Kind.WAIT)
     if gathers:
@@ -130,6 +132,14 @@ def decide(heads: Sequence[Request]) -> Decision | None:
         return Decision(None, ends, len(ends) == len(heads) and any(heads[rank].failed for rank in ends))
     is_one_step = len({(head.unit, head.version, head.launched) for head in heads}) == 1
     return Decision(None, frozenset(range(len(heads)))) if is_one_step else None
+
+
+def _are_alike(heads: Sequence[Request]) -> bool:
+    """Whether all ranks gather the same unit: the usual case, which is to cost little."""
+    first = heads[0]
+    return first.kind is Kind.GATHER and all(
+        head.unit == first.unit and head.kind is Kind.GATHER and head.version == first.version for head in heads
+    )
 
 
 class Source(Protocol):

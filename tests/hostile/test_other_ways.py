@@ -23,7 +23,7 @@ def assert_fine(verdicts: list[tuple[Program, Verdict]]) -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_threads_that_overtake_one_another(share: float) -> None:
-    """Any rank may be overtaken wherever it sends or waits; a deadlock is certain here, and not a matter of patience."""
+    """Any rank may be overtaken wherever it sends or waits; a deadlock is certain here, no matter of patience."""
     runner = ThreadRunner(seed=7, share=share)
     assert_fine([(program, runner.run(program)) for program in choose(500, NUM_QUICK, "medium", ["stage=3"])])
 
