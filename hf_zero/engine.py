@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.background import BackgroundSave
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
-from hf_zero.comm import collectives_for, ledger
+from hf_zero.comm import collectives_for
 from hf_zero.config import Resolved
-from hf_zero.engine_module import EngineModule
+from hf_zero.engine_gradients import EngineGradients
 from hf_zero.log import logger
 from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark
@@ -45,7 +44,7 @@ class EngineParts:
     client_optimizer: torch.optim.Optimizer | None
 
 
-class ZeroEngine(EngineModule):
+class ZeroEngine(EngineGradients):
     """A model whose `backward` reduces gradients and whose `step` updates a sharded optimizer.
 
         outputs = engine(**batch)
@@ -65,12 +64,10 @@ class ZeroEngine(EngineModule):
         self.optimizer: Any = parts.assembly.optimizer if parts.assembly else parts.parameter_offload
         self.lr_scheduler = parts.lr_scheduler
         self.client_optimizer = parts.client_optimizer
-        self.global_steps = self.micro_steps = self.global_samples = self._num_skipped = 0
+        self.global_steps = self.global_samples = self._num_skipped = 0
         self._store = parts.store
-        self._explicit_boundary: bool | None = None
-        self._syncs = True
         self._background_save = BackgroundSave()
-        self._has_scaled = self._is_destroyed = False
+        self._is_destroyed = False
         self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)
         self._timer = PhaseTimer(enabled=parts.resolved.logging.wall_clock_breakdown, device=parts.device)
 
@@ -78,43 +75,9 @@ class ZeroEngine(EngineModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; its output is returned untouched."""
+        self._note_forward()
         with self._timer.phase("forward"), self._forward_precision.context():
             return self.module(*self._forward_precision.cast(args), **kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute gradients of `loss` and reduce them over ranks as the stage demands.
-
-        Args:
-            loss: 0-dim tensor.
-            scale_wrt_gas: divide the loss by gradient_accumulation_steps; False when the caller has done so.
-
-        Returns:
-            The loss, divided if it was, without the loss scale.
-        """
-        parts = self._training_parts("backward")
-        self.reload_states()
-        reducer = parts.reducer
-        if scale_wrt_gas and self._accumulation_steps > 1:
-            loss = loss / self._accumulation_steps
-        with self._timer.phase("backward"), ledger.phase("backward"):
-            parts.places.rest()
-            parts.store.begin_backward()
-            reducer.begin(boundary=self._syncs and self.is_gradient_accumulation_boundary())
-            self._scaled(loss).backward(retain_graph=retain_graph)
-            reducer.finish()
-            parts.store.end_backward()
-        return loss
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a `backward()` of the caller's own; with a loss scale, only this or `backward` will do."""
-        self._training_parts("scale")
-        return self._scaled(loss)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        self._has_scaled = True
-        factor = self._training_parts("backward").optimizer.loss_factor
-        # In fp32, because a scale of 65536 is more than fp16 holds.
-        return loss if factor == 1.0 else loss.float() * factor
 
     def step(self) -> None:
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
@@ -132,6 +95,7 @@ class ZeroEngine(EngineModule):
         self._check_scaled(optimizer)
         self._background_save.check()
         scale = optimizer.loss_scale
+        self._has_run = False
         with self._timer.phase("step"):
             optimizer.step()
         self.global_steps += 1
@@ -197,32 +161,6 @@ class ZeroEngine(EngineModule):
             f"now {after:g}" if after != scale else "which stays",
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those already reduced or accumulated."""
-        if self._assembly is not None:
-            self._assembly.reducer.clear()
-        for parameter in self.module.parameters():
-            parameter.grad = None
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing (stages 0 and 1); stage 2 reduces every micro-batch all the same."""
-        previous, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = previous
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward is the last of its step; from then on nothing is counted."""
-        self._explicit_boundary = is_boundary
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward under way, or the next one, is followed by an update."""
-        if self._explicit_boundary is not None:
-            return self._explicit_boundary
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
-
     def get_global_grad_norm(self) -> float | None:
         """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
         return self._assembly.optimizer.grad_norm if self._assembly is not None else None
@@ -254,6 +192,7 @@ class ZeroEngine(EngineModule):
         self._background_save.wait()
         self.reload_states()
         self._settle()
+        self._retire()
         if self._assembly is not None:
             self._assembly.reducer.clear()
             self._assembly.reducer.remove_hooks()

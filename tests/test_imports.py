@@ -27,6 +27,7 @@ LADDER = (
     ("planning",),
     ("engine_settings",),
     ("engine_module",),
+    ("engine_gradients",),
     ("engine",),
     ("entry",),
     ("integration",),

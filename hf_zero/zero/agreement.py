@@ -55,6 +55,16 @@ class Agreement:
         self._sharding = sharding
         self._collectives = collectives
         self._places = places
+        self._squares_so_far: Tensor | None = None  # of the gradients as they are, once counted
+
+    def sums(self) -> Tensor:
+        """What `Agreed.sums` would be, with nothing decided yet. Every gradient is reduced when this returns.
+        Collective."""
+        return self._reduce_all()[0]
+
+    def forget(self) -> None:
+        """Gradients are about to change, or have."""
+        self._squares_so_far = None
 
     def reach(self) -> Agreed:
         """Every gradient since the last step is reduced when this returns. Collective.
@@ -62,20 +72,24 @@ class Agreement:
         Raises:
             StorageError: when a drive has failed on any rank.
         """
-        with ledger.phase("backward"):
-            self._reducer.complete()
-        sums, facts = self._exchange()
-        num_late, num_out_of_order, num_failed, *counts = facts
-        if num_late:
-            with ledger.phase("backward"):
-                self._reducer.reduce_late()
-            sums, (_, num_out_of_order, num_failed, *counts) = self._exchange()
+        sums, (_, num_out_of_order, num_failed, *counts) = self._reduce_all()
         if num_failed:
             self._places.check(self._collectives)
         order = self._store.settle_order(num_out_of_order > 0)
         if order is not None:
             self._reducer.reorder(order)
         return Agreed(frozenset(index for index, count in enumerate(counts) if count > 0), sums)
+
+    def _reduce_all(self) -> tuple[Tensor, list[float]]:
+        with ledger.phase("backward"):
+            self._reducer.complete()
+        sums, facts = self._exchange()
+        if facts[0]:
+            with ledger.phase("backward"):
+                self._reducer.reduce_late()
+            self.forget()
+            sums, facts = self._exchange()
+        return sums, facts
 
     def _exchange(self) -> tuple[Tensor, list[float]]:
         """Sums over ranks: [squares, overwritten]; [late, ranks out of order, failed drives, *use of parameters]."""
@@ -86,13 +100,23 @@ class Agreement:
         failed = float(self._places.failure is not None)
         facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
-        for bucket in self._reducer.buckets:
-            if bucket.local is not None:  # not reduced, on purpose
-                sums[0] += sum_of_squares(bucket.local)
-            elif bucket.has_reduced:
-                sums[0] += self._squares(bucket).to(sums.device)
+        sums[0] += self._own_squares()
         sums[1] += self._store.num_overwritten()
         return sums, self._collectives.agree_with_facts(sums, facts)
+
+    def _own_squares(self) -> Tensor:
+        """0-dim, fp64: of this rank's part of the reduced gradients. Counted once where nothing has come since."""
+        is_closed = not self._reducer.late and not any(bucket.is_open for bucket in self._reducer.buckets)
+        if self._squares_so_far is not None and is_closed:
+            return self._squares_so_far
+        total = torch.zeros((), dtype=torch.float64, device=self._store.device)
+        for bucket in self._reducer.buckets:
+            if bucket.local is not None:  # not reduced, on purpose
+                total += sum_of_squares(bucket.local)
+            elif bucket.has_reduced:
+                total += self._squares(bucket).to(total.device)
+        self._squares_so_far = total
+        return total
 
     def _squares(self, bucket: BucketGradients) -> Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.

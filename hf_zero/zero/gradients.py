@@ -44,6 +44,15 @@ class _Flight:
     sent: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a reducer was about when it was told to hold back."""
+
+    are_open: Sequence[bool]
+    next: int
+    late: set[int]
+
+
 class GradientReducer:
     """Owns every gradient between autograd and the optimizer."""
 
@@ -91,6 +100,23 @@ class GradientReducer:
         self._num_backward += 1
         for bucket in self.buckets:
             bucket.open()
+
+    def hold_back(self) -> Held:
+        """Until `let_go`: gradients belong to a backward of another engine, and stay where autograd leaves them."""
+        held = Held([bucket.is_open for bucket in self.buckets], self._next, self.late)
+        for bucket in self.buckets:
+            bucket.is_open = False
+        self._next, self.late = len(self.buckets), set()
+        return held
+
+    def let_go(self, held: Held) -> bool:
+        """Be again as before `hold_back`; whether gradients have arrived since. `begin` and `finish` take them in."""
+        for bucket, is_open in zip(self.buckets, held.are_open, strict=True):
+            bucket.is_open = is_open
+        has_arrived = bool(self.late)
+        self._next = held.next
+        self.late |= held.late
+        return has_arrived
 
     def pass_by(self, num_buckets: int) -> None:
         """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero."""

@@ -74,6 +74,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._places = places
         self._agreement = Agreement(store, reducer, sharding, collectives, places)
         self._is_settled = True
+        self._factors: set[float] = set()  # that losses were multiplied with since the last step
+        self._foreseen: StepOutcome | None = None
         self._runs_ahead = runs_ahead and rules.loss_scale is None
 
     @property
@@ -107,8 +109,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm before clipping of the last step, None before the first; waits for the device."""
-        return None if self.outcome is None else self.outcome.norm
+        """Global L2 norm before clipping: of the gradients that wait for their step, where `foresee_norm` has looked,
+        else of the last step; None before the first. Waits for the device."""
+        known = self._foreseen or self.outcome
+        return None if known is None else known.norm
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether an engine's backward has brought some since the last step; the same on all ranks."""
+        return bool(self._factors)
 
     @property
     def shards(self) -> tuple[MasterShard, ...]:
@@ -128,7 +137,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gradient_factor(self) -> float:
         """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
         mean = 1.0 / self._sharding.world if self._rules.gradients.average else 1.0
-        return mean / self.loss_factor
+        return mean / (min(self._factors) if self._factors else self.loss_factor)
+
+    def expect_factor(self, factor: float) -> None:
+        """Gradients are coming of a loss that was multiplied with `factor` (by another engine: with its own)."""
+        self._factors.add(factor)
+        self._foreseen = None
+        self._agreement.forget()
 
     @contextmanager
     def reduced_gradient(self, shard: MasterShard, *, changes: bool = False) -> Iterator[torch.Tensor | None]:
@@ -139,6 +154,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         if changes:
             bucket.forget_squares()
+            self._agreement.forget()
         with bucket.reduced.opened(changes=changes) as reduced:
             yield reduced.narrow(0, shard.part.start, shard.part.numel)
 
@@ -165,6 +181,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. They are always set to None."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._factors.clear()
+        self._foreseen = None
+        self._agreement.forget()
         self._reducer.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,6 +213,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise RuntimeError("a sharded step cannot re-evaluate a closure; call backward() and then step()")
+        self._refuse_mixed_factors()
         self._store.prepare_update()
         self.settle()
         agreed = self._agreement.reach()
@@ -203,7 +226,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not (self.outcome.is_known and self.outcome.skipped):
             self._update_and_publish(agreed.used, self.outcome)
         self._store.finish_update()
-        self._reducer.clear()
+        self._clear()
+
+    def true_anywhere(self, facts: Sequence[bool]) -> list[bool]:
+        """Which of these facts hold on any rank. Collective."""
+        nothing = torch.zeros(1, dtype=torch.float64, device=self._store.device)
+        return [count > 0 for count in self._collectives.agree_with_facts(nothing, [float(fact) for fact in facts])]
+
+    def foresee_norm(self) -> None:
+        """Let `grad_norm` be that of what `step` would apply now. Collective; does not wait for the device."""
+        self._foreseen = StepOutcome(self._agreement.sums(), self._norm_rule)
+
+    def _refuse_mixed_factors(self) -> None:
+        if len(self._factors) > 1:
+            raise RuntimeError(
+                "step(): its gradients come from losses that were scaled by different factors "
+                f"({sorted(self._factors)}): with fp16 every engine has a loss scale of its own, and backward of "
+                "another engine has reached this one. Call zero_grad() of this engine before its own backward, give "
+                "all engines the same fixed fp16.loss_scale, or train in bf16"
+            )
 
     def settle(self) -> None:
         """Learn the outcome of the last step, if that has not happened yet; waits for the device to have come that far.
@@ -222,12 +263,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             try:
                 give_up(self._held_gradients(), self._store.layout.specs, self._collectives, self.loss_scale)
             finally:
-                self._reducer.clear()
+                self._clear()
         self.loss_scaler.update(outcome.skipped)
 
     def _refuse_overwritten(self) -> NoReturn:
         """All ranks come here together; those that have overwritten something name it."""
-        self._reducer.clear()
+        self._clear()
         self._store.refuse_overwritten()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 
