@@ -1,78 +1,156 @@
-"""One accelerator, several trained models: whose loss is this?"""
+"""Engines under an Accelerator: which one a loss belongs to, and when it updates.
+
+accelerate's own wrapper updates within `backward`, and leaves `optimizer.step()` and `optimizer.zero_grad()` without
+effect. Here they mean what they mean without an engine: gradients of all backwards add up, `step` applies them, and
+`zero_grad` drops them. So two losses before one step make one update, a step that a script leaves out is left out, and
+of two models that a loss depends on only the one moves whose optimizer is asked to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_zero.log import logger
+
 _BY_HAND = "call backward(loss) and step() of the engine yourself (an engine is what prepare() gave for a model)"
+
+
+class PreparedEngine:
+    """An engine with optimizer, as `prepare` has made it."""
+
+    def __init__(self, engine: Any, *, updates_at_step: bool) -> None:
+        """`updates_at_step`: the script has an optimizer object whose `step` it can call; else backward updates."""
+        self.engine = engine
+        self._updates_at_step = updates_at_step
+        self._has_stepped = self._has_told = self._has_told_of_kept = False
+        _PREPARED[engine.optimizer] = weakref.ref(self)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        if self._is_due and not (self._has_stepped or self._has_told) and self._updates_at_step:
+            self._has_told = True
+            logger.warning(
+                "accelerator.backward() again before the first optimizer.step(): gradients add up, and step() applies "
+                "them together, as without an engine. A script that relies on DeepSpeed's update within backward() "
+                "must call optimizer.step()"
+            )
+        self.engine.backward(loss, **options)
+
+    def finish_backward(self, sync_gradients: bool | None) -> None:
+        """After any backward: learn the norm while all ranks are here, or update where nobody will ask for it."""
+        if not self._is_due:
+            if sync_gradients is None and self.engine.optimizer.has_gradients:
+                self.engine.step()  # counts the micro-batch
+        elif self._updates_at_step:
+            self.engine.optimizer.foresee_norm()
+        else:
+            self.engine.step()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether there are gradients that a step would apply now."""
+        return bool(self.engine.optimizer.has_gradients) and bool(self.engine.is_gradient_accumulation_boundary())
+
+    def step(self) -> None:
+        """The script's optimizer.step()."""
+        self._has_stepped = True
+        if self._is_due:
+            self.engine.step()
+
+    def zero_grad(self) -> None:
+        """The script's optimizer.zero_grad()."""
+        if self._is_due:
+            self.engine.zero_grad()
+        elif self.engine.optimizer.has_gradients and not self._has_told_of_kept:
+            self._has_told_of_kept = True
+            logger.warning(
+                "optimizer.zero_grad() in the middle of an accumulation: the gradients of the micro-batches so far are "
+                "kept, as with DeepSpeed (without an engine they would be lost); call it after optimizer.step()"
+            )
+
+
+# By the engine's optimizer: all of this process, whatever accelerator they belong to.
+_PREPARED: weakref.WeakKeyDictionary[Any, weakref.ref[PreparedEngine]] = weakref.WeakKeyDictionary()
+
+
+def prepared_by(optimizer: Any) -> PreparedEngine | None:
+    """What stands behind accelerate's wrapper of this optimizer."""
+    found = _PREPARED.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return found() if found is not None else None
 
 
 class EngineChoice:
     """Stands where accelerate keeps the wrapper of its one engine, and passes each loss on to the engine it belongs to.
 
-    The engine is the one whose parameters the loss depends on. With one trained model nothing is searched.
+    The engine is the one whose parameters the loss depends on; where several are, the one that was prepared first,
+    while the others keep the gradients that they get. With one trained model nothing is searched.
     """
 
-    def __init__(self, wrappers: Sequence[Any]) -> None:
-        """`wrappers`: accelerate's own, one an engine, in the order in which the models were prepared."""
-        self._wrappers = tuple(wrappers)
-        self._latest = wrappers[-1]
+    def __init__(self, engines: Sequence[Any], trained: Sequence[PreparedEngine]) -> None:
+        """`engines`: in the order in which their models were prepared; `trained`: those with an optimizer."""
+        self.engines = tuple(engines)
+        self.trained = tuple(trained)
+        self._latest: Any = engines[-1]
 
     @property
-    def wrappers(self) -> tuple[Any, ...]:
-        return self._wrappers
-
-    @property
-    def engine(self) -> EngineChoice:
+    def engine(self) -> Any:
         """What accelerate destroys when it frees its memory: all engines."""
-        return self
+        return self.engines[0] if len(self.engines) == 1 else self
 
     def destroy(self) -> None:
-        for wrapper in self._wrappers:
-            wrapper.engine.destroy()
+        for engine in self.engines:
+            engine.destroy()
 
-    def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
-        """Backward, and at the end of an accumulation the step, of the engine that `loss` belongs to.
+    def backward(self, loss: Tensor, sync_gradients: bool | None = None, **options: Any) -> None:
+        """Gradients of `loss`; at the end of an accumulation they are ready for `optimizer.step()`.
+
+        Args:
+            sync_gradients: whether the accumulation ends here; None (accelerate does not say): the engine counts.
 
         Raises:
-            RuntimeError: when the loss depends on the parameters of several trained models, or visibly on none.
+            RuntimeError: when the loss visibly depends on no trained model.
         """
-        self._latest = self._wrapper_of(loss)
-        self._latest.backward(loss, sync_gradients=sync_gradients, **options)
+        chosen = self._engine_of(loss)
+        self._latest = chosen.engine
+        if sync_gradients is not None:
+            for found in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
+                prepared = found()
+                if prepared is not None and prepared.engine.optimizer is not None:
+                    prepared.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        chosen.backward(loss, **options)
+        reached = (prepared_by(engine.optimizer) for engine in chosen.engine.take_reached())
+        for prepared in (chosen, *reached):
+            if prepared is not None:
+                prepared.finish_backward(sync_gradients)
 
     def get_global_grad_norm(self) -> Any:
         """The gradient norm of the model that was trained last."""
         return self._latest.get_global_grad_norm()
 
-    def _wrapper_of(self, loss: Tensor) -> Any:
-        trained = [wrapper for wrapper in self._wrappers if isinstance(wrapper.engine.optimizer, Optimizer)]
-        if len(trained) == 1:
-            return trained[0]
+    def norm_of(self, parameters: Iterable[Any]) -> Any:
+        """The norm, before clipping, of the gradients of the models that these parameters belong to; as last known."""
+        wanted = {id(parameter) for parameter in parameters}
+        found = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
+        norms = [norm for engine in found if (norm := engine.get_global_grad_norm()) is not None]
+        if not norms:
+            return None if found else self.get_global_grad_norm()
+        return norms[0] if len(norms) == 1 else sum(norm**2 for norm in norms) ** 0.5
+
+    def _engine_of(self, loss: Tensor) -> PreparedEngine:
+        if len(self.trained) == 1:
+            return self.trained[0]
         leaves = {id(leaf) for leaf in _leaves(loss)}
-        reached = [w for w in trained if not leaves.isdisjoint(map(id, w.engine.module.parameters()))]
-        if len(reached) == 1:
-            return reached[0]
-        raise RuntimeError(_several(reached) if reached else _none(trained))
-
-
-def _several(reached: Sequence[Any]) -> str:
-    names = ", ".join(type(wrapper.engine.module).__name__ for wrapper in reached)
-    return (
-        f"accelerator.backward(loss): the loss depends on the parameters of {len(reached)} trained models ({names}), "
-        "and each has an optimizer of its own. Give each model its own loss: detach what comes from the other, or "
-        f"switch the other off with requires_grad_(False) for this loss; or {_BY_HAND}."
-    )
-
-
-def _none(trained: Sequence[Any]) -> str:
-    return (
-        f"accelerator.backward(loss): cannot see which of {len(trained)} trained models the loss belongs to (reentrant "
-        f"checkpointing hides parameters): {_BY_HAND}."
-    )
+        for prepared in self.trained:
+            if not leaves.isdisjoint(map(id, prepared.engine.module.parameters())):
+                return prepared
+        raise RuntimeError(
+            f"accelerator.backward(loss): cannot see which of {len(self.trained)} trained models the loss belongs to "
+            f"(reentrant checkpointing hides parameters): {_BY_HAND}."
+        )
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -88,9 +166,14 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         waiting.extend(following for following, _ in node.next_functions)
 
 
-def joined(earlier: Any, latest: Any) -> Any:
-    """What stands for an accelerator's engines after one more model has been prepared."""
-    if earlier is None:
-        return latest
-    before = earlier.wrappers if isinstance(earlier, EngineChoice) else (earlier,)
-    return EngineChoice((*before, latest))
+def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
+    """What stands for an accelerator's engines after one more model has been prepared.
+
+    Args:
+        earlier: what stood for them before, or None.
+        latest: accelerate's wrapper of the new engine.
+    """
+    before = (earlier.engines, earlier.trained) if isinstance(earlier, EngineChoice) else ((), ())
+    engine = latest.engine
+    new = [PreparedEngine(engine, updates_at_step=updates_at_step)] if isinstance(engine.optimizer, Optimizer) else []
+    return EngineChoice((*before[0], engine), (*before[1], *new))

@@ -115,6 +115,11 @@ TAKEOVERS = (
     Takeover(_PREPARE, "Accelerator.prepare", ("self", "args", "device_placement"), "several_models"),
     Takeover(_PREPARE, "Accelerator._prepare_deepspeed", ("self", "args"), "prepare"),
     Takeover(_PREPARE, "Accelerator.no_sync", ("self", "model"), "no_sync"),
+    Takeover(_PREPARE, "Accelerator.clip_grad_norm_", ("self", "parameters", "max_norm", "norm_type"), "clipping"),
+    Takeover(_CONFIG, "DeepSpeedOptimizerWrapper.step", ("self",), "user_step", maker="around_step"),
+    Takeover(
+        _CONFIG, "DeepSpeedOptimizerWrapper.zero_grad", ("self", "set_to_none"), "user_step", maker="around_zero_grad"
+    ),
     Takeover(_PREPARE, "map_pytorch_optim_to_deepspeed", ("optimizer",), "client_optimizer"),
     Takeover(
         _TRAINER,

@@ -13,7 +13,7 @@ from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_strays, fill
 from hf_zero.integration.engine_choice import joined
 from hf_zero.integration.objects import object_problems
-from hf_zero.integration.takeovers import stepped_aside
+from hf_zero.integration.takeovers import MARK, stepped_aside
 from hf_zero.integration.views import accelerator_view, is_dummy
 from hf_zero.model_view import model_view
 
@@ -32,10 +32,21 @@ def around(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             self.deepspeed_engine_wrapped = earlier
             raise
-        self.deepspeed_engine_wrapped = joined(earlier, self.deepspeed_engine_wrapped)
+        self.deepspeed_engine_wrapped = joined(
+            earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
+        )
         return result
 
     return _prepare_deepspeed
+
+
+def _has_working_step(prepared: Sequence[Any]) -> bool:
+    """Whether the script gets an optimizer object, and its `step` is ours."""
+    from accelerate.utils import DeepSpeedOptimizerWrapper
+
+    methods = (DeepSpeedOptimizerWrapper.step, DeepSpeedOptimizerWrapper.zero_grad)
+    has_object = any(isinstance(thing, DeepSpeedOptimizerWrapper) for thing in prepared)
+    return has_object and all(hasattr(method, MARK) for method in methods)
 
 
 def _refuse_lone_stand_in(things: Sequence[Any]) -> None:
