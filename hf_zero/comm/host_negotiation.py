@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -157,7 +158,7 @@ class HostNegotiation(Negotiation):
                 self._link.mail([peer], _Word.NUDGE, None, self._num_asked[peer])
         return silent
 
-    def _attend(self, awaited: frozenset[int]) -> bool:
+    def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
         """Look after the others while this rank waits: whether anything was done."""
         if not self._is_open:
             return False
@@ -169,7 +170,7 @@ class HostNegotiation(Negotiation):
             return True
         if self._is_waiting or self._mine:
             return False
-        in_vain = any(self._stands(peer) for peer in awaited)
+        in_vain = any(self._stands(peer) for peer in awaited())  # now: what was just taken in may be all
         if in_vain or self._nudged >= self._num_asked[self.rank]:
             self._ask(Gathering(self, self._request(Kind.WAIT, lets_go=in_vain)), ())
             return True

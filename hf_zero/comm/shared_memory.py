@@ -119,8 +119,8 @@ class SharedMemoryLink:
     Attributes:
         timeout_s: how long an answer is waited for.
         on_mail: takes what is not the link's own business; see `mail`.
-        attendants: called in every wait with the peers whose next message is waited for; say whether they did
-            anything.
+        attendants: called in every wait with what gives the peers whose next message is waited for; say whether they
+            did anything.
         calls: number of the last call on each channel.
         num_subjects: how many things have been given a number, see `Collectives.new_subject`.
     """
@@ -128,7 +128,7 @@ class SharedMemoryLink:
     def __init__(self, wires: Wires, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.on_mail: Callable[[Mail], None] | None = None
-        self.attendants: list[Callable[[frozenset[int]], bool]] = []
+        self.attendants: list[Callable[[Callable[[], AbstractSet[int]]], bool]] = []
         self.calls: Counter[int] = Counter()
         self.num_subjects = 0
         self._wires = wires
@@ -263,7 +263,7 @@ class SharedMemoryLink:
         self._listen_to_all()
         while absent := missing():
             heard = self._num_heard
-            acted = self._attend(frozenset(not_posted()) if not_posted is not None else frozenset())
+            acted = self._attend(not_posted or set)
             if acted or self._num_heard != heard:
                 continue  # an attendant may have taken in what is waited for
             lost = self._gone & absent
@@ -292,7 +292,7 @@ class SharedMemoryLink:
         if left <= 0 or not self._wires.wait(left):
             raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds ({purpose})")
 
-    def _attend(self, awaited: frozenset[int]) -> bool:
+    def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
         if self._is_attending:  # an attendant that waits has others attend to nothing new
             return False
         self._is_attending = True

@@ -309,6 +309,25 @@ def test_backward_passes_at_other_places_are_carried() -> None:
     explore(run, overtakings=1)
 
 
+def test_a_message_between_the_last_backward_and_the_step_is_carried() -> None:
+    """An attendant took in what was waited for together with its sender's STEP, and held the wait, which was over, to be
+    in vain: ranks that had agreed on something after their backward were refused at the step, now and then."""
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(2, schedule)
+
+        def body(rank: int) -> None:
+            player = Player(world, 3)
+            player.walk((0, 1, 2), False, in_backward=True)
+            player.reduce.agree(torch.zeros(1))
+            player.negotiation.step(player.first)
+            player.land(0)
+
+        world.run(body)
+
+    explore(run, overtakings=2, limit=2000)
+
+
 def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
     """What cannot be carried is an error at once, everywhere, that says who is where."""
     raised: list[str] = []
