@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 from torch import distributed as _torch
 from torch.distributed import (
+    P2POp,
+    ProcessGroup,
     ReduceOp,
     all_gather,
     all_gather_into_tensor,
@@ -11,6 +18,7 @@ from torch.distributed import (
     all_reduce,
     all_to_all,
     all_to_all_single,
+    batch_isend_irecv,
     broadcast,
     broadcast_object_list,
     gather,
@@ -18,6 +26,7 @@ from torch.distributed import (
     irecv,
     is_available,
     isend,
+    monitored_barrier,
     new_group,
     recv,
     reduce,
@@ -27,32 +36,101 @@ from torch.distributed import (
     send,
 )
 
+from hf_zero.rank_variables import adopt_seat
+
 __all__ = [
+    "P2POp",
+    "ProcessGroup",
     "ReduceOp",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "allgather_fn",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "gather",
+    "get_all_ranks_from_group",
     "get_global_rank",
     "get_world_group",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "initialize_mesh_device",
     "irecv",
     "is_available",
     "isend",
+    "monitored_barrier",
+    "mpi_discovery",
     "new_group",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_fn",
     "reduce_scatter_tensor",
     "scatter",
     "send",
 ]
 
+# Older names of the same calls.
+allgather_fn, reduce_scatter_fn, inference_all_reduce = all_gather_into_tensor, reduce_scatter_tensor, all_reduce
+
 
 def get_world_group() -> _torch.ProcessGroup | None:
     """The group of all ranks; None before the process group exists."""
     return _torch.group.WORLD
+
+
+def get_all_ranks_from_group(group: _torch.ProcessGroup | None = None) -> list[int]:
+    """Global ranks of a group's members, in its order; before there is a process group, this one rank."""
+    if not _torch.is_initialized():
+        return [0]
+    return list(_torch.get_process_group_ranks(group or _torch.group.WORLD))
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor],
+    input_tensors: Sequence[Tensor],
+    group: _torch.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> list[Any]:
+    """`all_gather_into_tensor` for each pair; what `async_op` gives to wait for, one for each."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return [all_gather_into_tensor(output, own, group=group, async_op=async_op) for output, own in pairs]
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: _torch.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> list[Any]:
+    """`all_reduce` for each tensor."""
+    return [all_reduce(tensor, op, group=group, async_op=async_op) for tensor in tensors]
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """torch's device mesh over all ranks. The engine itself does not train on one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cuda" if "nccl" in str(_torch.get_backend_config()) else "cpu"
+    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE and their kin from what mpirun or srun have set; nothing where they are set already."""
+    adopt_seat(os.environ, distributed_port)

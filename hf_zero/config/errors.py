@@ -69,7 +69,11 @@ class Problem:
         return f"{head}{against}\n    rule: {self.rule}\n    fix:  {self.fix}"
 
 
-class ConfigError(ValueError):
+class DeepSpeedConfigError(Exception):
+    """What DeepSpeed calls an unusable config; ours is one, so that callers who catch it catch ours."""
+
+
+class ConfigError(DeepSpeedConfigError, ValueError):
     """A configuration that cannot be used; lists every problem found, not only the first."""
 
     def __init__(self, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used") -> None:

@@ -51,12 +51,13 @@ class AliasFinder:
 
     def __init__(self) -> None:
         self.forced = False
+        self._looking: set[int] = set()  # threads that are asking the other finders
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == NAME:
             return _alias_spec() if self.answers() else None
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
-            return _submodule_spec(name, path)
+            return _submodule_spec(name)
         if name in TAKEN_OVER and (self.answers() or (name in LAUNCHER and _switch() is not False)):
             return self._spec_with_takeovers(name, path)
         return None
@@ -110,15 +111,22 @@ class AliasFinder:
         return spec
 
     def _real_is_installed(self) -> bool:
-        for finder in sys.meta_path:
-            find_spec = getattr(finder, "find_spec", None)
-            if finder is self or find_spec is None:
-                continue
-            spec = find_spec(NAME, None)
-            # No origin: a namespace package, that is a folder that merely has the name.
-            if spec is not None and spec.origin is not None:
-                return True
-        return False
+        from _thread import get_ident
+
+        thread = get_ident()
+        if thread in self._looking:
+            return True  # a finder that passes questions on asks us while we ask it: our own answer says nothing
+        self._looking.add(thread)
+        try:
+            return any(self._finds_real(finder) for finder in sys.meta_path)
+        finally:
+            self._looking.discard(thread)
+
+    def _finds_real(self, finder: object) -> bool:
+        find_spec = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(NAME, None)
+        # No origin: a namespace package, that is a folder that merely has the name.
+        return spec is not None and spec.origin not in (None, ALIAS_FILE)
 
 
 FINDER = AliasFinder()
@@ -178,13 +186,11 @@ def _alias_spec() -> ModuleSpec | None:
     return spec_from_file_location(NAME, ALIAS_FILE, submodule_search_locations=[ALIAS_FOLDER])
 
 
-def _submodule_spec(name: str, path: Sequence[str] | None) -> ModuleSpec:
-    from importlib.machinery import PathFinder
+def _submodule_spec(name: str) -> ModuleSpec:
+    from hf_zero.integration.alias import generated_spec, missing_module
 
-    spec = PathFinder.find_spec(name, path)
+    spec = generated_spec(name)
     if spec is None:
-        from hf_zero.integration.alias import missing_module
-
         raise missing_module(name)
     return spec
 

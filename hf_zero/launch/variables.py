@@ -12,8 +12,9 @@ from hf_zero.launch.errors import LaunchError, shown
 FILE_VARIABLE = "DS_ENV_FILE"
 FILE_NAME = ".deepspeed_env"
 MAX_BYTES = 4 << 20
-# DeepSpeed's first five, then what hf_zero, gloo, PyTorch's NCCL and OpenMP read in every rank.
-_PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "HF_ZERO", "GLOO", "TORCH_NCCL", "OMP_NUM_THREADS")
+# DeepSpeed's first five, then what hf_zero, gloo, PyTorch's NCCL and OpenMP read in every rank. A list, because
+# programs append to it under the name deepspeed.launcher.runner.EXPORT_ENVS.
+PREFIXES = ["NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "HF_ZERO", "GLOO", "TORCH_NCCL", "OMP_NUM_THREADS"]
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # bash exports its functions under such names; they mean nothing to a rank.
 _SHELL_FUNCTION = re.compile(r"BASH_FUNC_.*")
@@ -21,7 +22,9 @@ _SHELL_FUNCTION = re.compile(r"BASH_FUNC_.*")
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """What a remote rank gets from the environment of the launcher."""
-    return {name: value for name, value in environment.items() if name.startswith(_PREFIXES) and _NAME.fullmatch(name)}
+    return {
+        name: value for name, value in environment.items() if name.startswith(tuple(PREFIXES)) and _NAME.fullmatch(name)
+    }
 
 
 def read_env_files(environment: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:

@@ -134,6 +134,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._sharding
 
     @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The trained parameters of the model, in the order of the layout."""
+        return self._store.parameters
+
+    @property
     def gradient_factor(self) -> float:
         """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
         mean = 1.0 / self._sharding.world if self._rules.gradients.average else 1.0

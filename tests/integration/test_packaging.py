@@ -22,7 +22,7 @@ def test_the_wheel_is_pure_python_and_carries_the_hook(wheel: Path) -> None:
     assert names.count("hf_zero.pth") == 1
     outside = [name for name in names if not name.startswith("hf_zero/") and ".dist-info/" not in name]
     assert outside == ["hf_zero.pth"]
-    assert {Path(name).suffix for name in names if name.startswith("hf_zero/")} == {".py", ".typed"}
+    assert {Path(name).suffix for name in names if name.startswith("hf_zero/")} == {".json", ".py", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_zero").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
 

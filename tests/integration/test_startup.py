@@ -145,3 +145,36 @@ def test_a_damaged_package_breaks_no_interpreter(wheel: Path, tmp_path: Path, da
 def test_the_hook_is_silent_under_warnings_as_errors(bare: Site) -> None:
     done = bare.run_args("-I", "-W", "error", "-X", "dev", "-c", "import deepspeed")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_finder_that_passes_questions_on_is_no_real_deepspeed(bare: Site) -> None:
+    """A tracing tool's finder asked every other finder in turn. Our own answer came back to us through it and was taken
+    for a real DeepSpeed, so that nobody answered and accelerate found none.
+    """
+    code = """
+        import importlib.metadata, importlib.util, sys
+
+        class Tracer:
+            asking = False
+            def find_spec(self, name, path=None, target=None):
+                if self.asking or name.partition(".")[0] != "deepspeed":
+                    return None
+                self.asking = True
+                try:
+                    return importlib.util.find_spec(name)
+                finally:
+                    self.asking = False
+
+        class Walker:
+            def find_spec(self, name, path=None, target=None):
+                for finder in sys.meta_path:
+                    spec = None if finder is self or isinstance(finder, Tracer) else finder.find_spec(name, path)
+                    if spec is not None:
+                        return spec
+
+        sys.meta_path.insert(0, Tracer())
+        sys.meta_path.append(Walker())
+        import deepspeed
+        answer = [deepspeed.__version__, importlib.metadata.version("deepspeed")]
+    """
+    assert bare.ask(code) == [OURS[1], OURS[1]]

@@ -1,4 +1,7 @@
-"""The package that `import deepspeed` finds: names only, each loaded from hf_zero on first use."""
+"""The package that `import deepspeed` finds: names only, each loaded from hf_zero on first use.
+
+Its modules are made by the import hook, from the tables in hf_zero/integration/homes.py and names.json.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,4 @@ from hf_zero.integration.alias import lazy_names
 
 __all__ = ["__version__"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "DeepSpeedEngine": "hf_zero.engine.ZeroEngine",
-        "OnDevice": "hf_zero.integration.helpers.OnDevice",
-        "add_config_arguments": "hf_zero.integration.arguments.add_config_arguments",
-        "add_tuning_arguments": "hf_zero.integration.tuning.add_tuning_arguments",
-        "init_distributed": "hf_zero.comm.init_distributed",
-        "initialize": "hf_zero.entry.initialize",
-        "log_dist": "hf_zero.log.log_dist",
-        "logger": "hf_zero.log.logger",
-    },
-    submodules=("accelerator", "checkpoint", "comm", "launcher", "ops", "runtime", "utils", "zero"),
-)
+__getattr__, __dir__ = lazy_names(__name__)

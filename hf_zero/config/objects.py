@@ -1,0 +1,153 @@
+"""A config under the names of DeepSpeed's config objects, for tools that read them: views over what the resolver says.
+
+Changing them changes nothing: engines are built from policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from hf_zero.config.errors import ConfigError
+from hf_zero.config.load import load_config
+from hf_zero.config.resolve import Findings, examine
+from hf_zero.config.schema import Section
+from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.training import ActivationCheckpointing, Aio, Checkpoint
+from hf_zero.config.schema.zero import Zero
+from hf_zero.config.translate import translate
+from hf_zero.config.validate import validate
+from hf_zero.config.views import Views
+
+_STAGE3 = "stage3_"
+S = TypeVar("S", bound=Section)
+
+
+class DeepSpeedZeroConfig(Zero):
+    """The section zero_optimization; stage 3's keys also by their names without `stage3_`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("_", _STAGE3)) and _STAGE3 + name in type(self).model_fields:
+            return getattr(self, _STAGE3 + name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+class DeepSpeedBF16Config(Bf16):
+    """The section bf16."""
+
+
+class DeepSpeedFP16Config(Fp16):
+    """The section fp16."""
+
+    def initial_dynamic_scale(self) -> int:
+        return int(2**self.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """What a dynamic loss scaler is made with, by DeepSpeed's names."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "min_scale": self.min_loss_scale,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+        }
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    return _section(DeepSpeedZeroConfig, param_dict, "zero_optimization")
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    return _section(DeepSpeedBF16Config, param_dict, "bf16")
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    return _section(DeepSpeedFP16Config, param_dict, "fp16")
+
+
+def _section(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
+    """One section of a config in whatever spelling DeepSpeed takes; nothing else of the config is looked at.
+
+    Raises:
+        ConfigError: for what is wrong in this section.
+    """
+    keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
+    alone = {key: param_dict[key] for key in keys if key in param_dict}
+    translated = translate(alone)
+    config, problems = validate(translated.tree)
+    if translated.problems or problems:
+        raise ConfigError([*translated.problems, *problems])
+    return _as(kind, getattr(config, name))
+
+
+def _as(kind: type[S], section: Any) -> S:
+    """The same values in one of the classes above; what was not set stays unset."""
+    given = {} if section is None else {name: getattr(section, name) for name in section.model_fields_set}
+    return kind.model_construct(**given)
+
+
+class ConfigView:
+    """What a config means for a number of ranks, by DeepSpeed's attribute names.
+
+    Attributes:
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: as resolved.
+        zero_config, float16_config, bfloat16_config, aio_config, ...: sections.
+        Every other key of the top level has its own name.
+    """
+
+    def __init__(self, config: object, world_size: int) -> None:
+        """
+        Args:
+            config: dict, path, JSON text or base64.
+
+        Raises:
+            ConfigError: with all problems at once.
+        """
+        self._param_dict = load_config(config)
+        findings = examine(self._param_dict, Views(world_size=world_size))
+        if findings.problems:
+            raise ConfigError(findings.problems)
+        self.world_size = world_size
+        self._take(findings)
+
+    def _take(self, findings: Findings) -> None:
+        root, batch = findings.config, findings.batch
+        assert batch is not None
+        self._root = root
+        self.train_batch_size = batch.train_batch_size
+        self.train_micro_batch_size_per_gpu = batch.micro_batch_size
+        self.gradient_accumulation_steps = batch.accumulation_steps
+        self.zero_config = _as(DeepSpeedZeroConfig, root.zero_optimization)
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config = _as(DeepSpeedFP16Config, root.fp16)
+        self.bfloat16_config = _as(DeepSpeedBF16Config, root.bf16)
+        self.activation_checkpointing_config = root.activation_checkpointing or ActivationCheckpointing()
+        self.aio_config = root.aio or Aio()
+        autocast = root.torch_autocast or TorchAutocast()
+        self.torch_autocast_enabled, self.torch_autocast_dtype = autocast.enabled, autocast.dtype
+        types = root.data_types or DataTypes()
+        self.grad_accum_dtype, self.param_dtype = types.grad_accum_dtype, types.param_dtype
+        self.checkpoint_config = checkpoint = root.checkpoint or Checkpoint()
+        self.checkpoint_tag_validation_enabled = checkpoint.tag_validation != "Ignore"
+        self.checkpoint_tag_validation_fail = checkpoint.tag_validation == "Fail"
+        self.load_universal_checkpoint = checkpoint.load_universal
+        self.use_node_local_storage = checkpoint.use_node_local_storage
+        self._take_choices(findings)
+
+    def _take_choices(self, findings: Findings) -> None:
+        optimizer, scheduler = findings.optimizer, findings.scheduler
+        self.optimizer_name = None if optimizer is None else optimizer.type.lower()
+        self.optimizer_params = None if optimizer is None else dict(optimizer.params)
+        self.scheduler_name = None if scheduler is None else scheduler.type
+        self.scheduler_params = None if scheduler is None else dict(scheduler.params)
+
+    def __getattr__(self, name: str) -> Any:
+        root = self.__dict__.get("_root")
+        if root is not None and name in type(root).model_fields:
+            return getattr(root, name)
+        raise AttributeError(f"this config has no attribute {name!r}")
+
+    def print_user_config(self) -> str:
+        """The config as it was given, as text."""
+        return repr(dict(self._param_dict))

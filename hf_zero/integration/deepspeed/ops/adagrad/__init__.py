@@ -1,7 +1,0 @@
-"""deepspeed.ops.adagrad: Adagrad."""
-
-from __future__ import annotations
-
-from hf_zero.integration.alias import lazy_names
-
-__getattr__, __dir__ = lazy_names(__name__, {"DeepSpeedCPUAdagrad": "hf_zero.optim.DeepSpeedCPUAdagrad"})

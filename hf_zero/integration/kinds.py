@@ -1,0 +1,107 @@
+"""DeepSpeed's classes to ask isinstance about: what they say of the engine's one optimizer, by stage and precision.
+
+They have no methods; the optimizer itself does the work, whatever it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from hf_zero.zero.optimizer import ZeroOptimizer
+from hf_zero.zero.parameter_offload import ParameterOffload
+
+
+class _Kind(type):
+    """Lets isinstance and issubclass ask `_describes` instead of the inheritance."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        describes = vars(cls).get("_describes")
+        if describes is not None and isinstance(instance, ZeroOptimizer):
+            return bool(describes(instance))
+        return super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if issubclass(subclass, ZeroOptimizer):
+            return cls in (DeepSpeedOptimizer, ZeROOptimizer)
+        return super().__subclasscheck__(subclass)
+
+
+class DeepSpeedOptimizer(metaclass=_Kind):
+    """Every optimizer that `initialize` returns."""
+
+    _describes = staticmethod(lambda optimizer: True)
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        if cls.__module__ != __name__:
+            return super().__new__(cls)  # a class of somebody else's
+        _refuse(cls.__name__)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}(...): deepspeed.initialize(model=, optimizer=, config=) makes the optimizer of an engine; this class "
+        "is there to ask isinstance about"
+    )
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """Those of stages 1 to 3, and of stage 0 with bf16 weights."""
+
+    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage > 0 or _dtype(optimizer) == "bf16")
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Those of stages 1 and 2."""
+
+    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage in (1, 2))
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """Those of stage 3."""
+
+    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 3)
+
+
+class BF16_Optimizer(ZeROOptimizer):
+    """Those of stage 0 with bf16 weights."""
+
+    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 0 and _dtype(optimizer) == "bf16")
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """Those of stage 0 with fp16 weights."""
+
+    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 0 and _dtype(optimizer) == "fp16")
+
+
+class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
+    """DeepSpeed's for LAMB at stage 0; here one optimizer does it all."""
+
+    _describes = staticmethod(lambda optimizer: False)
+
+
+def _dtype(optimizer: ZeroOptimizer) -> str:
+    """Of the first weight."""
+    dtypes = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    parameters = optimizer.parameters
+    return dtypes.get(str(parameters[0].dtype), "fp32") if parameters else "fp32"
+
+
+DeepSpeedZeRoOffload = ParameterOffload
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether stage 3 has sharded this parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    """Whether an optimizer works on flat shards, as stages 1 to 3 give them to it."""
+    from hf_zero.config import ConfigError
+    from hf_zero.optim.registry import refuse_on_flat_shards
+
+    try:
+        refuse_on_flat_shards(optimizer, 1)
+    except ConfigError:
+        return False
+    return True
