@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "hf_zero" / "integration" / "names.json"
 MODULES = ROOT / "tests" / "integration" / "data" / "deepspeed_modules.txt"
 SURFACES = ROOT / "tests" / "integration" / "data" / "deepspeed_surfaces.json"
+ACCELERATOR = ROOT / "tests" / "integration" / "data" / "accelerator_methods.txt"
 MAX_TEXT, MAX_LIST = 60, 12
 SURFACE_CLASSES = {
     "DeepSpeedEngine": ("runtime.engine", "DeepSpeedEngine"),
@@ -181,8 +182,7 @@ def surfaces(folder: Path) -> dict[str, dict[str, list[str]]]:
     """Public methods and attributes of DeepSpeed's engine and optimizers, as their sources define and assign them."""
     found = {}
     for title, (module, name) in SURFACE_CLASSES.items():
-        tree = ast.parse((folder / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
-        body = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+        body = _class(folder, module, name)
         methods = {node.name for node in body.body if isinstance(node, ast.FunctionDef)}
         methods |= {t.id for n in body.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
         attributes = {
@@ -195,6 +195,17 @@ def surfaces(folder: Path) -> dict[str, dict[str, list[str]]]:
             "attributes": sorted(word for word in attributes - methods if not word.startswith("_")),
         }
     return found
+
+
+def _accelerator(folder: Path) -> list[str]:
+    """What every accelerator of DeepSpeed can be asked."""
+    found = _class(folder, "accelerator.abstract_accelerator", "DeepSpeedAccelerator")
+    return [node.name for node in found.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+
+
+def _class(folder: Path, module: str, name: str) -> ast.ClassDef:
+    tree = ast.parse((folder / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
 
 
 def write_lines(rows: dict[str, Any]) -> str:
@@ -210,6 +221,7 @@ def texts(folder: Path) -> dict[Path, str]:
         NAMES: write_lines(table(tree)),
         MODULES: "".join(f"{name}\n" for name in sorted(tree) if name),
         SURFACES: write_lines(surfaces(folder)),
+        ACCELERATOR: "".join(f"{name}\n" for name in _accelerator(folder)),
     }
 
 
