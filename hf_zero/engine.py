@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import collectives_for
 from hf_zero.config import Resolved
 from hf_zero.engine_gradients import EngineGradients
+from hf_zero.engine_surface import SURFACE
 from hf_zero.log import logger
+from hf_zero.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark
 from hf_zero.timing import PhaseTimer
@@ -62,8 +65,12 @@ class ZeroEngine(EngineGradients):
         self.device = parts.device
         # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
         self.optimizer: Any = parts.assembly.optimizer if parts.assembly else parts.parameter_offload
+        if parts.assembly is not None:
+            parts.assembly.optimizer.engine = weakref.proxy(self)
+            parts.assembly.optimizer.names = OPTIMIZER_NAMES
         self.lr_scheduler = parts.lr_scheduler
         self.client_optimizer = parts.client_optimizer
+        self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
         self._store = parts.store
         self._background_save = BackgroundSave()
@@ -103,6 +110,10 @@ class ZeroEngine(EngineGradients):
         assert optimizer.outcome is not None
         self._follow(optimizer.outcome, optimizer, scale)
         self._report()
+        timer = self.__dict__.get("tput_timer")
+        if timer is not None:
+            timer.stop(global_step=True)
+            timer.start()
 
     def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float) -> None:
         """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
@@ -180,12 +191,18 @@ class ZeroEngine(EngineGradients):
         return self.train(False)
 
     def __getattr__(self, name: str) -> Any:
+        """Names of DeepSpeed that an engine needs not itself, then those of the wrapped model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_modules" in self.__dict__ and "module" in self._modules:
-                return getattr(self._modules["module"], name)
-            raise
+            if "_modules" not in self.__dict__ or "module" not in self._modules:
+                raise
+        if name in SURFACE:
+            return SURFACE.get(self, name)
+        try:
+            return getattr(self._modules["module"], name)
+        except AttributeError as error:
+            raise SURFACE.missing(name) or error from None
 
     def destroy(self) -> None:
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""

@@ -81,15 +81,14 @@ def initialize(
     device = local_device()
     with suspended():
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device)
-    loader = None
     if training_data is not None:
-        loader = data_loader(
+        engine.training_dataloader = data_loader(
             training_data,
             resolved.batch.micro_batch_size,
             collate_fn=collate_fn,
             drop_last=resolved.batch.drop_last,
         )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 @dataclass(frozen=True, slots=True)

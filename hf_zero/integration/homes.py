@@ -237,7 +237,7 @@ HOMES: dict[str, Homes] = {
     "utils.nvtx": _NVTX,
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.timer": _from(
-        f"{_HERE}.timers",
+        "hf_zero.timers",
         "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
         "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER NoopTimer "
         "STEP_GLOBAL_TIMER STEP_MICRO_TIMER SynchronizedWallClockTimer TIME_EPSILON ThroughputTimer trim_mean",

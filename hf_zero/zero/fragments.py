@@ -131,6 +131,28 @@ class Fragments:
     def finish_reductions(self) -> None:
         self._assembly.reducer.wait()
 
+    def has_reduced(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has been reduced since the last step; the same on all ranks."""
+        index = self._index[id(parameter)]
+        reduced = (bucket.bucket.slots for bucket in self._assembly.reducer.buckets if bucket.has_reduced)
+        return any(slot.parameter == index for slots in reduced for slot in slots)
+
+    def unreduced(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's own gradient while it is kept whole (stages 0 and 1 between micro-batches): a view, 1-D."""
+        index = self._index[id(parameter)]
+        for bucket in self._assembly.reducer.buckets:
+            if bucket.local is None or bucket.bucket.by_rows or index not in bucket.used:
+                continue
+            slots = [slot for slot in bucket.bucket.slots if slot.parameter == index]
+            if slots:
+                return bucket.local.narrow(0, slots[0].offset, slots[0].numel)
+        return None
+
+    @property
+    def unreduced_factor(self) -> float:
+        """What such a gradient is multiplied with to be the gradient of this rank's loss."""
+        return 1.0 / self._assembly.optimizer.loss_factor
+
     def publish(self, parameter: nn.Parameter) -> None:
         """Let edited masters be seen by the model. Collective."""
         self._assembly.optimizer.publish_master(self._index[id(parameter)])
@@ -160,11 +182,18 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient reduced since the last step (mean over ranks, before clipping), fp32; None when there is none."""
+    """The gradient reduced since the last step (mean over ranks, before clipping), fp32; None when there is none.
+
+    Where gradients are still being accumulated without a reduction (stages 0 and 1 before the boundary, and inside
+    `no_sync`) it is this rank's own.
+    """
     fragments = _fragments_of(param)
     if fragments is None:
         return None
     fragments.finish_reductions()
+    own = fragments.unreduced(param)
+    if own is not None:
+        return (own.float() * fragments.unreduced_factor).view(param.shape)
     total = fragments.read(param, fragments.gradient)
     return None if total is None else total.mul_(fragments.gradient_factor)
 
@@ -183,9 +212,22 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the reduced gradient between backward and step (in the units of `safe_get_full_grad`)."""
+    """Overwrite the gradient between backward and step (in the units of `safe_get_full_grad`).
+
+    Raises:
+        RuntimeError: when there is none.
+    """
     fragments = _managed(param)
     fragments.finish_reductions()
+    own = fragments.unreduced(param)
+    if own is not None:
+        own.copy_((value / fragments.unreduced_factor).reshape(-1))
+        return
+    if not fragments.has_reduced(param):
+        raise RuntimeError(
+            f"safe_set_full_grad: the parameter of shape {tuple(param.shape)} has no gradient to overwrite; call this "
+            "between engine.backward() and engine.step()"
+        )
     fragments.write(param, value / fragments.gradient_factor, fragments.gradient)
 
 
@@ -194,12 +236,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     fragments.write(param, value, fragments.state(optim_state_key))
 
 
-def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], update_func: Callable[[Tensor], Any]) -> None:
-    """Replace the full gradient of each parameter by what `update_func` returns (or leaves in place, for None)."""
-    for param in params:
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
+) -> None:
+    """Replace each full gradient by what `update_func(gradient, parameter)` returns (or leaves in place, for None)."""
+    for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
-            updated = update_func(gradient)
+            updated = update_func(gradient, param)
             safe_set_full_grad(param, gradient if updated is None else updated)
 
 

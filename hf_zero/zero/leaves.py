@@ -43,18 +43,24 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, leaf_module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules with these names (as `named_modules` gives them)."""
-    return _mark(model, lambda name, _: name in leaf_module_names, True, raise_if_not_found, leaf_module_names)
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules with these names (as `named_modules` gives them), or with `flag` false take the mark away.
+
+    Returns:
+        (the modules, the names that no module has)
+
+    Raises:
+        ValueError: when there are such names and `raise_if_not_found`.
+    """
+    return _mark_each(model, module_names, lambda name, wanted: name == wanted, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, leaf_module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules whose name ends in one of these."""
-    suffixes = tuple(leaf_module_name_suffixes)
-    return _mark(model, lambda name, _: name.endswith(suffixes), True, raise_if_not_found, suffixes)
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for all modules whose name ends in one of these."""
+    return _mark_each(model, module_name_suffixes, lambda name, suffix: name.endswith(suffix), flag, raise_if_not_found)
 
 
 def mark_leaves(model: nn.Module, policy: GatherPolicy) -> None:
@@ -65,6 +71,24 @@ def mark_leaves(model: nn.Module, policy: GatherPolicy) -> None:
         set_z3_leaf_modules_by_name(model, policy.leaf_names, raise_if_not_found=False)
     if policy.leaf_suffixes:
         set_z3_leaf_modules_by_suffix(model, policy.leaf_suffixes, raise_if_not_found=False)
+
+
+def _mark_each(
+    model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    found: dict[int, nn.Module] = {}
+    missing = []
+    for word in wanted:
+        matches = [module for name, module in model.named_modules() if fits(name, word)]
+        found.update((id(module), module) for module in matches)
+        if not matches:
+            missing.append(word)
+    if missing and raise_if_not_found:
+        names = [name for name, _ in model.named_modules() if name][:8]
+        raise ValueError(f"leaf modules: {missing} match no module of the model, whose names are like {names}")
+    for module in found.values():
+        set_z3_leaf_module(module, flag)
+    return list(found.values()), missing
 
 
 def _of_class(classes: Sequence[type | str]) -> Callable[[str, nn.Module], bool]:

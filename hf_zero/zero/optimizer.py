@@ -15,6 +15,7 @@ from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.loss_scale import loss_scaler_from
 from hf_zero.optim import MasterShard, Updater
 from hf_zero.optim.updater import ShardGradients
+from hf_zero.surface import Surface
 from hf_zero.zero.agreement import Agreement, refuse_unused
 from hf_zero.zero.exhausted import give_up
 from hf_zero.zero.gradients import GradientReducer
@@ -63,6 +64,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """`runs_ahead`: a step does not wait for its own outcome, where the updater can do without it."""
         self.optimizer = updater.optimizer
         self.fragments: Any = None  # kept alive here; see hf_zero.zero.fragments
+        self.engine: Any = None  # a weak proxy, for what only the engine knows
+        self.names: Surface | None = None  # those of DeepSpeed beside our own
         self.loss_scaler = loss_scaler_from(rules.loss_scale)
         self.outcome: StepOutcome | None = None
         self._store = store
@@ -92,8 +95,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next backward uses."""
+        """The scale that the next backward uses. A program may set it."""
         return self.loss_scaler.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.loss_scaler.scale = float(scale)
 
     cur_scale = loss_scale
 
@@ -134,9 +141,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._sharding
 
     @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The trained parameters of the model, in the order of the layout."""
-        return self._store.parameters
+    def store(self) -> ParameterStore:
+        """Where the model's weights are."""
+        return self._store
+
+    @property
+    def rules(self) -> StepRules:
+        return self._rules
+
+    def __getattr__(self, name: str) -> Any:
+        """Names of DeepSpeed that no step needs.
+
+        At stage 0 the base optimizer's own come first: nothing is sharded, and callers expect the object they gave.
+        """
+        if name.startswith("__") or "_sharding" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._sharding.stage == 0 and hasattr(self.optimizer, name):
+            return getattr(self.optimizer, name)
+        names = self.__dict__.get("names")
+        if names is not None and name in names:
+            return names.get(self, name)
+        unknown = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise (names.missing(name) if names is not None else None) or unknown
+
+    @property
+    def _shown_class(self) -> type:
+        is_whole = "_sharding" in self.__dict__ and self._sharding.stage == 0
+        return type(self.optimizer) if is_whole else ZeroOptimizer
+
+    # For isinstance, which asks this after the true class: at stage 0 the class that config or caller named counts too.
+    __class__ = _shown_class
 
     @property
     def gradient_factor(self) -> float:

@@ -26,6 +26,8 @@ SURFACE_CLASSES = {
     "DeepSpeedZeroOptimizer_Stage3": ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
     "BF16_Optimizer": ("runtime.bf16_optimizer", "BF16_Optimizer"),
     "FP16_Optimizer": ("runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+    "FP16_UnfusedOptimizer": ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
+    "ZeROOptimizer (base of those above)": ("runtime.base_optimizer", "ZeROOptimizer"),
 }
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from hf_zero.integration.accelerator import get_accelerator
+import torch
+
 from hf_zero.log import log_dist, logger
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
@@ -81,11 +82,9 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        device, gib = get_accelerator(), 1024**3
-        return (
-            f"mem_allocated: {device.memory_allocated() / gib:.4f} GB, "
-            f"max_mem_allocated: {device.max_memory_allocated() / gib:.4f} GB"
-        )
+        now, peak = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if _has_gpu() else (0, 0)
+        gib = 1024**3
+        return f"mem_allocated: {now / gib:.4f} GB, max_mem_allocated: {peak / gib:.4f} GB"
 
     def log(
         self,
@@ -214,8 +213,14 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 def _now() -> float:
-    get_accelerator().synchronize()
+    """Seconds, when the device has done what it was given."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return time.perf_counter()
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def _check(normalizer: float) -> None:

@@ -1,0 +1,52 @@
+"""Names of DeepSpeed beside a class of ours: what they read or call, and what to use instead of those we lack.
+
+The class asks in its `__getattr__`, so that it has only what it needs itself. Whatever a program assigns under such a
+name wins, as with any attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper
+from typing import Any
+
+
+class Surface:
+    """Three tables of names.
+
+    Attributes:
+        values: read as attributes; each is computed from the object when it is asked for.
+        methods: functions that take the object first.
+        refused: name -> what to use instead.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        values: Mapping[str, Callable[[Any], Any]],
+        methods: Mapping[str, Callable[..., Any]],
+        refused: Mapping[str, str],
+    ) -> None:
+        """`refused`: names, separated by blanks -> what to use instead of them."""
+        self._owner = owner
+        self.values = values
+        self.methods = methods
+        self.refused = {name: instead for names, instead in refused.items() for name in names.split()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values or name in self.methods
+
+    def get(self, thing: Any, name: str) -> Any:
+        """What `name` stands for on `thing`; only for names that are in here."""
+        if name in self.values:
+            return self.values[name](thing)
+        method = self.methods[name]
+        return update_wrapper(partial(method, thing), method)
+
+    def missing(self, name: str) -> AttributeError | None:
+        """The error for a name of DeepSpeed that is not built; None for any other."""
+        if name not in self.refused:
+            return None
+        return AttributeError(
+            f"{self._owner}.{name} is not built in hf_zero: {self.refused[name]} (docs/deepspeed_names.md)", name=name
+        )
