@@ -13,11 +13,12 @@ from hf_zero.comm import Channel, collectives_for, get_world_size, init_distribu
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.engine import EngineParts, ZeroEngine
 from hf_zero.loader import data_loader
-from hf_zero.log import logger
+from hf_zero.log import log_dist, logger
 from hf_zero.model_view import model_view
 from hf_zero.optim import build_optimizer
 from hf_zero.precision import precision_from
 from hf_zero.schedules import build_scheduler
+from hf_zero.versions import announcement
 from hf_zero.zero.assemble import (
     Assembly,
     Plan,
@@ -170,6 +171,7 @@ def _refuse_parallelism(**arguments: Any) -> None:
 def _log_settings(resolved: Resolved) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
+    log_dist(announcement(), ranks=[0])
     logger.info(
         "ZeRO stage %d, %s, %d rank(s), %d x %d x %d = %d samples per update",
         resolved.zero.stage,

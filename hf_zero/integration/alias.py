@@ -20,9 +20,6 @@ from hf_zero.integration.unsupported import (
     refusal,
 )
 
-VERSION = "0.19.8+hf.zero"
-"""The DeepSpeed version whose interface we answer with; the local part tells who really answers."""
-
 
 def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of an alias module.

@@ -6,8 +6,8 @@ import os
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from hf_zero.integration.alias import VERSION
 from hf_zero.integration.startup import ALIAS_FOLDER, NAME
+from hf_zero.versions import VERSION
 
 _FILES = {
     "METADATA": (

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 
 from hf_zero.integration.op_builders import NO_OPERATORS
+from hf_zero.versions import GIT_BRANCH, GIT_HASH, VERSION
 
-version = "0.19.8+hf.zero"
-"""The DeepSpeed version whose interface we answer with; the local part tells who really answers."""
-
+version, git_hash, git_branch = VERSION, GIT_HASH, GIT_BRANCH
 version_major, version_minor, version_patch = (int(number) for number in version.partition("+")[0].split("."))
-git_hash = git_branch = "hf_zero"  # not built from DeepSpeed's repository: no commit of it would be true
 installed_ops = compatible_ops = NO_OPERATORS
 accelerator_name = ""
 torch_info = {

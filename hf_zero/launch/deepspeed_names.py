@@ -1,4 +1,4 @@
-"""The launcher by DeepSpeed's names: `deepspeed.launcher.runner`, and the executables `deepspeed` and `ds_report`."""
+"""The launcher under DeepSpeed's names: `deepspeed.launcher.runner`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hf_zero.integration.startup import FINDER
 from hf_zero.launch import options
 from hf_zero.launch.command_line import main as launch
 from hf_zero.launch.filters import exclude, include
@@ -80,17 +78,3 @@ def parse_resource_filter(
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
     """Urlsafe base64 of the JSON text, as launchers hand it on."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
-
-
-def deepspeed_executable() -> None:
-    """The command `deepspeed`: a real one's launcher where a real DeepSpeed answers to the name, else ours."""
-    if FINDER.answers():
-        main()
-    else:
-        import_module("deepspeed.launcher.runner").main()
-
-
-def report_executable() -> None:
-    """The command `ds_report`, likewise."""
-    home = "hf_zero.integration.environment" if FINDER.answers() else "deepspeed.env_report"
-    import_module(home).cli_main()

@@ -5,8 +5,8 @@ Its modules are made by the import hook, from the tables in hf_zero/integration/
 
 from __future__ import annotations
 
-from hf_zero.integration.alias import VERSION as __version__
 from hf_zero.integration.alias import lazy_names
+from hf_zero.versions import VERSION as __version__
 
 __all__ = ["__version__"]
 
