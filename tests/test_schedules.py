@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.config import ConfigError, SchedulerPolicy
+from hf_zero.config import ConfigError, SchedulerPolicy, resolve
 from hf_zero.integration.tuning import add_tuning_arguments, get_config_from_args, get_lr_from_config
 from hf_zero.schedules import (
     VALID_LR_SCHEDULES,
@@ -22,6 +22,7 @@ from hf_zero.schedules import (
     WarmupLR,
     build_scheduler,
 )
+from hf_zero.schedules.mark import ScheduleMark
 from tests.config.deepspeed_answers import ask_deepspeed
 
 STEPS = 50
@@ -378,3 +379,40 @@ def test_flags_make_a_scheduler_section() -> None:
     assert get_config_from_args(parser.parse_args(["--lr_schedule", "Nope"]))[0] is None
     assert get_lr_from_config({"type": "WarmupCosineLR", "params": {}})[0] is None
     assert get_lr_from_config({"params": {}})[1] == "the scheduler section has no 'type'"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("WarmupLR", [1, 1, 1]), ("WarmupDecayLR", [1, 1, 0.75]), ("WarmupCosineLR", [1, 0.8536, 0.5])],
+)
+def test_no_warm_up_written_by_hand(name: str, expected: list[float]) -> None:
+    """`"warmup_num_steps": 0` was refused, although it can only mean that there is no warm-up."""
+    params: dict[str, object] = {"warmup_num_steps": 0, **({} if name == "WarmupLR" else {"total_num_steps": 4})}
+    params |= {"cos_min_ratio": 0.0} if name == "WarmupCosineLR" else {"warmup_max_lr": 1.0}
+    schedule = build_scheduler(SchedulerPolicy(type=name, params=params), sgd(1.0))
+    assert [round(rate, 4) for (rate,) in first_rates(schedule, 3)] == expected
+    resolved = resolve({"train_batch_size": 1, "scheduler": {"type": name, "params": params}}, world_size=1)
+    assert resolved.scheduler is not None and resolved.scheduler.params["warmup_num_steps"] == 0
+
+
+def test_the_ratio_of_the_cosine_before_the_first_step() -> None:
+    """It was "math domain error": the logarithm of 0."""
+    assert WarmupCosineLR(sgd(), 10, warmup_num_steps=4).get_lr_ratio() == 0.0
+    assert WarmupCosineLR(sgd(), 10, warmup_num_steps=4, warmup_type="linear").get_lr_ratio() == 0.0
+
+
+@pytest.mark.parametrize("cls", [WarmupLR, OneCycle])
+def test_a_rate_in_a_tensor_stays_in_that_tensor(cls: Any) -> None:
+    """Capturable and compiled optimizers read the tensor in `lr`; schedules put a float in its place."""
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
+    rate = optimizer.param_groups[0]["lr"]
+    arguments = {"cycle_min_lr": 0.5, "cycle_max_lr": 1.0} if cls is OneCycle else {"warmup_max_lr": 1.0}
+    schedule = cls(optimizer, **arguments)
+    mark = ScheduleMark(schedule, optimizer)
+    before = rate.item()
+    for _ in range(3):
+        mark.advance()
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() != before
+    assert rate.item() == pytest.approx(schedule.get_last_lr()[0])
+    mark.go_back()
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == before

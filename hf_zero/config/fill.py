@@ -41,7 +41,7 @@ def fill(config: Mapping[str, Any], views: Views) -> Changes:
         if is_open(config, name, value, offer.source):
             changes.values[path] = offer.value
             changes.sources[name] = offer.source
-        elif offer.must_match and value is not None and not same(value, offer.value):
+        elif offer.must_match and value is not None and not (same(value, offer.value) or same(value, offer.also)):
             changes.problems.append(conflict(config, name, value, offer))
     for path, offer in left_out(config, views, known):
         changes.values[path] = offer.value

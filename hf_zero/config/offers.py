@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config.model_size import hidden_size
@@ -28,6 +28,7 @@ class Offer:
     source: Source
     name: str
     must_match: bool = False
+    also: object = None  # another value that agrees with this one
 
 
 def offers(config: Mapping[str, Any], views: Views) -> dict[str, Offer]:
@@ -85,7 +86,8 @@ def _steps(view: TrainingView) -> Iterator[tuple[str, Offer]]:
         source = view.source("max_steps") if by_flag else Source("training", "Trainer: epochs x batches, or max_steps")
         yield "scheduler.params.total_num_steps", Offer(view.total_steps, source, name, must_match=True)
     if warmup is not None:
-        yield _match(view, "scheduler.params.warmup_num_steps", warmup, "warmup_steps")
+        path, offer = _match(view, "scheduler.params.warmup_num_steps", warmup, "warmup_steps")
+        yield path, replace(offer, also=0 if view.warmup_steps == 0 else None)
 
 
 def _match(view: TrainingView, path: str, value: object, *names: str, must_match: bool = True) -> tuple[str, Offer]:

@@ -78,7 +78,7 @@ _REQUIRED = {
 _WARMUP: dict[str, Check] = {
     "warmup_min_lr": rate,
     "warmup_max_lr": optional_rate,
-    "warmup_num_steps": steps,
+    "warmup_num_steps": count,
     "warmup_type": shape,
     "last_batch_iteration": as_whole,
 }
@@ -110,7 +110,7 @@ _SCHEDULE_CHECKS: dict[str, dict[str, Check]] = {
     "WarmupCosineLR": {
         "total_num_steps": steps,
         "warmup_min_ratio": ratio,
-        "warmup_num_steps": steps,
+        "warmup_num_steps": count,
         "cos_min_ratio": ratio,
         "warmup_type": shape,
         "last_batch_iteration": as_whole,

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
 Rate = float | Sequence[float]  # one for all parameter groups, or one for each
@@ -67,7 +69,10 @@ class StepSchedule:
     def _apply(self, rates: list[float]) -> None:
         # The groups are read anew each time: loading a state dict into a torch optimizer replaces them.
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # a captured or compiled update reads this very tensor
+            else:
+                group["lr"] = rate
         self._last_lr = rates
 
     def _rates_at_start(self) -> list[float]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import Tensor
+
 from hf_zero.schedules.base import HasParamGroups
 
 _LAST = "_last_lr"
@@ -38,10 +40,25 @@ class ScheduleMark:
             setattr(self._schedule, _LAST, self._last)
         groups = zip(self._optimizer.param_groups, self._before, self._after, strict=True)
         for group, before, after in groups:
-            group.update({key: value for key, value in before.items() if group.get(key) == after.get(key)})
+            for key, value in before.items():
+                if group.get(key) != after.get(key):
+                    continue
+                if isinstance(value, Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
 
     def _numbers(self) -> list[dict[str, Any]]:
+        """Of every group, the numbers as they are now; those in tensors of one element, copied."""
         return [
-            {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
+            {key: _kept(value) for key, value in group.items() if _is_number(value)}
             for group in self._optimizer.param_groups
         ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, tuple)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

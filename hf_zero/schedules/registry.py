@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from torch.optim import lr_scheduler as torch_schedules
@@ -23,10 +24,20 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: HasParamGroups) -> Sched
     """The schedule that the config names: one of ours on the optimizer given, or torch's on the one inside it."""
     ours = _BUILT.get(policy.type)
     if ours is not None:
-        return _constructed(ours, optimizer, policy)
+        return _without_warmup(ours, optimizer, policy) or _constructed(ours, optimizer, policy)
     # torch's schedules insist on a real torch optimizer; our wrapper keeps it in the attribute `optimizer`.
     base = getattr(optimizer, "optimizer", optimizer)
     return _constructed(_torch_class(policy.type), base, policy)
+
+
+def _without_warmup(cls: type[Any], optimizer: object, policy: SchedulerPolicy) -> Schedule | None:
+    """The schedule where the config says that there is no warm-up; the classes themselves want a positive number."""
+    if policy.params.get("warmup_num_steps") != 0 or not hasattr(cls, "skip_warmup"):
+        return None
+    schedule: Any = _constructed(cls, optimizer, replace(policy, params={**policy.params, "warmup_num_steps": 1}))
+    schedule.skip_warmup()
+    found: Schedule = schedule
+    return found
 
 
 def _torch_class(name: str) -> type[Any]:

@@ -35,11 +35,17 @@ class WarmupLR(StepSchedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def _rates_at_start(self) -> list[float]:
-        return list(self.min_lrs)
+        return list(self.min_lrs if self.warmup_num_steps else self.max_lrs)
 
     def _rates(self, iteration: int) -> list[float]:
         gamma = self._gamma(iteration)
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs)]
+
+    def skip_warmup(self) -> None:
+        """Run at the full rate from the first update on: `warmup_num_steps: 0` of a config."""
+        self.warmup_num_steps = 0
+        if self.last_batch_iteration == -1:
+            self._apply(self._rates_at_start())
 
     def _gamma(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
@@ -97,15 +103,23 @@ class WarmupCosineLR(StepSchedule):
         _warn_if_short(self)
 
     def _rates_at_start(self) -> list[float]:
-        return [0.0 for _ in self.org_lrs]
+        return [lr * self.get_lr_ratio(-1) for lr in self.org_lrs]
 
     def _rates(self, iteration: int) -> list[float]:
         ratio = self.get_lr_ratio(iteration)
         return [lr * ratio for lr in self.org_lrs]
 
+    def skip_warmup(self) -> None:
+        """Begin the cosine with the first update: `warmup_num_steps: 0` of a config."""
+        self.warmup_num_steps = 0
+        if self.last_batch_iteration == -1:
+            self._apply(self._rates_at_start())
+
     def get_lr_ratio(self, iteration: int | None = None) -> float:
-        """The factor on each group's rate."""
+        """The factor on each group's rate; 0 before the first step."""
         iteration = self.last_batch_iteration if iteration is None else iteration
+        if iteration < 0:
+            return 0.0 if self.warmup_num_steps else 1.0
         if iteration < self.warmup_num_steps:
             gamma = _warmup(iteration, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gamma
@@ -115,7 +129,9 @@ class WarmupCosineLR(StepSchedule):
 
 def _warmup_length(num_steps: object) -> int:
     if not isinstance(num_steps, int) or num_steps <= 0:
-        raise ValueError(f"warmup_num_steps must be a positive integer, got {num_steps!r}")
+        raise ValueError(
+            f"warmup_num_steps must be a positive integer, got {num_steps!r} (a config may say 0 for none)"
+        )
     return max(2, num_steps)  # ln(n) divides, so 1 counts as 2
 
 

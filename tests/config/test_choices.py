@@ -136,9 +136,9 @@ BAD_SCHEDULER: list[tuple[dict[str, Any], str, str]] = [
     ({"params": {"warmup_num_steps": 5}}, "scheduler.type", "needs a type"),
     ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps", "needs the number of updates"),
     (
-        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
         "scheduler.params.warmup_num_steps",
-        "must be at least 1",
+        "must be at least 0",
     ),
     ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, "scheduler.params.warmup_type", '"log" or "linear"'),
     ({"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}, "scheduler.params.warmup_max_lr", "must be a number"),

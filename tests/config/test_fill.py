@@ -114,6 +114,13 @@ def test_each_key_that_trainer_knows_must_agree(path: str, value: Any, fields: d
     assert words in str(error)
 
 
+def test_no_warm_up_agrees_with_no_warm_up() -> None:
+    """Trainer's default of no warm-up fills an "auto" with 1, and so it contradicted a 0 written by hand."""
+    config = config_with("scheduler.params.warmup_num_steps", 0)
+    resolve(config, TrainingView(total_steps=9), world_size=1)
+    assert "warmup_steps = 3" in str(problems_of(config, TrainingView(total_steps=9, warmup_steps=3)))
+
+
 def config_with(path: str, value: Any) -> dict[str, Any]:
     """A config with optimizer and scheduler whose other arguments are left open."""
     config: dict[str, Any] = {"train_batch_size": "auto"}
