@@ -18,6 +18,7 @@ from hf_zero.comm import collectives_for
 from hf_zero.config import Resolved
 from hf_zero.engine_gradients import EngineGradients
 from hf_zero.engine_surface import SURFACE
+from hf_zero.errors import WrongMoment
 from hf_zero.log import logger
 from hf_zero.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.precision import ForwardPrecision
@@ -91,7 +92,7 @@ class ZeroEngine(EngineGradients):
         optimizer = self._training_parts("step").optimizer
         self.reload_states()
         if not self._syncs:
-            raise RuntimeError(
+            raise WrongMoment(
                 "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
                 "the last micro-batch of a step"
             )
@@ -242,6 +243,7 @@ class ZeroEngine(EngineGradients):
 
         Raises:
             CheckpointError: on every rank, when any could not write; earlier checkpoints are untouched.
+            WrongArgument: for a folder without a name.
         """
         request = checkpoint.SaveRequest(
             save_dir, tag or f"global_step{self.global_steps}", save_latest, exclude_frozen_parameters

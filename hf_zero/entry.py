@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.comm import Channel, collectives_for, get_world_size, init_distributed, local_device
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.engine import EngineParts, ZeroEngine
+from hf_zero.errors import WrongArgument
 from hf_zero.loader import data_loader
 from hf_zero.log import log_dist, logger
 from hf_zero.model_view import model_view
@@ -72,7 +73,7 @@ def initialize(
         ConfigError: with every problem of the config at once.
     """
     if model is None:
-        raise ValueError("initialize() needs model=, a torch.nn.Module")
+        raise WrongArgument("initialize() needs model=, a torch.nn.Module")
     _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:

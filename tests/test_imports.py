@@ -14,7 +14,7 @@ PACKAGE = "hf_zero"
 
 # Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
 LADDER = (
-    ("log", "timing", "rank_variables", "network", "versions"),
+    ("errors", "log", "timing", "rank_variables", "network", "versions"),
     ("kernels", "config"),
     ("layout",),
     ("comm",),
@@ -40,7 +40,7 @@ LADDER = (
     ("__main__", "zero_to_fp32"),
 )
 RUNG = {room: height for height, rooms in enumerate(LADDER) for room in rooms}
-SELF_CONTAINED = {"log", "timing", "rank_variables", "network", "versions", "kernels", "config"}
+SELF_CONTAINED = {"errors", "log", "timing", "rank_variables", "network", "versions", "kernels", "config"}
 LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
 
 

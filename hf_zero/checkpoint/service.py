@@ -22,6 +22,7 @@ from hf_zero.checkpoint.verify import check_together, name_alternative, together
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
 from hf_zero.config import CheckpointPolicy
+from hf_zero.errors import WrongArgument
 from hf_zero.log import logger
 
 Directory = str | os.PathLike[str]
@@ -57,12 +58,13 @@ def save_checkpoint(
     Raises:
         CheckpointError: when it could not be written; earlier checkpoints are as they were.
     """
+    root = _named_folder("save_checkpoint(save_dir", request.directory)
     background.wait()
     collectives = subject.collectives
     tag = _common_tag(request.tag, policy, collectives)
     is_leader = get_local_rank() == 0 if policy.node_local else collectives.rank == 0
     place = Destination(
-        root=Path(request.directory),
+        root=root,
         tag=tag,
         is_leader=is_leader,
         node=node_name(node_local=policy.node_local),
@@ -98,17 +100,25 @@ def _check_drives(subject: ModelSubject) -> None:
         subject.assembly.places.check(subject.collectives)
 
 
+def _named_folder(call: str, folder: object) -> Path:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise WrongArgument(f'{call}={folder!r}): name a folder; "." is the one that the program runs in')
+    return Path(folder)
+
+
 def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) -> str:
     tags = collectives.gather_objects(tag)
     if len(set(tags)) > 1:
         problem = f"the ranks name the checkpoint differently: {', '.join(map(repr, tags))}"
         if policy.tag_validation == "Fail":
-            raise ValueError(f"save_checkpoint(tag=...): {problem} (checkpoint.tag_validation is Fail); give one tag")
+            raise WrongArgument(
+                f"save_checkpoint(tag=...): {problem} (checkpoint.tag_validation is Fail); give one tag"
+            )
         if policy.tag_validation == "Warn":
             logger.warning("%s; rank 0's is taken", problem)
     first = str(tags[0])
     if not first or first.startswith(("/", ".")) or ".." in first.split("/"):
-        raise ValueError(f"save_checkpoint(tag={first!r}): a tag is the name of a folder inside save_dir")
+        raise WrongArgument(f"save_checkpoint(tag={first!r}): a tag is the name of a folder inside save_dir")
     return first
 
 
@@ -118,7 +128,7 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
     Raises:
         CheckpointError: on all ranks, naming the file that is missing, damaged or does not fit; nothing has changed.
     """
-    collectives, root = subject.collectives, Path(request.directory)
+    collectives, root = subject.collectives, _named_folder("load_checkpoint(load_dir", request.directory)
     if collectives.rank == 0:
         for leftover in leftovers(root):
             logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)

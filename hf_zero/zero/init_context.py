@@ -93,6 +93,7 @@ class Init(AbstractContextManager[Any]):
             Init._active.append(self)
             if len(Init._active) == 1:  # nested contexts are one
                 self._birth.begin()
+            self._before = Init._active[0]._birth.unattached()
         return self
 
     def __exit__(
@@ -103,6 +104,8 @@ class Init(AbstractContextManager[Any]):
             Init._active.remove(self)
             if not Init._active:
                 first._birth.end(shard=kind is None)
+            elif kind is None:
+                first._birth.shard_since(self._before)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -166,6 +169,18 @@ class _Birth:
             if watched is not None:
                 unwatch(watched)
         self._watched = []
+
+    def unattached(self) -> frozenset[int]:
+        """Ids of the modules that are not part of another one yet."""
+        return frozenset(self._unattached)
+
+    def shard_since(self, before: frozenset[int]) -> None:
+        """Shard what was built since: the end of a nested context is when its code expects that."""
+        for number in [number for number in self._unattached if number not in before]:
+            module = self._unattached[number]()
+            if module is not None:
+                self.shard_tree(module)
+        self.close()
 
     def pause(self) -> None:
         self.close()
