@@ -27,11 +27,8 @@ LADDER = (
     ("planning",),
     ("engine_settings",),
     ("engine_module",),
-<<<<<<< HEAD
     ("engine_gradients",),
-=======
     ("engine_surface", "optimizer_surface"),
->>>>>>> be73ae1 (Engine and optimizer: DeepSpeed's further names as a thin surface beside them, and a page that says what there is of each)
     ("engine",),
     ("entry",),
     ("integration",),

@@ -11,7 +11,12 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import ZeroEngine
-from hf_zero.zero.fragments import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
+from hf_zero.zero.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_set_full_grad,
+    safe_update_full_grad_vectorized,
+)
 from hf_zero.zero.init_context import Init
 from hf_zero.zero.leaves import get_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from tests.support.ranks import run_ranks
@@ -142,3 +147,22 @@ def test_what_a_nested_init_has_built_is_sharded_when_it_ends() -> None:
     """Parameters of a nested zero.Init had no `ds_id` until the outer one ended, and code inside asked for it."""
     assert [found[0] for found in run_ranks(run_nested, 2)] == [True, True]
     assert [found[2] for found in run_ranks(run_nested, 2)] == [True, True]
+
+
+def run_odd(rank: int, stage: int) -> list[list[float] | None]:
+    engine = new_engine(stage)
+    backward(engine, rank)
+    found = [safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
+    engine.step()
+    found += [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+    return [None if value is None else value.flatten().tolist() for value in found]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_values_of_parameters_of_any_size(stage: int) -> None:
+    """Read from shards, a parameter whose size is no multiple of the number of ranks less one came without its last
+    elements, or not at all, on every rank but the first: the sum over ranks takes equal parts.
+    """
+    first, second = run_ranks(run_odd, 2, stage)
+    assert first == second and first[0] == [3.0] * 6 and first[1] == [2.0] * 2
+    assert len(first) == 4 and None not in first

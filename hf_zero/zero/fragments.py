@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import Piece
+from hf_zero.layout.intervals import round_up
 from hf_zero.zero.assemble import Assembly
 from hf_zero.zero.sharded_parameter import of
 
@@ -52,16 +53,19 @@ class Fragments:
         Raises:
             StorageError: on all ranks, when one could not read its part from a drive.
         """
-        flat = torch.zeros(parameter.numel() + 1, dtype=torch.float32, device=self._assembly.store.device)
+        numel = parameter.numel()
+        # One element more says whether anybody has it, and a sum takes a multiple of the number of ranks.
+        padded = round_up(numel + 1, self._collectives.world)
+        flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
             with source(part.shard, False) as values:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
-                    flat[-1] = 1.0
+                    flat[numel] = 1.0
         self._assembly.places.check(self._collectives)
         if not self._owns_all:
             self._collectives.all_reduce(flat).wait()
-        return flat[:-1].view(parameter.shape).clone() if flat[-1] > 0 else None
+        return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
 
     def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Put this rank's part of `values` (the parameter's shape) where `target` says."""
@@ -151,7 +155,8 @@ class Fragments:
     @property
     def unreduced_factor(self) -> float:
         """What such a gradient is multiplied with to be the gradient of this rank's loss."""
-        return 1.0 / self._assembly.optimizer.loss_factor
+        optimizer = self._assembly.optimizer
+        return optimizer.gradient_factor * (optimizer.sharding.world if optimizer.rules.gradients.average else 1)
 
     def publish(self, parameter: nn.Parameter) -> None:
         """Let edited masters be seen by the model. Collective."""
