@@ -13,7 +13,7 @@ import hf_zero
 from tests.hostile.model import Root, build_model, run_calls, two_losses
 from tests.hostile.spec import Forward, Program, RankMicro
 
-RATES = {"sgd": 0.1, "adamw": 0.01}
+RATES = {"sgd": 0.03, "adamw": 0.01}
 WEIGHT_DECAY = 0.1
 # Large for Adam, on purpose: it bounds by how much rounding in a gradient near zero can move a weight (rate / eps).
 EPS = 1e-3
@@ -79,8 +79,9 @@ class _Driver:
 def forward(wrapped: nn.Module, model: Root, program: Program, batch: Forward) -> TwoLosses:
     """Both losses of a batch; through `wrapped`, or by calling the modules of `model` directly."""
     generator = torch.Generator().manual_seed(batch.seed)
-    x = torch.randn(batch.rows, program.width, generator=generator).requires_grad_()
-    target = torch.randn(batch.rows, program.width, generator=generator)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(batch.rows, program.width, generator=generator).to(dtype).requires_grad_()
+    target = torch.randn(batch.rows, program.width, generator=generator).to(dtype)
     if not batch.direct:
         losses: TwoLosses = wrapped(x, target, calls=batch.calls)
         return losses

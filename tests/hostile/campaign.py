@@ -9,23 +9,29 @@ kinds of failure that occurred.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch
 
+from tests.hostile.apart import make_engine_apart
+from tests.hostile.body import make_zero_engine
 from tests.hostile.programs import SIZES, features, random_program
-from tests.hostile.run import DEADLINE_S, ProcessRunner
+from tests.hostile.run import DEADLINE_S, ProcessRunner, Runner
 from tests.hostile.spec import Program
+from tests.hostile.threads import ThreadRunner
 from tests.hostile.verdicts import KINDS, Verdict
 
+RANKS = ("processes", "apart", "threads")
 MOST_DRAWS = 1000  # for one program that has what is asked for
 
 
@@ -57,16 +63,21 @@ def choose(seed: int, number: int, size: str, only: Sequence[str] = (), without:
     raise AssertionError
 
 
-def run_all(
-    programs: Sequence[Program], make_runner: type[ProcessRunner], jobs: int, deadline_s: float
-) -> Iterator[Outcome]:
+def make_runner(ranks: str, deadline_s: float) -> Runner:
+    """Ranks as "processes" that share memory, as processes "apart" that do not, or as "threads" that take turns."""
+    if ranks == "threads":
+        return ThreadRunner()
+    return ProcessRunner(make_engine_apart if ranks == "apart" else make_zero_engine, deadline_s)
+
+
+def run_all(programs: Sequence[Program], make: Callable[[], Runner], jobs: int) -> Iterator[Outcome]:
     """Outcomes as they come, from `jobs` runners at a time."""
     local = threading.local()
-    runners: list[ProcessRunner] = []
+    runners: list[Runner] = []
 
     def run_one(program: Program) -> Outcome:
         if not hasattr(local, "runner"):
-            local.runner = make_runner(deadline_s=deadline_s)
+            local.runner = make()
             runners.append(local.runner)
         started = time.monotonic()
         return Outcome(program, local.runner.run(program), time.monotonic() - started)
@@ -77,7 +88,8 @@ def run_all(
     finally:
         executor.shutdown(cancel_futures=True)
         for runner in runners:
-            runner.close()
+            if isinstance(runner, ProcessRunner):
+                runner.close()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -107,13 +119,15 @@ def write_failure(folder: Path, outcome: Outcome, size: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
+    logging.getLogger("hf_zero").setLevel(logging.WARNING)  # of ranks that are threads
     if options.files:
         programs = [Program.from_json(path.read_text()) for path in options.files for _ in range(options.repeat)]
     else:
         programs = choose(options.seed, options.programs, options.size, options.only, options.without)
     outcomes: list[Outcome] = []
     started = time.monotonic()
-    for outcome in run_all(programs, ProcessRunner, options.jobs, options.deadline):
+    make = partial(make_runner, options.ranks, options.deadline)
+    for outcome in run_all(programs, make, 1 if options.ranks == "threads" else options.jobs):
         outcomes.append(outcome)
         if not outcome.verdict.is_ok:
             path = write_failure(options.folder, outcome, options.size)
@@ -137,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
+    parser.add_argument("--ranks", choices=RANKS, default=RANKS[0], help="what the ranks are")
     parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one program")
     parser.add_argument("--only", action="append", default=[], metavar="FEATURE", help="such as stage=3; repeatable")

@@ -116,7 +116,7 @@ class Tree(nn.Module):
     def forward(self, h: Tensor, calls: tuple[Call, ...], x: Tensor) -> tuple[Tensor, Tensor]:
         """(output, what goes into the second loss)."""
         h, tapped = run_calls(self, calls, h, x)
-        return scaled(h, self.own), tapped
+        return scaled(torch.tanh(h), self.own), tapped  # bounded, however many calls there are inside
 
 
 class Root(Tree):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tests.hostile.campaign import RANKS, make_runner
 from tests.hostile.model import build_model
 from tests.hostile.oracle import expected
 from tests.hostile.run import ProcessRunner, Runner
@@ -354,18 +355,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Shrink a program that a campaign has written, and print it as a script."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.shrink", description=main.__doc__)
     parser.add_argument("program", type=Path, help="JSON file of a failing program")
+    parser.add_argument("--ranks", choices=RANKS, default=RANKS[0], help="what the ranks are")
     parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="programs to run at most")
     parser.add_argument("--deadline", type=float, default=3.0, help="seconds for one program")
     parser.add_argument("--tries", type=int, default=1, help="runs in which a program may fail")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     program = Program.from_json(options.program.read_text())
-    with ProcessRunner(deadline_s=options.deadline) as runner:
+    runner = make_runner(options.ranks, options.deadline)
+    try:
         kind = next((found.kind for _ in range(options.tries) if not (found := runner.run(program)).is_ok), "ok")
         if kind == "ok":
             print(f"{options.program} does not fail in {options.tries} runs", file=sys.stderr)
             return 1
         write_shrunk(options.program, program, kind, fails_like(runner, kind, options.tries), options.attempts)
+    finally:
+        if isinstance(runner, ProcessRunner):
+            runner.close()
     return 0
 
 
