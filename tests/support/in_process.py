@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import random
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero import engine_settings, entry
+from hf_zero import engine_gradients, engine_settings, entry
 from hf_zero.comm import Channel, Collectives
 from hf_zero.comm.host import HostCollectives
 from hf_zero.comm.host_negotiation import HostNegotiation
@@ -352,6 +353,31 @@ class InProcessCollectives(HostCollectives):
         tensor.copy_(values)
 
 
+class _PerRank(MutableMapping[int, Any]):
+    """A registry that is one per process, where every rank has a process of its own."""
+
+    def __init__(self, world: InProcessWorld) -> None:
+        self._world = world
+        self._kept: list[weakref.WeakValueDictionary[int, Any]] = [
+            weakref.WeakValueDictionary() for _ in range(world.world)
+        ]
+
+    def __getitem__(self, key: int) -> Any:
+        return self._kept[self._world.rank][key]
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self._kept[self._world.rank][key] = value
+
+    def __delitem__(self, key: int) -> None:
+        del self._kept[self._world.rank][key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._kept[self._world.rank]))
+
+    def __len__(self) -> int:
+        return len(self._kept[self._world.rank])
+
+
 @contextmanager
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     """Engines that the ranks of `world` make inside belong to it; gives `initialize`, as a rank calls it."""
@@ -368,6 +394,7 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
         (entry, "local_device", lambda: torch.device("cpu")),
         (engine_settings, "get_world_size", lambda: world.world),
         (engine_settings, "get_rank", lambda: world.rank),
+        (engine_gradients, "_TRAINED", _PerRank(world)),
     ]
     with ExitStack() as stack:
         for room, name, stand_in in stand_ins:
