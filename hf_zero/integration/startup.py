@@ -31,6 +31,7 @@ TAKEN_OVER = frozenset(
         "accelerate.state",
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
+        "peft.tuners.tuners_utils",
         "peft.utils.other",
         "transformers.generation.utils",
         "transformers.integrations.deepspeed",

@@ -1,6 +1,7 @@
 """What all ranks agree on before an update: facts that hosts know, and sums that only devices know.
 
-    hosts      used parameters, late gradients, order, failed drives      known when `reach` returns
+    hosts      used parameters, late gradients, order, failed drives, what users wrote into weights: known when `reach`
+               returns
     devices    sum of squares, parameters that were overwritten           on their way; see `hf_zero.zero.outcome`
 
 On a CPU both travel in one small message.
@@ -24,6 +25,7 @@ from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
 MAX_NAMES = 8  # of parameters in a message
+MARK_UNIT = 1 << 16  # more than there are ranks: multiples of it are differences of edit marks, the rest failed drives
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,13 @@ class Agreement:
 
         Raises:
             StorageError: when a drive has failed on any rank.
+            RuntimeError: when ranks have written different values into their weights.
         """
-        sums, (_, num_out_of_order, num_failed, *counts) = self._reduce_all()
+        sums, (_, num_out_of_order, failures, *counts) = self._reduce_all()
+        difference, num_failed = divmod(int(failures), MARK_UNIT)
         if num_failed:
             self._places.check(self._collectives)
+        self._store.settle_edits(are_equal=not difference)
         order = self._store.settle_order(num_out_of_order > 0)
         if order is not None:
             self._reducer.reorder(order)
@@ -92,12 +97,15 @@ class Agreement:
         return sums, facts
 
     def _exchange(self) -> tuple[Tensor, list[float]]:
-        """Sums over ranks: [squares, overwritten]; [late, ranks out of order, failed drives, *use of parameters]."""
+        """Sums over ranks: [squares, overwritten]; [late, ranks out of order, failures, *use of parameters].
+
+        In `failures`, failed drives and the difference between ranks' edits are one number, see MARK_UNIT.
+        """
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
             for index in bucket.used:
                 counts[index] = 1.0
-        failed = float(self._places.failure is not None)
+        failed = float(self._places.failure is not None) + MARK_UNIT * self._share_of_difference()
         facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
         sums[0] += self._own_squares()
@@ -117,6 +125,11 @@ class Agreement:
                 total += self._squares(bucket).to(total.device)
         self._squares_so_far = total
         return total
+
+    def _share_of_difference(self) -> int:
+        """What adds up to zero over the ranks if their marks of edits are equal."""
+        weight = self._collectives.world - 1 if self._collectives.rank == 0 else -1
+        return weight * self._store.edit_mark
 
     def _squares(self, bucket: BucketGradients) -> Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.

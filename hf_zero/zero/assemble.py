@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,6 +198,7 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Pre
     names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
     ordered = [parameter for parameter in module.parameters() if id(parameter) in group_of]
     ordered += [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
+    _refuse_complex({names.get(id(parameter), "(outside the model)"): parameter for parameter in ordered})
     specs = [
         ParameterSpec(
             name=names.get(id(parameter), f"(outside the model) #{index}"),
@@ -208,6 +209,17 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Pre
         for index, parameter in enumerate(ordered)
     ]
     return Trained(ordered, specs)
+
+
+def _refuse_complex(trained: Mapping[str, nn.Parameter]) -> None:
+    found = [f"{name} ({parameter.dtype})" for name, parameter in trained.items() if parameter.is_complex()]
+    if found:
+        raise ValueError(
+            f"{len(found)} trainable parameters are complex, which flat buffers and updates in real numbers cannot "
+            f"hold: {', '.join(found[:8])}. Keep the real view as the parameter, self.weight = "
+            "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in forward (Adam's "
+            "update is the same on it); or freeze them with requires_grad_(False)."
+        )
 
 
 def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:

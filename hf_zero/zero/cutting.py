@@ -75,7 +75,8 @@ def make_whole(module: nn.Module) -> None:
         if handle is not None:
             if handle.owner is not None:
                 handle.owner.release()
-            parameter.data = parameter.data.clone() if handle.is_available else gather_whole([handle])[0]
+            handle.show(parameter.data.clone() if handle.is_available else gather_whole([handle])[0])
+            handle.whole = None
             _forget(parameter)
 
 

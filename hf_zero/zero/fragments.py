@@ -132,6 +132,10 @@ class Fragments:
     def gradient_factor(self) -> float:
         return self._assembly.optimizer.gradient_factor
 
+    def adopt_edits(self) -> None:
+        """What was written into weights counts, before masters are read or written."""
+        self._assembly.store.adopt_edits()
+
     def finish_reductions(self) -> None:
         self._assembly.reducer.wait()
 
@@ -183,7 +187,10 @@ def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The master weight, fp32; None for a parameter that no engine trains."""
     fragments = _fragments_of(param)
-    return fragments.read(param, fragments.master) if fragments else None
+    if fragments is None:
+        return None
+    fragments.adopt_edits()
+    return fragments.read(param, fragments.master)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -212,6 +219,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite master and model weight; `value` is the same on all ranks."""
     fragments = _managed(param)
+    fragments.adopt_edits()
     fragments.write(param, value, fragments.master)
     fragments.publish(param)
 
@@ -255,6 +263,7 @@ def safe_update_full_grad_vectorized(
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
+    fragments.adopt_edits()
     return fragments.read_local(param, fragments.master)
 
 
@@ -272,6 +281,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
+    fragments.adopt_edits()
     fragments.write_local(param, value, fragments.master)
     fragments.publish(param)
 

@@ -83,6 +83,8 @@ class Gatherer:
         self._num_passes = 0  # that backward may have to walk through
         self.on_progress: Callable[[int | None], None] = lambda _position: None
         self.has_failed: Callable[[], bool] = lambda: False  # whether this rank could not read its shards
+        self.on_kept: Callable[[], None] = lambda: None  # inference has ended, and may have left units gathered
+        self.on_training: Callable[[], None] = lambda: None  # what inference had kept is about to be released
         self.on_failure: Callable[[], None] = lambda: None  # some rank could not; all ranks come to this
 
     # What other ranks need of this one (`negotiation.Source`)
@@ -207,6 +209,7 @@ class Gatherer:
             self.end_backward()
         trains = torch.is_grad_enabled()
         if trains and not self._trains:
+            self.on_training()
             self.release_all()  # what inference had kept
         self._trains = trains
         self._num_passes += trains
@@ -215,6 +218,8 @@ class Gatherer:
 
     def _end_pass(self) -> None:
         self._meet("forward")
+        if not self._trains:
+            self.on_kept()
         self.is_out_of_order = self.is_out_of_order or self._seen != sorted(self._seen)
 
     def _acquire(self, scope: HookedScope) -> None:

@@ -253,12 +253,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise RuntimeError("a sharded step cannot re-evaluate a closure; call backward() and then step()")
         self._refuse_mixed_factors()
+        self._store.adopt_edits()
         self._store.prepare_update()
         self.settle()
         agreed = self._agreement.reach()
         if self._rules.require_all_gradients:
             refuse_unused(self._store, agreed.used)
-        self._store.adopt_edits()
         self.outcome, self._is_settled = StepOutcome(agreed.sums, self._norm_rule), False
         if not (self._runs_ahead and self._updater.obeys_skip):
             self.settle()

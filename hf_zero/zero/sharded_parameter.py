@@ -1,7 +1,8 @@
 """One parameter of which every rank holds a chunk, and what stands in for it while it is not gathered.
 
-Released means: `parameter.data` is a broadcast scalar NaN of the logical shape. It takes no memory, its shape, ndim and
-numel are true, what is computed from it is unmistakable, and writing into it raises.
+Released means: `parameter.data` is a broadcast scalar NaN of the logical shape, and the parameter's class refuses reads
+and writes (`released.py`). It takes no memory, its shape, ndim and numel are true, and what is computed from it where
+the class is not asked is unmistakable.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hf_zero.comm import Collectives
 from hf_zero.layout import chunk_numel
 from hf_zero.memory.host_heap import HostHeap
 from hf_zero.memory.vector import Vector, absent
+from hf_zero.zero.released import READ_FIX, REPLACE_FIX, refusal, released_class
 
 HANDLE = "hf_zero_shard"  # name of the attribute
 HEAP = HostHeap()
@@ -55,6 +57,8 @@ class ShardedParameter:
 
     def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, collectives: Collectives) -> None:
         self.parameter = parameter
+        self._kind = type(parameter)
+        self._released_kind = released_class(self._kind) or self._kind
         self.shard = shard
         self.kept: Vector | None = None
         self.shape = shape
@@ -62,6 +66,7 @@ class ShardedParameter:
         self.collectives = collectives
         self.name = ""
         self.whole: Tensor | None = None
+        self._version = 0  # of the parameter, when it was shown
         self.holds = 0
         self.write_master: Callable[[Tensor], None] | None = None
         self.owner: Any = None
@@ -74,11 +79,16 @@ class ShardedParameter:
 
     def show(self, whole: Tensor) -> None:
         """Let the parameter have its values."""
+        self.parameter.__class__ = self._kind
         self.parameter.data = whole
+        self._version = self.parameter._version
         self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def hide(self) -> None:
+        """Let the parameter have its shape alone."""
+        self.parameter.__class__ = self._kind
         self.parameter.data = self.stand_in
+        self.parameter.__class__ = self._released_kind
         self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
     def rest(self) -> None:
@@ -87,6 +97,33 @@ class ShardedParameter:
             self.show(self.whole)
         else:
             self.hide()
+
+    def adopt_edit(self, *, is_certain: bool = False) -> bool:
+        """Carry over what has been written into the gathered tensor, if so; it may be about to go.
+
+        Args:
+            is_certain: something was written; otherwise the parameter's version tells.
+
+        Raises:
+            RuntimeError: when the parameter was given other data.
+        """
+        if self.whole is None or self.holds:
+            return False  # who holds it decides what becomes of edits
+        if self.parameter.data_ptr() != self.whole.data_ptr():
+            _refuse_replaced(self)
+        if not is_certain and self.parameter._version == self._version:
+            return False
+        self._version = self.parameter._version
+        self.write(self.whole)
+        self.owner.edits.note(self)
+        return True
+
+    def differs(self) -> bool:
+        """Whether this rank's chunk of the gathered tensor is not what is kept of it, to the bit."""
+        assert self.whole is not None, "not gathered"
+        mine = self.cut(self.whole)
+        with self.opened() as own:
+            return not torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +176,8 @@ class ShardedParameter:
             self.write_master(mine)
         if self.whole is not None and self.whole.data_ptr() != whole.data_ptr():
             self.whole.copy_(whole)
+            if self.owner is not None:
+                self.owner.edits.rewritten(self)
 
 
 def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,10 +220,15 @@ def refuse_overwritten(handles: Sequence[ShardedParameter]) -> None:
         )
 
 
-def refuse_read(handle: ShardedParameter, verb: str) -> NoReturn:
-    label = repr(handle.name) if handle.name else f"of shape {tuple(handle.shape)}"
+def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
+    values = handle.parameter.data
+    handle.rest()  # said once; what comes after an error, such as destroy(), goes on
     raise RuntimeError(
-        f"parameter {label} cannot be {verb} here: ZeRO stage 3 holds it in shards, and this rank has only its own. "
-        "Do it on every rank inside `with deepspeed.zero.GatheredParameters([parameter]):`, or take whole weights from "
-        "accelerator.get_state_dict(model) or trainer.save_model()."
+        f"the data of parameter {handle.name or tuple(handle.shape)!r} was replaced (parameter.data = ..., .to(), "
+        f".half()) by a tensor of shape {tuple(values.shape)} and {values.dtype}: ZeRO stage 3 keeps its shards "
+        f"elsewhere, in {handle.shard.dtype}, and the engine's updates no longer reach it. {REPLACE_FIX}"
     )
+
+
+def refuse_read(handle: ShardedParameter, verb: str) -> NoReturn:
+    raise RuntimeError(refusal(handle.name, handle.shape, verb, "", READ_FIX))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,14 @@ from hf_zero.config import GatherPolicy
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.memory.failures import stop_if_any
 from hf_zero.precision import Precision
+from hf_zero.zero.edits import Edits
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
 from hf_zero.zero.places import Places
 from hf_zero.zero.residency import Residency, merge_orders, plan_residency
 from hf_zero.zero.scopes import Scope, find_scopes
-from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten, refuse_read
+from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten
 from hf_zero.zero.store import ParameterStore, Reductions, TrainedBucket
 from hf_zero.zero.unit import GatherBuffers, Unit, UnitPart
 from hf_zero.zero.unit_builder import Channels, Placed, Trained, UnitBuilder
@@ -53,7 +53,6 @@ class ShardedParameters(ParameterStore):
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._is_attached = False
         self._watched: list[nn.Module] = []
-        self._hooks: list[Any] = []
         self._device = places.device
         _retire_earlier_stores(self._everything())
         mark_leaves(module, policy)
@@ -67,10 +66,11 @@ class ShardedParameters(ParameterStore):
         if places.parameters.can_fail:
             self.gatherer.has_failed = lambda: places.failure is not None
             self.gatherer.on_failure = lambda: stop_if_any(places.failure, channels.gather)
+        self.edits = Edits(self.units, places.device)
+        self.gatherer.on_kept, self.gatherer.on_training = self.edits.remember_kept, self.adopt_edits
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
         self._gather_resident()
-        self._versions = {id(handle): handle.parameter._version for handle in self._resident_handles()}
         self.attach()
 
     @property
@@ -155,7 +155,7 @@ class ShardedParameters(ParameterStore):
     # Life
 
     def attach(self) -> None:
-        """Watch the module: hooks around forward, reads of parameters, and state dicts of what is not there."""
+        """Watch the module: hooks around forward, and reads of parameters."""
         if self._is_attached:
             return
         self._is_attached = True
@@ -164,23 +164,27 @@ class ShardedParameters(ParameterStore):
             if any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False)):
                 watch(module, self._on_read)
                 self._watched.append(module)
-                self._hooks.append(module.register_state_dict_pre_hook(_refuse_state_dict))
 
     def detach(self) -> None:
         """Stop watching; parameters stay sharded. `attach` goes on."""
         if not self._is_attached:
             return
         self._is_attached = False
+        self.adopt_edits()
         self.gatherer.unwatch()
         for module in self._watched:
             unwatch(module)
-        for hook in self._hooks:
-            hook.remove()
-        self._watched, self._hooks = [], []
+        self._watched = []
+
+    @property
+    def max_live_numel(self) -> int:
+        """How much may stay whole after its use (stage3_max_live_parameters)."""
+        return self._policy.max_live_numel
 
     def release(self) -> None:
         self.detach()
         self.gatherer.close()
+        self.edits = Edits((), self._device)  # what is written from now on is the user's own
         for unit in self.units:
             for member in unit.members:
                 member.owner, member.write_master = None, None
@@ -190,9 +194,11 @@ class ShardedParameters(ParameterStore):
 
     def prepare_update(self) -> None:
         self.gatherer.settle()
+        self.edits.forget_released()
 
     def finish_update(self) -> None:
         self.gatherer.reopen()
+        self.edits.remember_resident()
 
     @property
     def is_out_of_order(self) -> bool:
@@ -204,10 +210,13 @@ class ShardedParameters(ParameterStore):
         marks: dict[torch.dtype, list[Tensor]] = {}
         for handle in self._released_handles():
             marks.setdefault(handle.mark.dtype, []).append(handle.mark)
-        return sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
+        constants = sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
+        lost = self.edits.num_lost()
+        return constants if lost is None else constants + lost
 
     def refuse_overwritten(self) -> None:
         refuse_overwritten(list(self._released_handles()))
+        self.edits.refuse_lost()
 
     def _released_handles(self) -> Iterator[ShardedParameter]:
         for unit in self.units:
@@ -243,14 +252,18 @@ class ShardedParameters(ParameterStore):
 
         self.gatherer.on_progress = tell
 
-    @torch.no_grad()
     def adopt_edits(self) -> None:
-        """Resident parameters are whole between steps, so they may have been written to; the others cannot be."""
-        for handle in self._resident_handles():
-            version = handle.parameter._version
-            if version != self._versions[id(handle)]:
-                self._versions[id(handle)] = version
-                handle.write(handle.parameter.data)
+        """Of parameters that are whole now: resident ones, and what inference has kept."""
+        self.edits.adopt()
+
+    @property
+    def edit_mark(self) -> int:
+        return self.edits.mark
+
+    def settle_edits(self, *, are_equal: bool) -> None:
+        if not are_equal:
+            self.edits.refuse_unequal(self._channels.reduce)
+        self.edits.agreed()
 
     def publish(self, bucket: int) -> Pending:
         """Gather updated resident parameters again; all others wait as shards for their next use."""
@@ -263,15 +276,12 @@ class ShardedParameters(ParameterStore):
         for unit in self.units:
             if unit.is_resident:
                 for part in unit.parts:
+                    part.allocate()
                     part.refill(self._channels.reduce, self._buffers).wait()
                 unit.is_gathered = True
+                self.edits.remember_resident()
                 for member in unit.members:
                     member.parameter.ds_persist = True  # type: ignore[attr-defined]
-
-    def _resident_handles(self) -> Iterator[ShardedParameter]:
-        for unit in self.units:
-            if unit.is_resident:
-                yield from unit.members
 
     def _on_read(self, handle: ShardedParameter) -> None:
         unit = self._unit_of.get(id(handle.parameter))
@@ -284,11 +294,3 @@ def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
     owners = {id(h.owner): h.owner for h in map(of, parameters) if h is not None and h.owner is not None}
     for owner in owners.values():
         owner.release()
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, _keep_vars: bool) -> None:
-    for parameter in module._parameters.values():
-        handle = of(parameter) if parameter is not None else None
-        if handle is not None and not handle.is_available:
-            handle.name = handle.name or prefix
-            refuse_read(handle, "put into a state dict")

@@ -127,6 +127,15 @@ class ParameterStore(ABC):
         """How many parameters were written to where a write is lost (0-dim, on the device: reading it would wait)."""
         return 0.0
 
+    @property
+    def edit_mark(self) -> int:
+        """A number of a few bits that differs where ranks have written different values into their parameters."""
+        return 0
+
+    def settle_edits(self, *, are_equal: bool) -> None:
+        """All ranks know whether their marks are equal. Raises on all of them if not. Collective then."""
+        return None
+
     def refuse_overwritten(self) -> None:
         """Raise, naming them, if there are any."""
         return None

@@ -10,6 +10,7 @@ are right again once the unit is gathered for backward, and memory that is relea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -53,6 +54,16 @@ class GatherBuffers:
     def drop(self) -> None:
         """Free what nobody uses."""
         self._free.clear()
+
+
+def digest(values: Tensor) -> Tensor:
+    """0-dim int64, equal for equal bits. Rows and columns of a table of them count by number, so order matters too."""
+    parts = values.detach().reshape(-1).view(torch.uint8)
+    words = parts[: parts.numel() // 8 * 8].view(torch.int64)  # sums of other integers are many times slower
+    width = max(1, math.isqrt(words.numel()))
+    table = words[: words.numel() // width * width].view(-1, width)
+    line = torch.cat([table.sum(1), table.sum(0), words[table.numel() :], parts[words.numel() * 8 :].long()])
+    return (line * torch.arange(1, len(line) + 1, device=line.device)).sum()
 
 
 class UnitPart:
@@ -142,12 +153,22 @@ class UnitPart:
 
     def release(self) -> None:
         for member in self.members:
+            member.adopt_edit()
             member.whole = None
             if not member.holds:
                 member.hide()
         self._full.untyped_storage().resize_(0)
         if self.kept.resident is None and self.device.type == "cpu":
             HEAP.freed(self._num_bytes)  # where memory is scarce, holes in the heap count too
+
+    def allocate(self) -> None:
+        """Make room for whole parameters now, with zeros between them: `digest` is then the same on all ranks."""
+        self._full.untyped_storage().resize_(self._num_bytes)
+        self._full.zero_()
+
+    def digest(self) -> Tensor:
+        """0-dim, of everything gathered."""
+        return digest(self._full)
 
 
 class _Refill(Pending):

@@ -79,7 +79,8 @@ def hold(handles: Sequence[ShardedParameter]) -> None:
             handle.show(whole)
         for handle in fresh:
             if handle.whole is not None:
-                handle.show(handle.whole.clone())  # edits must be able to be dropped
+                handle.adopt_edit()
+                handle.show(handle.whole.clone())  # edits in here must be able to be dropped
     for handle in handles:
         handle.holds += 1
 

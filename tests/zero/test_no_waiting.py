@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero import entry
 from hf_zero.engine import ZeroEngine
 from hf_zero.entry import initialize
-from hf_zero.zero import assemble
+from hf_zero.zero import assemble, edits
+from hf_zero.zero.gathered import GatheredParameters
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks
 from tests.support.simulation import META, simulated_world
@@ -139,6 +140,7 @@ def as_a_device() -> Iterator[None]:
 
     with (
         mock.patch.object(assemble, "host_runs_ahead", lambda _device: True),
+        mock.patch.object(edits, "host_runs_ahead", lambda _device: True),
         mock.patch.object(entry, "assemble", with_hosts),
     ):
         yield
@@ -278,7 +280,8 @@ def run_overwritten(rank: int) -> None:
     one_update(engine)
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     if rank == 0:
-        engine.module.head.weight.data.fill_(0.5)
+        with torch._C.DisableTorchFunctionSubclass():  # as C++ code writes
+            engine.module.head.weight.data.fill_(0.5)
     one_update(engine)
     with pytest.raises(RuntimeError, match="overwritten"):
         one_update(engine)
@@ -287,3 +290,30 @@ def run_overwritten(rank: int) -> None:
 
 def test_a_lost_edit_stops_the_next_step_and_nothing_is_updated() -> None:
     run_ranks(run_overwritten, 2)
+
+
+def run_written_through_data(rank: int) -> None:
+    with as_a_device():
+        sections = {"zero_optimization": {"stage": 3}}
+        engine = initialize(model=AwkwardMLP(), config=config("AdamW", 3, gradient_accumulation_steps=1, **sections))[0]
+    weight = engine.module.head.weight
+    one_update(engine)
+    with torch.no_grad():
+        weight.fill_(0.5)
+    with GatheredParameters(engine.module.head.bias, modifier_rank=0):
+        engine.module.head.bias.data.fill_(0.25)
+    one_update(engine)
+    one_update(engine)
+    assert (weight - 0.5).abs().max() < 0.1, "the write was lost"
+    before = weight.detach().clone()
+    weight.data.fill_(0.5)
+    one_update(engine)
+    with pytest.raises(RuntimeError, match=r"head.weight[\s\S]*written to through `parameter.data`"):
+        one_update(engine)
+    assert torch.equal(weight, before)
+
+
+def test_a_write_through_data_into_a_resident_parameter_is_refused_where_nobody_may_look() -> None:
+    """`logit_scale.data.clamp_()` was lost at the next step; on a CPU it is kept now, but seeing it in time would make
+    the host wait for the device."""
+    run_ranks(run_written_through_data, 2)

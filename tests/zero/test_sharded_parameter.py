@@ -12,6 +12,7 @@ from hf_zero.comm import collectives_for, ledger
 from hf_zero.zero import cutting, whole
 from hf_zero.zero.cutting import shard_parameter
 from hf_zero.zero.gathered import GatheredParameters
+from hf_zero.zero.released import ReleasedParameter
 from hf_zero.zero.sharded_parameter import of
 from tests.support.ranks import run_ranks
 
@@ -25,7 +26,7 @@ def run_round_trip(rank: int, together: int) -> SimpleNamespace:
     parameters = [nn.Parameter(value.clone()) for value in drawn]
     for parameter in parameters:
         shard_parameter(parameter, collectives)
-    assert all(parameter.isnan().all() for parameter in parameters)
+    assert all(isinstance(parameter, ReleasedParameter) for parameter in parameters)
     with ledger.phase("reading"), GatheredParameters(parameters):
         gathered = [parameter.detach().clone() for parameter in parameters]
     with GatheredParameters(parameters, modifier_rank=1):

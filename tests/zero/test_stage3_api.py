@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -55,13 +56,13 @@ def run_gathered(rank: int) -> None:
     engine = initialize(model=Net(), config=config())[0]
     model = engine.module
     weight, bias = model.first.weight, model.first.bias
-    assert weight.shape == (7, 5) and weight.isnan().all() and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
-    with pytest.raises(RuntimeError):
-        weight.data.normal_()  # a stand-in cannot be written to
+    assert weight.shape == (7, 5) and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with pytest.raises(RuntimeError, match=r"'first.weight' cannot be written to here \(torch.Tensor.normal_\)"):
+        weight.data.normal_()
 
     with GatheredParameters([weight, None, torch.ones(2), bias]):
         assert torch.equal(weight, Net().first.weight) and weight.ds_status is ZeroParamStatus.AVAILABLE
-        assert model.second.weight.isnan().all()
+        assert model.second.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
         with GatheredParameters(weight):
             weight.data.fill_(5.0)
         assert (weight == 5.0).all()  # the outer context still holds it
@@ -80,8 +81,8 @@ def run_gathered(rank: int) -> None:
         raise ZeroDivisionError
     with GatheredParameters(weight):
         assert (weight == 1.0).all()
-    with GatheredParameters(weight, enabled=False):
-        assert weight.isnan().all()
+    with GatheredParameters(weight, enabled=False), pytest.raises(RuntimeError, match="cannot be read here"):
+        weight.isnan()
 
 
 def test_gathered_parameters() -> None:
@@ -118,12 +119,14 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
 def run_lost_edit(rank: int) -> None:
     engine = initialize(model=Net(), config=config())[0]
     if rank == 1:
-        nn.init.zeros_(engine.module.first.bias)
+        with torch._C.DisableTorchFunctionSubclass():  # as C++ code writes
+            nn.init.zeros_(engine.module.first.bias)
     step(engine)
 
 
 def test_a_constant_written_to_a_released_parameter_is_noticed() -> None:
-    """torch writes a constant into a broadcast tensor without a word, and the edit would be lost."""
+    """torch writes a constant into a broadcast tensor without a word, and the edit would be lost, where the class of
+    the parameter is not asked."""
     with pytest.raises(AssertionError, match=r"1 parameters were overwritten[\s\S]*first.bias|another rank has overw"):
         run_ranks(run_lost_edit, 2)
 
@@ -144,7 +147,8 @@ class Kernels(TorchDispatchMode):
 def run_count_marks(rank: int) -> tuple[list[str], int, float]:
     engine = initialize(model=Net(), config=config(bf16={"enabled": True}))[0]
     store = engine._store
-    nn.init.zeros_(engine.module.first.bias)
+    with torch._C.DisableTorchFunctionSubclass():
+        nn.init.zeros_(engine.module.first.bias)
     with Kernels() as kernels:
         num_overwritten = store.num_overwritten()
     return kernels.names, sum(1 for _ in store._released_handles()), float(num_overwritten)
@@ -252,8 +256,8 @@ def run_surgery(rank: int, enters: bool) -> list[float]:
                 with torch.no_grad():
                     assert torch.isfinite(model(torch.ones(2, 5))).all()
                 offload._register_deepspeed_module(offload.module)
-            with pytest.raises(RuntimeError, match=r"'scale' cannot be put into a state dict"):
-                engine.module.state_dict()
+            with pytest.raises(RuntimeError, match=r"'scale' cannot be read"):
+                torch.save(engine.module.state_dict(), io.BytesIO())
             with pytest.raises(RuntimeError, match=r"cannot be copied here"):
                 copy.deepcopy(engine.module)
     return norms

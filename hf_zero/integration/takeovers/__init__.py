@@ -166,6 +166,13 @@ TAKEOVERS = (
         ("self", "loading_info"),
         "unexpected_report",
     ),
+    Takeover(
+        "transformers.modeling_utils",
+        "revert_weight_conversion",
+        ("model", "state_dict"),
+        "weight_conversion",
+        maker="around_reverting",
+    ),
     Takeover(_TRAINER, "initialize_weights_zero3", ("model",), "weight_norm"),
     Takeover(
         "transformers.trainer_utils",
@@ -179,6 +186,14 @@ TAKEOVERS = (
         "ModulesToSaveWrapper.update",
         ("self", "adapter_name", "tied_module", "kwargs"),
         "peft_copies",
+    ),
+    Takeover("peft.tuners.tuners_utils", "onload_layer", ("layer",), "peft_merging", maker="around_layer"),
+    Takeover(
+        "peft.tuners.tuners_utils",
+        "BaseTuner.merge_and_unload",
+        ("self", "progressbar", "safe_merge", "adapter_names"),
+        "peft_merging",
+        maker="around_model",
     ),
 )
 

@@ -1,4 +1,7 @@
-"""Around the conversion of checkpoints (experts into packs) at stage 3: a pack is made where its parameter lies."""
+"""Around the conversion of checkpoints (experts into packs) at stage 3: a pack is made where its parameter lies.
+
+The way back, when a model is saved, is left out on ranks that have no values to convert.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.memory.host_heap import trim
+from hf_zero.zero.released import ReleasedView
 
 
 def around(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -21,6 +25,16 @@ def around(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any
             trim()
 
     return _apply_weight_conversions_to_state_dict
+
+
+def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # Of a rank that writes nothing, or is about to be refused.
+        if any(isinstance(value, ReleasedView) for value in state_dict.values()):
+            return state_dict
+        return original(model, state_dict)
+
+    return revert_weight_conversion
 
 
 def _boxed(group: Any) -> list[Any]:
