@@ -13,7 +13,7 @@ import hf_zero
 from tests.hostile.model import Root, build_model, run_calls, two_losses
 from tests.hostile.spec import Forward, Program, RankMicro
 
-RATES = {"sgd": 0.03, "adamw": 0.01}
+RATES = {"sgd": 0.01, "adamw": 0.01}
 WEIGHT_DECAY = 0.1
 # Large for Adam, on purpose: it bounds by how much rounding in a gradient near zero can move a weight (rate / eps).
 EPS = 1e-3

@@ -140,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     print(table(outcomes))
     largest = max(outcome.verdict.error for outcome in outcomes)
-    print(f"largest error of what is right: {100 * largest:.1f}% of what is allowed")
+    chaotic = sum(bool(outcome.verdict.is_ok and outcome.verdict.detail) for outcome in outcomes)
+    print(f"largest error of what is right: {100 * largest:.1f}% of what is allowed; {chaotic} enlarge rounding")
     return len({outcome.verdict.kind for outcome in outcomes} - {"ok"})
 
 

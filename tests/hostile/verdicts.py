@@ -20,7 +20,7 @@ class Verdict:
     while others went on. "refused": every rank raised.
 
     Attributes:
-        error: of what is "ok", the largest as a part of what is allowed.
+        error: of what is "ok", the largest as a part of what is allowed; unknown (0) where rounding explains more.
     """
 
     kind: str
@@ -59,6 +59,6 @@ def judge(program: Program, reports: Sequence[RankReport], log: str = "") -> Ver
     results = tuple(report.result for report in reports if report.result is not None)
     wanted = expected(program)
     difference = find_difference(results, wanted)
-    if difference is not None and not is_chaotic(program, results):
-        return Verdict("wrong", difference)
-    return Verdict("ok", error=largest_error(results, wanted))
+    if difference is None:
+        return Verdict("ok", error=largest_error(results, wanted))
+    return Verdict("ok", "enlarges rounding") if is_chaotic(program, results) else Verdict("wrong", difference)
