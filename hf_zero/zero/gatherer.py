@@ -45,6 +45,7 @@ class _Backward:
     cursor: int  # everything at this position and above has had its turn
     entered: set[int] = field(default_factory=set)  # positions that backward has reached itself
     holders: dict[Unit, HookedScope] = field(default_factory=dict)  # on whose behalf a unit is gathered
+    reached: HookedScope | None = None  # whose output's gradient came last: its own backward is not over
 
     def enter(self, position: int) -> None:
         """Backward reaches `position`."""
@@ -248,7 +249,11 @@ class Gatherer:
         needed = tuple(units)
 
         def gather(_grad: Tensor) -> None:
+            if self._backward is not None:
+                self._backward.reached = None
             self._acquire_for_backward(scope, needed)
+            assert self._backward is not None, "it has begun"
+            self._backward.reached = scope
 
         for tensor in _tensors(output):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
@@ -279,8 +284,14 @@ class Gatherer:
         self.on_progress(cursor if self._num_passes <= 1 else None)
 
     def _release_used_up(self, backward: _Backward, scope: HookedScope) -> None:
-        """Backward has reached `scope`: what is gathered for scopes that are not around it has been used."""
+        """Backward has reached `scope`: what is gathered for scopes that are not around it has been used.
+
+        Where `scope` only runs its forward again, because of a checkpoint around it and others, the scope that backward
+        has come to still needs what it has.
+        """
         for unit, holder in list(backward.holders.items()):
+            if holder is backward.reached:
+                continue
             # A container may return what it has computed midway, while something in it is still in use.
             apart = id(scope.module) not in holder.inside and id(holder.module) not in scope.inside
             if holder is not scope and apart:

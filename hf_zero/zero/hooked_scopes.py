@@ -38,7 +38,10 @@ class HookedScope:
 
 
 def hooked_scopes(scopes: Sequence[Scope], unit_of: Mapping[int, Unit]) -> list[HookedScope]:
-    """Scopes with something to gather, in them or below them, numbered along the line of those with units."""
+    """The scopes, those with something to gather numbered along their line; none where nothing is ever gathered.
+
+    A scope without units counts too: called by itself, it may read a parameter of another one.
+    """
     inside = [frozenset(id(module) for module in scope.module.modules()) for scope in scopes]
     units = [_units_of(scope.parameters, unit_of) for scope in scopes]
     positions: dict[int, int] = {}
@@ -48,7 +51,7 @@ def hooked_scopes(scopes: Sequence[Scope], unit_of: Mapping[int, Unit]) -> list[
     hooked = []
     for index, scope in enumerate(scopes):
         reach = tuple(position for other, position in positions.items() if id(scopes[other].module) in inside[index])
-        if reach:
+        if positions:
             hooked.append(
                 HookedScope(
                     name=scope.name or type(scope.module).__name__,

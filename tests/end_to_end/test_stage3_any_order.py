@@ -8,9 +8,11 @@ import deepspeed
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_zero.comm import shared_memory
 from tests.end_to_end.stage3 import (
+    RECIPE,
     WIDTH,
     Seen,
     assert_same_training,
@@ -24,6 +26,7 @@ from tests.end_to_end.stage3 import (
 )
 from tests.support.models import Batch
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.reference import train
 
 ALL_ZERO = {
     "stage3_param_persistence_threshold": 0,
@@ -239,3 +242,72 @@ def test_backwards_of_two_engines_in_other_orders_are_refused() -> None:
     """Reductions have one order; one model's gradients must not be added to the other's."""
     with pytest.raises(RankFailure, match="ranks have come to different places"):
         run_ranks(run_two_engines, 2, False, timeout_s=30)
+
+
+class Borrower(nn.Module):
+    """Has only a small parameter of its own, and reads a large one of its neighbour's."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self._lender = [lender]  # not a child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x * self.gain, self._lender[0].weight)
+
+
+class Lending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = nn.Linear(WIDTH, WIDTH)
+        self.borrower = Borrower(self.lender)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrower(torch.tanh(self.lender(x))).square().mean()
+
+
+def direct_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Of one module, called by itself."""
+    module = model.module if hasattr(model, "module") else model
+    return module.borrower(batch["x"]).square().mean()
+
+
+def run_direct(rank: int) -> Seen:
+    model = seeded(Lending)
+    engine = engine_of(model, **{**ALL_ZERO, "stage3_param_persistence_threshold": WIDTH})
+    return *train_engine(engine, [parts[rank] for parts in vectors(3)], direct_loss), whole(model)
+
+
+def test_a_module_called_by_itself_reads_another_ones_parameter() -> None:
+    """The module's own parameters were persistent, so nothing watched its forward, and what it read of its neighbour's
+    was NaN: losses and weights were NaN from the first step on, without a word."""
+    trace = train(seeded(Lending), vectors(3), RECIPE, direct_loss)
+    assert_same_training(run_ranks(run_direct, 2, timeout_s=60), trace)
+
+
+class DeadEnd(nn.Module):
+    """A checkpoint around two layers, of which the second leads to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        self.layers[2](x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False).square().mean()
+
+
+def run_dead_end(rank: int, limits: dict[str, int]) -> Seen:
+    return run_training(seeded(DeadEnd), [parts[rank] for parts in vectors(3)], **limits)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_checkpoint_whose_last_module_leads_to_nothing(limits: str) -> None:
+    """The run died of "setStorage ... out of bounds": backward had come to the second last layer, whose recomputation
+    ran the last one again, and with that the layer in use was released."""
+    trace = plain(seeded(DeadEnd), vectors(3))
+    assert_same_training(run_ranks(run_dead_end, 2, LIMITS[limits], timeout_s=60), trace)

@@ -274,7 +274,9 @@ def run_rank_0_looks(rank: int) -> Seen:
         if rank == 0:  # what people log on the main process
             assert repr(engine) and model.num_parameters() == tiny_llama().num_parameters()
             assert {name: tuple(value.shape) for name, value in model.named_parameters()}
-            with pytest.raises(RuntimeError, match=r"parameter 'lm_head.weight' cannot be read here \(torch.Tensor.norm"):
+            with pytest.raises(
+                RuntimeError, match=r"parameter 'lm_head.weight' cannot be read here \(torch.Tensor.norm"
+            ):
                 float(model.lm_head.weight.detach().norm())
             sum(p.numel() for p in model.parameters() if p.requires_grad)
         losses, norms = train_engine(engine, [parts[rank]])
