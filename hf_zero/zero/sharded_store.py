@@ -67,7 +67,7 @@ class ShardedParameters(ParameterStore):
             self.gatherer.has_failed = lambda: places.failure is not None
             self.gatherer.on_failure = lambda: stop_if_any(places.failure, channels.gather)
         self.edits = Edits(self.units, places.device)
-        self.gatherer.on_kept, self.gatherer.on_training = self.edits.remember_kept, self.adopt_edits
+        self.gatherer.on_kept, self.gatherer.on_training = self.edits.remember_kept, self._give_up_kept
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
         self._gather_resident()
@@ -170,7 +170,7 @@ class ShardedParameters(ParameterStore):
         if not self._is_attached:
             return
         self._is_attached = False
-        self.adopt_edits()
+        self._give_up_kept()
         self.gatherer.unwatch()
         for module in self._watched:
             unwatch(module)
@@ -191,6 +191,14 @@ class ShardedParameters(ParameterStore):
 
     def end_backward(self) -> None:
         self.gatherer.end_backward()
+
+    def _give_up_kept(self) -> None:
+        """What inference has kept gathered is about to be released."""
+        self.adopt_edits()
+        for unit in self.units:
+            if unit.is_gathered and not unit.is_resident:
+                for part in unit.parts:
+                    part.leave_views()
 
     def prepare_update(self) -> None:
         self.gatherer.settle()

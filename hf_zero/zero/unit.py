@@ -4,8 +4,8 @@
     gathering       W rows           in one buffer from a pool, or each where its rank has put it
     in use          full             every parameter whole and aligned; `parameter.data` is a view of it
 
-`full` is one storage object for the unit's whole life, emptied and refilled: views that autograd saved (`weight.t()`)
-are right again once the unit is gathered for backward, and memory that is released really is free.
+`full` is one storage object, emptied and refilled: views that autograd saved (`weight.t()`) are right again once the
+unit is gathered for backward, and memory that is released really is free. (Where a user has views, see `leave_views`.)
 """
 
 from __future__ import annotations
@@ -80,16 +80,34 @@ class UnitPart:
         self.kept = store.adopt(f"weights of {members[0].name or 'a unit'} and following", self._joined())
         for slot, member in zip(layout.slots, members, strict=True):
             member.move(part_of(self.kept, slot.offset, slot.chunk), device)
-        self._full = torch.empty(layout.full_numel, dtype=self.dtype, device=device)
+        self._make_room()
+        self._is_fetched = False
+        self._sent: Any = None  # the event after which the row has left host memory
+
+    def _make_room(self) -> None:
+        """A storage for the whole parameters, empty so far."""
+        self._full = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.device)
         self._views = tuple(
             self._full.narrow(0, slot.full_offset, slot.numel).view(member.shape)
-            for slot, member in zip(layout.slots, members, strict=True)
+            for slot, member in zip(self.layout.slots, self.members, strict=True)
         )
         self._by_row: list[_RowPlan] = []  # made at the first gather whose rows do not lie in one buffer
         self._num_bytes = self._full.untyped_storage().nbytes()
         self._full.untyped_storage().resize_(0)
-        self._is_fetched = False
-        self._sent: Any = None  # the event after which the row has left host memory
+        self._num_own_uses = self._num_uses()
+
+    def _num_uses(self) -> int:
+        """Of the storage, by tensors anywhere."""
+        count: int = torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
+        return count
+
+    def leave_views(self) -> None:
+        """Before what inference has kept is released: who has taken views of it (`detach()`, a state dict) keeps them,
+        as they are. Emptied, they would be read from nowhere."""
+        in_plans = sum(len(plan.places) for plan in self._by_row)
+        shown = sum(not member.holds for member in self.members)
+        if self._num_uses() > self._num_own_uses + in_plans + shown:
+            self._make_room()
 
     def _joined(self) -> Tensor:
         """The members' chunks as one new tensor, with zeros between them."""
@@ -189,17 +207,17 @@ class _RowPlan:
     """Where the chunks of one rank's row go, as views that are made once: per gather that leaves one call."""
 
     def __init__(self, layout: RowLayout, full: Tensor, rank: int) -> None:
-        self._places: list[Tensor] = []
+        self.places: list[Tensor] = []
         self._sizes: list[int] = []  # of a row's sections: chunk, what follows it, chunk, ...
         ends = [*(slot.offset for slot in layout.slots[1:]), layout.row_numel]
         for slot, end in zip(layout.slots, ends, strict=True):
             start = min(rank * slot.chunk, slot.numel)
             numel = min(slot.chunk, slot.numel - start)
-            self._places.append(full.narrow(0, slot.full_offset + start, numel))
+            self.places.append(full.narrow(0, slot.full_offset + start, numel))
             self._sizes += [numel, end - slot.offset - numel]
 
     def read(self, row: Tensor) -> None:
-        torch._foreach_copy_(self._places, row.split_with_sizes(self._sizes)[::2])
+        torch._foreach_copy_(self.places, row.split_with_sizes(self._sizes)[::2])
 
 
 class Unit:

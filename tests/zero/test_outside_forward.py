@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from hf_zero.entry import initialize
 from hf_zero.zero import fragments
 from hf_zero.zero.gathered import GatheredParameters
+from hf_zero.zero.released import ReleasedView
 from hf_zero.zero.unit import digest
 from tests.support.ranks import run_ranks
 
@@ -253,6 +254,35 @@ def test_a_digest_sees_every_bit_and_the_order(shape: tuple[int, ...], dtype: to
         assert digest(changed) != known
     for dim in range(values.ndim):
         assert digest(values.flip(dim)) != known and digest(values.roll(1, dim)) != known
+
+
+def run_views(rank: int, limits: dict[str, int]) -> None:
+    engine = engine_of(limits)
+    evaluate(engine)
+    weight = engine.module.first.weight
+    taken = {"detached": weight.detach(), "data": weight.data, **engine.module.state_dict()}
+    before = {name: view.clone() for name, view in taken.items() if not isinstance(view, ReleasedView)}
+    assert bool(before) == (limits != NOTHING_STAYS)
+    for seed in range(2):
+        step(engine, seed)
+        evaluate(engine)
+    for name in before:
+        assert torch.isfinite(taken[name]).all()
+    if limits != NOTHING_STAYS:
+        assert torch.equal(taken["detached"], before["detached"]) and not torch.equal(weight, before["detached"])
+        assert torch.equal(taken["first.weight"], before["first.weight"])
+    uses = [part._num_uses() for unit in engine._store.units for part in unit.parts]
+    evaluate(engine)
+    step(engine)
+    evaluate(engine)
+    assert uses == [part._num_uses() for unit in engine._store.units for part in unit.parts]
+
+
+@both_limits
+def test_views_that_were_taken_after_an_evaluation_stay_what_they_were(limits: dict[str, int]) -> None:
+    """`best = model.state_dict()` after `evaluate()`, one more step, and reading it ended the process with a
+    segmentation fault: the memory had been given back."""
+    run_ranks(run_views, 2, limits)
 
 
 def run_rows_of_one_rank(rank: int, limits: dict[str, int]) -> Tensor:
