@@ -17,19 +17,38 @@ T = TypeVar("T")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy every tensor inside nested dicts, lists and tuples, so that a view is saved without its whole storage."""
+    """Copy every tensor inside nested dicts, lists and tuples, so that a view is saved without its whole storage.
+
+    Tied tensors (the same elements of the same memory) are one tensor in the copy, too: whoever writes it to a file
+    tells by that what has to be written once.
+    """
+    return _clone(item, device, {})
+
+
+def _clone(item: Any, device: torch.device | str, copies: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        # A parameter that is a view of a flat buffer would drag that buffer into the file: hence always a copy.
-        return item.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        return _clone_tensor(item, device, copies)
     if isinstance(item, dict):
         copied = item.copy()
-        copied.update((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+        copied.update((key, _clone(value, device, copies)) for key, value in item.items())
         return copied
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(clone_tensors_for_torch_save(value, device) for value in item))
+        return type(item)(*(_clone(value, device, copies) for value in item))
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        return type(item)(_clone(value, device, copies) for value in item)
     return item
+
+
+def _clone_tensor(
+    tensor: torch.Tensor, device: torch.device | str, copies: dict[tuple[Any, ...], torch.Tensor]
+) -> torch.Tensor:
+    place: tuple[Any, ...] = (id(tensor),)  # memory that is empty or elsewhere says nothing
+    if tensor.layout is torch.strided and tensor.numel() and tensor.data_ptr():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if place not in copies:
+        # A parameter that is a view of a flat buffer would drag that buffer into the file: hence always a copy.
+        copies[place] = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    return copies[place]
 
 
 class RepeatingLoader(Iterable[T]):

@@ -30,6 +30,14 @@ def test_a_cloned_view_leaves_its_flat_buffer_behind() -> None:
     assert copy.untyped_storage().nbytes() == 4 * 4
 
 
+def test_clones_of_tied_tensors_are_tied_and_of_others_are_not() -> None:
+    flat = torch.arange(8.0)
+    item = {"a": flat[:4], "b": [flat[:4].detach()], "c": flat[:3], "d": flat[:4].view(2, 2), "e": torch.empty(0)}
+    copy = clone_tensors_for_torch_save(item)
+    assert copy["a"] is copy["b"][0]
+    assert len({value.data_ptr() for value in (copy["a"], copy["c"], copy["d"])}) == 3
+
+
 def test_clones_keep_the_containers_and_the_rest() -> None:
     item = OrderedDict(a=[torch.ones(1), "text"], b=(torch.zeros(1), None), c=Pair(torch.ones(2), 3))
     copy = clone_tensors_for_torch_save(item)
