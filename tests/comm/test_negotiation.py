@@ -310,8 +310,8 @@ def test_backward_passes_at_other_places_are_carried() -> None:
 
 
 def test_a_message_between_the_last_backward_and_the_step_is_carried() -> None:
-    """An attendant took in what was waited for together with its sender's STEP, and held the wait, which was over, to be
-    in vain: ranks that had agreed on something after their backward were refused at the step, now and then."""
+    """An attendant took in what was waited for together with its sender's STEP, and held the wait, which was over, to
+    be in vain: ranks that had agreed on something after their backward were refused at the step, now and then."""
 
     def run(schedule: Schedule) -> None:
         world = InProcessWorld(2, schedule)
