@@ -13,6 +13,7 @@ _DECODER = json.JSONDecoder()
 _BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 _WORD = re.compile(r"[^\s,\]}\[{:\"#/]+")
+_BARE_KEY = re.compile(r"[A-Za-z_$'][^\s,\[\]{}:\"]*\s*:")
 _WORDS = {
     "true": True,
     "false": False,
@@ -44,11 +45,14 @@ class Document:
 
 
 class SyntaxProblem(ValueError):
-    """The text is not JSON; says where, what is wrong and what to write instead."""
+    """The text is not JSON; says where, what is wrong and what to write instead.
 
-    def __init__(self, place: Place, what: str, fix: str) -> None:
+    `is_hjson`: it may be HJSON, which DeepSpeed reads: a key has no quotes.
+    """
+
+    def __init__(self, place: Place, what: str, fix: str, *, is_hjson: bool = False) -> None:
         super().__init__(f"{place}: {what}")
-        self.place, self.what, self.fix = place, what, fix
+        self.place, self.what, self.fix, self.is_hjson = place, what, fix, is_hjson
 
 
 def parse(text: str) -> Document:
@@ -73,8 +77,8 @@ class _Reader:
         at = self.at if at is None else at
         return Place(self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
 
-    def fail(self, what: str, fix: str, at: int | None = None) -> NoReturn:
-        raise SyntaxProblem(self.place(at), what, fix)
+    def fail(self, what: str, fix: str, at: int | None = None, *, is_hjson: bool = False) -> NoReturn:
+        raise SyntaxProblem(self.place(at), what, fix, is_hjson=is_hjson)
 
     def skip(self) -> None:
         match = _BLANK.match(self.text, self.at)
@@ -120,7 +124,9 @@ class _Reader:
         if self.peek() == '"':
             return self.string()
         unquoted, unfinished = f"a key must stand in double quotes, not {self.near()}", "the object is never closed"
-        self.fail(unquoted if self.peek() else unfinished, 'write "key": value pairs and close the object with }')
+        is_hjson = _BARE_KEY.match(self.text, self.at) is not None
+        fix = 'write "key": value pairs and close the object with }'
+        self.fail(unquoted if self.peek() else unfinished, fix, is_hjson=is_hjson)
 
     def colon(self, key: str) -> None:
         if self.peek() != ":":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ MALFORMED = [
     ('{"a": None}', ["1:7", "write null"]),
     ('{"a": True}', ["1:7", "write true"]),
     ('{"a"="Warn"}', ["1:5", "a colon must follow the key 'a'"]),
-    ("{a: 1}", ["1:2", "a key must stand in double quotes"]),
+    ("{5: 1}", ["1:2", "a key must stand in double quotes"]),
     ('{"a": 1', ["a comma or } must follow", "not the end of the text"]),
     ('{"a": 1,', ["the object is never closed"]),
     ('{"a": [1, ', ["the list is never closed"]),
@@ -117,3 +118,35 @@ def test_unreadable_sources(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(source)
         assert expected in str(caught.value), source
+
+
+HJSON = """{
+  # as people write it for DeepSpeed
+  train_batch_size: 8
+  zero_optimization: {
+    stage: 2, 'reduce_bucket_size': 5e8
+  }
+}"""
+
+
+def test_keys_without_quotes_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    """DeepSpeed reads ds.json with a parser of HJSON; files that others ship have keys without quotes."""
+    pytest.importorskip("hjson")
+    (tmp_path / "ds.json").write_text(HJSON, encoding="utf-8")
+    config = load_config(tmp_path / "ds.json")
+    assert config == {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}
+    assert load_config(HJSON) == config
+    with pytest.raises(ConfigError, match="key 'stage' is given twice"):
+        load_config("{stage: 1\nstage: 2}")
+
+
+def test_keys_without_quotes_where_no_parser_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigError, match="install hjson, which reads keys without quotes"):
+        load_config(HJSON)
+
+
+def test_a_quoted_file_is_never_left_to_the_lenient_parser() -> None:
+    """HJSON would take `8 "b": 2` for a text; a comma that is missing stays an error with its place."""
+    with pytest.raises(ConfigError, match="a comma or } must follow"):
+        load_config('{"train_batch_size": 8 "gradient_clipping": 2}')
