@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,43 @@ def test_whole_values_of_parameters_of_any_size(stage: int) -> None:
     first, second = run_ranks(run_odd, 2, stage)
     assert first == second and first[0] == [3.0] * 6 and first[1] == [2.0] * 2
     assert len(first) == 4 and None not in first
+
+
+def test_parameters_offloaded_below_stage_3_stop_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    """accelerate's own questionnaire asks for `offload_param` from stage 2 on; a run with it was refused."""
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    }
+    logging.getLogger("hf_zero").propagate = True
+    with caplog.at_level(logging.INFO, logger="hf_zero"):
+        engine = hf_zero.initialize(model=nn.Linear(1, 1), config=config)[0]
+    assert "zero_optimization.offload_param: no effect at stage 2" in caplog.text
+    assert engine.zero_offload_param().device == "cpu" and engine._resolved.zero.offload_param is None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adafactor_alone_on_its_rank_is_saved_whatever_the_stage(stage: int, tmp_path: Path) -> None:
+    """One rank trained with Adafactor at stages 2 and 3, and was refused at the first save: after the work was done."""
+
+    def build() -> ZeroEngine:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+        return hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    engine = build()
+    for _ in range(2):
+        backward(engine, 0)
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    backward(engine, 0)
+    engine.step()
+    resumed = build()
+    assert resumed.load_checkpoint(tmp_path)[0] is not None
+    backward(resumed, 0)
+    resumed.step()
+    for ours, theirs in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -44,18 +44,15 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
     if zero.stage not in (0, 1, 2, 3):
         yield Problem(path, zero.stage, "must be 0, 1, 2 or 3", "choose 1, 2 or 3; 0 is plain data parallelism")
     yield from _offload_problems("offload_optimizer", zero.offload_optimizer, zero.stage)
-    yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
+    if zero.stage == 3:
+        yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
 
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
     if offload is None or offload.device in (None, "none"):
         return
     path = f"zero_optimization.{name}.device"
-    if name == "offload_param" and stage != 3:
-        rule = f"offload_param needs stage 3 (this config has stage {stage})"
-        fix = 'remove offload_param or set its device to "none"; to offload at stages 1-2, offload_optimizer is the key'
-        yield Problem(path, offload.device, rule, fix)
-    elif offload.device == "nvme" and stage < 1:
+    if offload.device == "nvme" and stage < 1:
         rule = "at stage 0 every rank would write all states to the drive"
         yield Problem(path, offload.device, rule, 'set zero_optimization.stage to 1, 2 or 3, or the device to "cpu"')
     elif offload.device == "nvme" and offload.nvme_path in (None, "", "none"):
@@ -133,8 +130,14 @@ def advice(config: Root) -> Iterator[str]:
         yield "amp: O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale"
     zero = config.zero_optimization or Zero()
     yield from _idle("offload_optimizer", zero.offload_optimizer, _NVME_OPTIMIZER)
-    yield from _idle("offload_param", zero.offload_param, _NVME_PARAM)
-    places = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    offload_param = zero.offload_param if zero.stage == 3 else None
+    if zero.offload_param is not None and offload_param is None and zero.offload_param.device not in (None, "none"):
+        yield (
+            f"zero_optimization.offload_param: no effect at stage {zero.stage} (used at stage 3): below it every rank "
+            "has whole parameters; offload_optimizer is the key that frees memory here"
+        )
+    yield from _idle("offload_param", offload_param, _NVME_PARAM)
+    places = [section.device for section in (zero.offload_optimizer, offload_param) if section is not None]
     if config.aio is not None and "nvme" not in places:
         yield "aio: no effect, nothing is offloaded to NVMe"
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:

@@ -223,7 +223,7 @@ def _zero(zero: Zero, aio: Aio) -> ZeroPolicy:
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),
         offload_optimizer=optimizer_offload(zero.offload_optimizer),
-        offload_param=parameter_offload(zero.offload_param),
+        offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
         files=file_policy(aio),
     )
 

@@ -294,7 +294,7 @@ def test_strays_are_taken_out_where_others_would_trip_on_them() -> None:
 
 def test_old_names_keep_their_place_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    path.write_text('{"train_batch_size": 1,\n"zero_optimization": {"stage": 2,\n"cpu_offload_param": true}}')
+    path.write_text('{"train_batch_size": 1,\n"zero_optimization": {"stage": 2,\n"cpu_offload_param": 7}}')
     error = problems_of(load_config(path), world_size=1)
     assert [problem.origin for problem in error.problems] == [f"{path}:3"]
 

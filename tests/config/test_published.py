@@ -211,10 +211,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "sparse attention": ({"sparse_attention": SPARSE_ATTENTION}, ["sparse_attention"]),
-    "parameters offloaded at stage 2": (
-        {"zero_optimization": {**STAGE_2, "offload_param": OFFLOAD_CPU}},
-        ["zero_optimization.offload_param.device"],
-    ),
 }
 
 # Shown in guides, but placeholders rather than JSON: the message says where reading stopped, and why.
