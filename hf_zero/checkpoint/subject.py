@@ -70,7 +70,7 @@ class Subject(ModelSubject):
 
     @property
     def stage(self) -> int:
-        """As configured; 0 where one rank holds states of whole matrices, which files of other stages have no form for."""
+        """As configured; 0 where one rank holds states of whole matrices, for which other stages have no files."""
         optimizer = self.assembly.optimizer
         is_whole = not optimizer.sharding.shards_optimizer and holds_whole_tensors(optimizer.optimizer)
         return 0 if is_whole else self.resolved.zero.stage
