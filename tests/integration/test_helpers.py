@@ -78,7 +78,7 @@ def test_the_accelerator_answers_on_a_cpu() -> None:
     device = Accelerator("cpu")
     assert (device.device_name(), device.device_name(1), device.current_device_name()) == ("cpu", "cpu", "cpu")
     assert (device.communication_backend_name(), device.device_count(), device.current_device()) == ("gloo", 1, 0)
-    assert device.is_available() and device.is_bf16_supported() and device.memory_allocated() == 0
+    assert device.is_available() and device.is_bf16_supported() and device.memory_allocated() > 0
     device.set_device(3)
     device.synchronize()
     device.empty_cache()
