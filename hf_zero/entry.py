@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.engine import EngineParts, ZeroEngine
 from hf_zero.errors import WrongArgument
 from hf_zero.loader import data_loader
-from hf_zero.log import log_dist, logger
+from hf_zero.log import announce, log_dist, logger
 from hf_zero.model_view import model_view
 from hf_zero.optim import build_optimizer
 from hf_zero.precision import precision_from
@@ -173,18 +174,16 @@ def _log_settings(resolved: Resolved) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
     log_dist(announcement(), ranks=[0])
-    logger.info(
-        "ZeRO stage %d, %s, %d rank(s), %d x %d x %d = %d samples per update",
-        resolved.zero.stage,
-        resolved.precision.model,
-        get_world_size(),
-        resolved.batch.micro_batch_size,
-        resolved.batch.accumulation_steps,
-        get_world_size(),
-        resolved.batch.train_batch_size,
+    batch, ranks = resolved.batch, get_world_size()
+    announce(
+        f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
+        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {ranks} = {batch.train_batch_size} samples per update"
     )
     if resolved.notes:
-        logger.info("accepted without effect: %s", "; ".join(resolved.notes))
+        logger.info("remarks on the config: %s", "; ".join(resolved.notes))
+    if resolved.warnings:
+        shown = "".join(f"\n  - {warning}" for warning in resolved.warnings)
+        log_dist(f"the config asks for what does not happen (python -m hf_zero explain):{shown}", level=WARNING)
 
 
 def _base_optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hf_zero.config.errors import ABSENT, ConfigError, Problem
+from hf_zero.config.errors import ABSENT, ConfigError, Edit, Problem
 from hf_zero.config.policies import BatchPolicy
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -46,7 +46,9 @@ def _unequal(used: dict[str, int], given: dict[str, int | None], world_size: int
     product = used[MICRO] * used[STEPS] * world_size
     equation = f"{shown[TRAIN]} != {shown[MICRO]} x {shown[STEPS]} x {world_size} (world size) = {product}"
     rule = f"{TRAIN} = {MICRO} x {STEPS} x world size does not hold: {equation}"
-    return Problem(TRAIN, used[TRAIN], rule, _advice(used, given, world_size))
+    follows = given[MICRO] is not None and given[STEPS] is not None
+    edit = Edit((TRAIN,)) if follows else None
+    return Problem(TRAIN, used[TRAIN], rule, _advice(used, given, world_size), edit=edit)
 
 
 def _advice(used: dict[str, int], given: dict[str, int | None], world_size: int) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
-from hf_zero.config.errors import ConfigError
+from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.fields import as_whole
 from hf_zero.config.schema.names import subsection
-from hf_zero.config.translate import translate
+from hf_zero.config.sources import ConfigDict
+from hf_zero.config.translate import ZERO_SPELLINGS, translate
 from hf_zero.config.validate import drop_null_sections, validate
 
 _NUMBERS = ((MICRO,), (STEPS,), (TRAIN,), ("zero_optimization", "stage"))
@@ -26,10 +27,23 @@ def normalise(config: dict[str, Any]) -> None:
         config["zero_optimization"] = {}
     if isinstance(config.get("zero_optimization"), bool):
         config["zero_optimization"] = {"stage": int(config["zero_optimization"])}
+    _rename(config, config.get("zero_optimization"))
     drop_null_sections(config)
     _require_sections(config)
     for path in _NUMBERS:
         _make_whole(config, path)
+
+
+def _rename(config: dict[str, Any], zero: object) -> None:
+    """Every key by the one name that accelerate looks for; what is given by two names is said when it is resolved."""
+    if not isinstance(zero, dict):
+        return
+    for written, name in ZERO_SPELLINGS.items():
+        if written not in zero or name in zero:
+            continue
+        zero[name] = zero.pop(written)
+        if isinstance(config, ConfigDict):
+            config.rename(f"zero_optimization.{written}", f"zero_optimization.{name}")
 
 
 def _require_sections(config: dict[str, Any]) -> None:
@@ -45,7 +59,8 @@ def _require_sections(config: dict[str, Any]) -> None:
     ]
     if broken:
         translated = translate(config)
-        problems = translated.problems + validate(translated.tree)[1]
+        found = validate(translated.tree)[1]
+        problems = translated.problems + [finding for finding in found if isinstance(finding, Problem)]
         if problems:
             raise ConfigError(problems)
 

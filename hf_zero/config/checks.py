@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_zero.config.errors import Problem
+from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.optimizer_choice import stage_problem
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root
@@ -44,13 +44,12 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
     if zero.stage not in (0, 1, 2, 3):
         yield Problem(path, zero.stage, "must be 0, 1, 2 or 3", "choose 1, 2 or 3; 0 is plain data parallelism")
     yield from _offload_problems("offload_optimizer", zero.offload_optimizer, zero.stage)
-    if zero.stage == 3:
-        yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
+    yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
 
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
-    if offload is None or offload.device in (None, "none"):
-        return
+    if offload is None or offload.device in (None, "none") or (name == "offload_param" and stage in (0, 1, 2)):
+        return  # without effect, which is said as a remark
     path = f"zero_optimization.{name}.device"
     if offload.device == "nvme" and stage < 1:
         rule = "at stage 0 every rank would write all states to the drive"
@@ -123,37 +122,45 @@ def _top_problems(config: Root, world_size: int) -> Iterator[Problem]:
         yield Problem("data_parallel_size", config.data_parallel_size, rule, "remove it")
 
 
-def advice(config: Root) -> Iterator[str]:
+def advice(config: Root) -> Iterator[Remark]:
     """What is allowed and could be better."""
     amp = config.amp or Amp()
     if amp.enabled and amp.opt_level == "O1":
-        yield "amp: O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale"
+        yield Remark("amp", "O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale")
     zero = config.zero_optimization or Zero()
+    parameters = zero.offload_param if zero.stage == 3 else None
     yield from _idle("offload_optimizer", zero.offload_optimizer, _NVME_OPTIMIZER)
-    offload_param = zero.offload_param if zero.stage == 3 else None
-    if zero.offload_param is not None and offload_param is None and zero.offload_param.device not in (None, "none"):
-        yield (
-            f"zero_optimization.offload_param: no effect at stage {zero.stage} (used at stage 3): below it every rank "
-            "has whole parameters; offload_optimizer is the key that frees memory here"
-        )
-    yield from _idle("offload_param", offload_param, _NVME_PARAM)
-    places = [section.device for section in (zero.offload_optimizer, offload_param) if section is not None]
+    yield from _idle("offload_param", parameters, _NVME_PARAM)
+    places = [section.device for section in (zero.offload_optimizer, parameters) if section is not None]
     if config.aio is not None and "nvme" not in places:
-        yield "aio: no effect, nothing is offloaded to NVMe"
+        yield _idle_key(("aio",), config.aio.model_dump(exclude_unset=True), "nothing is offloaded to NVMe")
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        yield "gradient_predivide_factor: no effect, prescale_gradients divides by the number of ranks"
+        why = "prescale_gradients divides by the number of ranks"
+        yield _idle_key(("gradient_predivide_factor",), config.gradient_predivide_factor, why)
+    if set(config.compile or {}) - {"deepcompile"}:
+        yield _idle_key(
+            ("compile",), config.compile, "the engine compiles nothing; use torch_compile or torch.compile()"
+        )
     size = config.vocabulary_size
     if size is not None and size % 8:
-        yield f"vocabulary_size: {size} is not a multiple of 8, which GPUs like better"
+        yield Remark("vocabulary_size", f"{size} is not a multiple of 8, which GPUs like better")
 
 
 _NVME_OPTIMIZER = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
 _NVME_PARAM = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 
 
-def _idle(name: str, section: OffloadOptimizer | OffloadParam | None, keys: tuple[str, ...]) -> Iterator[str]:
+def _idle(name: str, section: OffloadOptimizer | OffloadParam | None, keys: tuple[str, ...]) -> Iterator[Remark]:
     if section is None or section.device == "nvme":
         return
     for key in keys:
-        if key in section.model_fields_set and getattr(section, key) not in (None, "none"):
-            yield f"zero_optimization.{name}.{key}: no effect with device {section.device or 'none'} (used with nvme)"
+        value = getattr(section, key, None)
+        if key in section.model_fields_set and value not in (None, "none"):
+            text = f"no effect with device {section.device or 'none'} (used with nvme)"
+            path = ("zero_optimization", name, key)
+            asks = section.device == "cpu" and value != type(section).model_fields[key].default
+            yield Remark(".".join(path), text, value, ignored=asks, edit=Edit(path))
+
+
+def _idle_key(path: tuple[str, ...], value: object, why: str) -> Remark:
+    return Remark(".".join(path), f"no effect, {why}", value, ignored=True, edit=Edit(path))

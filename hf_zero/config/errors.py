@@ -52,6 +52,35 @@ class Other:
 
 
 @dataclass(frozen=True, slots=True)
+class Edit:
+    """What mends a key without asking its author: another place for it, another value, or, with neither, removal."""
+
+    path: tuple[str, ...]
+    to: tuple[str, ...] = ()
+    value: object = ABSENT
+
+    def __str__(self) -> str:
+        name = ".".join(self.path)
+        if self.to:
+            return f"{name} becomes {'.'.join(self.to)}" + ("" if self.value is ABSENT else f" = {show(self.value)}")
+        return f"{name} is removed" if self.value is ABSENT else f"{name} becomes {show(self.value)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something worth saying about a key that stops nothing."""
+
+    path: str
+    text: str
+    value: object = ABSENT
+    ignored: bool = False  # its author asked for something that does not happen: said as a warning
+    edit: Edit | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One thing to mend: where it is, what stands there, what contradicts it, the rule, and what to do."""
 
@@ -61,6 +90,7 @@ class Problem:
     fix: str
     origin: str = ""  # where the value came from: ds.json:7, a flag, a default
     other: Other | None = None
+    edit: Edit | None = None  # for `explain --fix`
 
     def __str__(self) -> str:
         head = self.path if self.value is ABSENT else f"{self.path} = {show(self.value)}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.config.errors import Other, Problem
+from hf_zero.config.errors import Edit, Other, Problem
 from hf_zero.config.left_out import left_out
 from hf_zero.config.offers import Offer, offers
 from hf_zero.config.sources import ConfigDict, Source, dotted, is_auto, is_open, leaves, source_in
@@ -42,7 +42,7 @@ def fill(config: Mapping[str, Any], views: Views) -> Changes:
             changes.values[path] = offer.value
             changes.sources[name] = offer.source
         elif offer.must_match and value is not None and not (same(value, offer.value) or same(value, offer.also)):
-            changes.problems.append(conflict(config, name, value, offer))
+            changes.problems.append(conflict(config, path, value, offer))
     for path, offer in left_out(config, views, known):
         changes.values[path] = offer.value
         if not is_auto(offer.value):
@@ -125,12 +125,13 @@ def _plain(value: object) -> object:
         return value
 
 
-def conflict(config: Mapping[str, Any], path: str, value: object, offer: Offer) -> Problem:
+def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, offer: Offer) -> Problem:
     """The problem of a fixed value that somebody else states differently."""
     if isinstance(offer.value, numbers.Number) or isinstance(offer.value, list):
         shown: object = offer.value
     else:
         shown = str(offer.value)
+    path = dotted(keys)
     fix = 'write "auto" in the config so that it follows, or make the two equal'
     return Problem(
         path,
@@ -139,6 +140,7 @@ def conflict(config: Mapping[str, Any], path: str, value: object, offer: Offer) 
         fix,
         origin=str(source_in(config, path)),
         other=Other(offer.name, shown, str(offer.source)),
+        edit=Edit(keys, value="auto"),
     )
 
 

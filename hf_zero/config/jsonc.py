@@ -13,7 +13,6 @@ _DECODER = json.JSONDecoder()
 _BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 _WORD = re.compile(r"[^\s,\]}\[{:\"#/]+")
-_BARE_KEY = re.compile(r"[A-Za-z_$'][^\s,\[\]{}:\"]*\s*:")
 _WORDS = {
     "true": True,
     "false": False,
@@ -45,14 +44,18 @@ class Document:
 
 
 class SyntaxProblem(ValueError):
-    """The text is not JSON; says where, what is wrong and what to write instead.
+    """The text is not JSON; says where, what is wrong and what to write instead."""
 
-    `is_hjson`: it may be HJSON, which DeepSpeed reads: a key has no quotes.
-    """
-
-    def __init__(self, place: Place, what: str, fix: str, *, is_hjson: bool = False) -> None:
+    def __init__(self, place: Place, what: str, fix: str, *, is_final: bool = True) -> None:
         super().__init__(f"{place}: {what}")
-        self.place, self.what, self.fix, self.is_hjson = place, what, fix, is_hjson
+        self.place, self.what, self.fix = place, what, fix
+        self.is_final = is_final  # wrong in any other notation as well
+
+
+def repeated_key(path: tuple[str | int, ...], place: Place, first: Place) -> SyntaxProblem:
+    """One object has a key twice: readers would disagree about which one counts."""
+    name = ".".join(str(part) for part in path)
+    return SyntaxProblem(place, f"key {name!r} is given twice, first at {first}", "keep one of the two")
 
 
 def parse(text: str) -> Document:
@@ -77,8 +80,8 @@ class _Reader:
         at = self.at if at is None else at
         return Place(self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
 
-    def fail(self, what: str, fix: str, at: int | None = None, *, is_hjson: bool = False) -> NoReturn:
-        raise SyntaxProblem(self.place(at), what, fix, is_hjson=is_hjson)
+    def fail(self, what: str, fix: str, at: int | None = None) -> NoReturn:
+        raise SyntaxProblem(self.place(at), what, fix, is_final=False)
 
     def skip(self) -> None:
         match = _BLANK.match(self.text, self.at)
@@ -94,7 +97,9 @@ class _Reader:
     def value(self, path: tuple[str | int, ...]) -> object:
         first = self.peek()
         if len(path) > MAX_DEPTH:
-            self.fail(f"nested more than {MAX_DEPTH} levels deep", "flatten it; no setting needs that")
+            raise SyntaxProblem(
+                self.place(), f"nested more than {MAX_DEPTH} levels deep", "flatten it; no setting needs that"
+            )
         if first == "{":
             return self.mapping(path)
         if first == "[":
@@ -111,8 +116,7 @@ class _Reader:
             key = self.key()
             where = (*path, key)
             if key in result:
-                name = ".".join(str(part) for part in where)
-                self.fail(f"key {name!r} is given twice, first at {self.places[where]}", "keep one of the two", start)
+                raise repeated_key(where, self.place(start), self.places[where])
             self.places[where] = self.place(start)
             self.colon(key)
             result[key] = self.value(where)
@@ -124,9 +128,7 @@ class _Reader:
         if self.peek() == '"':
             return self.string()
         unquoted, unfinished = f"a key must stand in double quotes, not {self.near()}", "the object is never closed"
-        is_hjson = _BARE_KEY.match(self.text, self.at) is not None
-        fix = 'write "key": value pairs and close the object with }'
-        self.fail(unquoted if self.peek() else unfinished, fix, is_hjson=is_hjson)
+        self.fail(unquoted if self.peek() else unfinished, 'write "key": value pairs and close the object with }')
 
     def colon(self, key: str) -> None:
         if self.peek() != ":":

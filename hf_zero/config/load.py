@@ -7,10 +7,10 @@ import binascii
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.hjson_text import parse_hjson
 from hf_zero.config.jsonc import Document, SyntaxProblem, parse
 from hf_zero.config.sources import ConfigDict, dotted
 
@@ -93,15 +93,12 @@ def _unbase64(text: str) -> str | None:
 
 def _from_text(text: str, name: str, file: str = "") -> ConfigDict:
     try:
-        document = parse(text.removeprefix("\ufeff"))
+        document = _parsed(text.removeprefix("\ufeff"))
     except SyntaxProblem as error:
         place = error.place
-        problem = Problem(
-            f"{name}:{place.line}:{place.column}", _line(text, place.line), f"{place}: {error.what}", error.fix
-        )
-        if not error.is_hjson:
-            raise ConfigError(problem) from None
-        document = Document(_by_hjson(text, problem), {})  # hjson does not say where its keys stand
+        raise ConfigError(
+            Problem(f"{name}:{place.line}:{place.column}", _line(text, place.line), f"{place}: {error.what}", error.fix)
+        ) from None
     value = document.value
     if not isinstance(value, dict):
         raise ConfigError(Problem(name, value, "a config is one JSON object", 'begin it with { and "key": value pairs'))
@@ -111,35 +108,19 @@ def _from_text(text: str, name: str, file: str = "") -> ConfigDict:
     return config
 
 
-def _by_hjson(text: str, problem: Problem) -> object:
-    """The value of a text with unquoted keys, read by the parser that DeepSpeed uses too, where that is installed.
-
-    Raises:
-        ConfigError: where it is not, for a text that is no HJSON either, and for a key that is given twice.
-    """
+def _parsed(text: str) -> Document:
+    """JSON as a rule; what is none may be Hjson. Where it is neither, the complaint is that of JSON."""
     try:
-        import hjson
-    except ImportError:
-        fix = f"{problem.fix}; or install hjson, which reads keys without quotes (pip install hjson)"
-        raise ConfigError(replace(problem, fix=fix)) from None
-    try:
-        return _plain(hjson.loads(text, object_pairs_hook=_distinct))
-    except (hjson.HjsonDecodeError, ValueError) as error:
-        raise ConfigError(replace(problem, rule=f"{problem.rule}; read as HJSON: {error}")) from None
-
-
-def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"key {twice[0]!r} is given twice")
-    return dict(pairs)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+        return parse(text)
+    except SyntaxProblem as error:
+        try:
+            document = None if error.is_final else parse_hjson(text)
+        except ImportError:
+            error.fix += "; or install hjson, which reads keys without quotes (pip install hjson)"
+            raise error from None
+        if document is None or not document.value:
+            raise
+        return document
 
 
 def _line(text: str, number: int) -> str:

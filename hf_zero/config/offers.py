@@ -10,6 +10,7 @@ from typing import Any
 from hf_zero.config.model_size import hidden_size
 from hf_zero.config.schema.fields import as_whole
 from hf_zero.config.sources import Source, is_auto
+from hf_zero.config.translate import ZERO_SPELLINGS
 from hf_zero.config.views import AcceleratorView, TrainingView, Views
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -17,6 +18,12 @@ SIZED_BY_MODEL = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+_OTHER_SPELLINGS = {
+    "bfloat16.enabled": "bf16.enabled",
+    **{f"zero_optimization.{written}": f"zero_optimization.{name}" for written, name in ZERO_SPELLINGS.items()},
 }
 
 
@@ -36,9 +43,9 @@ def offers(config: Mapping[str, Any], views: Views) -> dict[str, Offer]:
     found: dict[str, Offer] = {}
     for path, offer in _all(config, views):
         found.setdefault(path, offer)
-    for path in ("bf16.enabled",):
-        if path in found:
-            found.setdefault(f"bfloat16{path[4:]}", found[path])
+    for written, meant in _OTHER_SPELLINGS.items():
+        if meant in found:
+            found.setdefault(written, found[meant])
     return found
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hf_zero.config.arguments import Check, at_least_zero, beta, betas, checked, count, steps, unknown_autos
-from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Problem
+from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Edit, Problem
 from hf_zero.config.policies import OptimizerPolicy
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.schema.training import Optimizer
+from hf_zero.config.torch_names import OPTIMIZERS, is_class_of, nearest
 
 # Canonical name by lower-case type.
 _TYPES = {
@@ -72,6 +73,12 @@ def _optimizer_refusal(name: str) -> Problem | None:
         return Problem("optimizer.type", name, f"the {known} optimizer is not built yet", fix)
     if not name.isidentifier():
         return Problem("optimizer.type", name, "must be the name of an optimizer", 'for example "AdamW" or "SGD"')
+    if name.lower() not in _TYPES and not is_class_of("torch.optim", name, OPTIMIZERS):
+        right = nearest(name, (*_TYPES.values(), *OPTIMIZERS))
+        rule = "is neither one of our optimizers nor a class of torch.optim"
+        fix = f'did you mean "{right}"?' if right else 'write it exactly as torch.optim does, for example "SGD"'
+        edit = Edit(("optimizer", "type"), value=right) if right else None
+        return Problem("optimizer.type", name, rule, fix, edit=edit)
     return None
 
 

@@ -202,5 +202,6 @@ class Resolved:
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
-    notes: tuple[str, ...]  # settings accepted without effect, each with the reason
+    notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
+    warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason
     provenance: Mapping[str, Provenance] = field(default_factory=dict)  # by key path: value and origin

@@ -35,6 +35,10 @@ class Origins:
                 path = written if source_in(self.raw, written).kind != "dict" else old
         return self.filled.get(path) or source_in(self.raw, path)
 
+    def is_written(self, path: str) -> bool:
+        """Whether the author of the config wrote this value, and it was not filled in for an "auto"."""
+        return self.of(path).kind in ("file", "text", "dict")
+
     def words(self, path: str) -> str:
         """For a message; several paths may be named at once. A plain dict has nothing to tell."""
         sources = [self.of(part.partition("[")[0]) for part in path.split(", ")]

@@ -16,13 +16,18 @@ _HEAD = """\
 # Every key of ds.json
 
 This page is rendered from the schema (`python -m hf_zero.config.reference > docs/config.md`); a test fails when they
-differ. A key that is not listed is an error. The literal `"auto"` means: filled in from Trainer's
-arguments, from Accelerate, or from the model, else the default. A key that is left out although TrainingArguments (or
-DummyOptim, DummyScheduler) state it means `"auto"`, too. `python -m hf_zero explain ds.json` shows with what;
-[differences.md](differences.md) says where that is not what DeepSpeed does.
+differ. A key of `zero_optimization` named `stage3_...` may also be written without `stage3_`, as DeepSpeed's fields are
+called. A key that is not listed is ignored with a warning where DeepSpeed ignores it (at the top level and in sections
+that it does not check), unless it resembles one that is: then, and in all other sections, it is an error.
+
+The literal `"auto"` means: filled in from Trainer's arguments, from Accelerate, or from the model, else the default. A
+key that is left out although TrainingArguments (or DummyOptim, DummyScheduler) state it means `"auto"`, too.
+`python -m hf_zero explain ds.json` shows with what; [differences.md](differences.md) says where that is not what
+DeepSpeed does.
 
 - **works**: the engine does what the key says.
-- **no effect**: accepted, changes nothing, for the reason given; the engine says so once when it starts.
+- **no effect**: accepted, changes nothing, for the reason given. Where the file asks for something that does not
+  happen, the engine warns of it once when it starts; with `"hf_zero": {"strict": true}` it is an error.
 - **refused**: an error that names the key, unless it holds its default (for a section: unless it is switched off).
 """
 

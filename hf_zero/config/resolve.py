@@ -10,7 +10,7 @@ from typing import cast
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
-from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.fill import fill, filled
 from hf_zero.config.offload import file_policy, optimizer_offload, parameter_offload
 from hf_zero.config.optimizer_choice import resolve_optimizer
@@ -83,10 +83,20 @@ class Findings:
     optimizer: OptimizerPolicy | None
     scheduler: SchedulerPolicy | None
     problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
+    remarks: tuple[Remark, ...]
     provenance: Mapping[str, Provenance]
     autos: frozenset[str]  # what still says "auto"
     world_size: int
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What may be said of single keys to those who ask."""
+        return tuple(str(remark) for remark in self.remarks if not remark.ignored)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the config asks for and does not get."""
+        return tuple(str(remark) for remark in self.remarks if remark.ignored)
 
 
 def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -> Findings:
@@ -98,14 +108,14 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     _check_call(raw, views.world_size)
     changes = fill(raw, views)
     translated = translate(filled(raw, changes) if changes.values else raw)
+    origins = Origins(raw, changes.sources, translated.renamed)
     config, invalid = validate(translated.tree)
-    problems = [*translated.problems, *changes.problems, *invalid]
-    notes = translated.notes + _auto_notes(translated.autos)
-    for finding in judge(config, (config.zero_optimization or Zero()).stage):
-        if isinstance(finding, Problem):
-            problems.append(finding)
-        else:
-            notes.append(finding)
+    verdicts = judge(config, (config.zero_optimization or Zero()).stage, origins.is_written)
+    findings = [*invalid, *verdicts, *advice(config)]
+    remarks = [*translated.remarks, *_auto_remarks(translated.autos)]
+    remarks += [finding for finding in findings if isinstance(finding, Remark)]
+    problems = [*translated.problems, *changes.problems]
+    problems += [finding for finding in findings if isinstance(finding, Problem)]
     problems += contradictions(config, views.world_size)
     batch, wrong = _batch(config, translated, views.world_size, {problem.path for problem in problems})
     if complete or not {TRAIN, MICRO} & translated.autos:
@@ -114,14 +124,15 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += found
     scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
     problems += found
-    origins = Origins(raw, changes.sources, translated.renamed)
+    if config.hf_zero is not None and config.hf_zero.strict:
+        problems += [_as_problem(remark) for remark in remarks if remark.ignored]
     return Findings(
         config=config,
         batch=batch,
         optimizer=optimizer,
         scheduler=scheduler,
         problems=tuple(with_origins(problems, origins)),
-        notes=(*notes, *advice(config)),
+        remarks=tuple(remarks),
         provenance=MappingProxyType(record(config, batch, origins)),
         autos=frozenset(translated.autos),
         world_size=views.world_size,
@@ -135,8 +146,13 @@ def _check_call(raw: object, world_size: object) -> None:
         raise ConfigError(Problem("world_size", world_size, "must be the number of ranks", "give an int of at least 1"))
 
 
-def _auto_notes(autos: set[str]) -> list[str]:
-    return [f'{path}: "auto" was not filled in by anyone; taken as unset' for path in sorted(autos)]
+def _auto_remarks(autos: set[str]) -> list[Remark]:
+    return [Remark(path, '"auto" was not filled in by anyone; taken as unset', "auto") for path in sorted(autos)]
+
+
+def _as_problem(remark: Remark) -> Problem:
+    fix = "remove it, or set hf_zero.strict to false to have it ignored with a warning"
+    return Problem(remark.path, remark.value, remark.text, fix, edit=remark.edit)
 
 
 def _batch(
@@ -176,6 +192,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
         compatibility=compatibility(config),
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
+        warnings=findings.warnings,
         provenance=findings.provenance,
     )
 

@@ -18,10 +18,11 @@ from hf_zero.config.arguments import (
     steps,
     unknown_autos,
 )
-from hf_zero.config.errors import ABSENT, Problem
+from hf_zero.config.errors import ABSENT, Edit, Problem
 from hf_zero.config.policies import SchedulerPolicy
 from hf_zero.config.schema.fields import as_flag, as_number, as_whole
 from hf_zero.config.schema.training import Scheduler
+from hf_zero.config.torch_names import SCHEDULES, is_class_of, nearest
 
 
 def resolve_scheduler(
@@ -52,10 +53,21 @@ def _scheduler_refusal(name: str) -> Problem | None:
     spelled = {known.lower(): known for known in _SCHEDULE_CHECKS}
     right = spelled.get(name.lower(), name)
     if right != name:
-        return Problem("scheduler.type", name, "schedule names are case-sensitive", f'did you mean "{right}"?')
+        return _misspelled(name, right, "schedule names are case-sensitive", f'did you mean "{right}"?')
     if not name.isidentifier():
         return Problem("scheduler.type", name, "must be the name of a schedule", 'for example "WarmupLR"')
+    if name not in _SCHEDULE_CHECKS and not is_class_of("torch.optim.lr_scheduler", name, SCHEDULES):
+        known = (*_SCHEDULE_CHECKS, *SCHEDULES)
+        right = nearest(name, known)
+        rule = "neither one of our schedules nor a class of torch.optim.lr_scheduler"
+        fix = f'did you mean "{right}"?' if right else f"use one of {', '.join(known)}"
+        return _misspelled(name, right, rule, fix)
     return None
+
+
+def _misspelled(name: str, right: str, rule: str, fix: str) -> Problem:
+    edit = Edit(("scheduler", "type"), value=right) if right else None
+    return Problem("scheduler.type", name, rule, fix, edit=edit)
 
 
 def _missing(name: str, params: Mapping[str, object], autos: Collection[str]) -> Iterator[Problem]:

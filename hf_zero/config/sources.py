@@ -46,12 +46,19 @@ class ConfigDict(dict[str, Any]):
         copied = ConfigDict()
         memo[id(self)] = copied
         copied.update({key: copy.deepcopy(value, memo) for key, value in self.items()})
-        copied.name, copied.places, copied.filled = self.name, self.places, dict(self.filled)
+        copied.name, copied.places, copied.filled = self.name, dict(self.places), dict(self.filled)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Trainer pickles its arguments (training_args.bin): such a file must open where there is no hf_zero.
         return (dict, (dict(self),))
+
+    def rename(self, old: str, new: str) -> None:
+        """What is known of one key is from now on known of another."""
+        if old in self.places:
+            self.places[new] = self.places.pop(old)
+        if old in self.filled:
+            self.filled[new] = self.filled.pop(old)
 
     def source_of(self, path: str) -> Source:
         """Where the value at a dotted path came from."""

@@ -6,12 +6,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.config.errors import ABSENT, Problem, key_path
+from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
 from hf_zero.config.jsonc import MAX_DEPTH
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.names import section_of
 
 _REMARK_MARKS = ("_", "//", "#", "$")
+# DeepSpeed reads these keys of zero_optimization by the names of its fields as well as by their aliases.
+_FIELD_NAMES = (
+    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+    "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params", "allgather_sequential",
+)  # fmt: skip
+OLD_SPELLINGS = ("cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save")
+# As it may be written -> the one name that everything else knows.
+ZERO_SPELLINGS = {
+    **{name: f"stage3_{name}" for name in _FIELD_NAMES},
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
 # Here "auto" is a value with a meaning of its own.
 _AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules", "pipeline", "zero_optimization.zenflow")
 
@@ -22,7 +34,7 @@ class Translated:
 
     tree: dict[str, Any]
     autos: set[str] = field(default_factory=set)  # paths that held a literal "auto"
-    notes: list[str] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)  # path in the tree -> path as it was written
 
@@ -37,6 +49,7 @@ def translate(raw: Mapping[str, Any]) -> Translated:
     _legacy_zero(result)
     _nested_aio(result)
     _bfloat16(result)
+    _tensor_parallel(result)
     if result.tree.get("amp") is False:
         del result.tree["amp"]  # the short way to say that it is off
     _drop_unknown(result)
@@ -78,7 +91,7 @@ def _may_be_auto(path: str) -> bool:
 def _drop_remarks(result: Translated) -> None:
     for key in [key for key in result.tree if key.startswith(_REMARK_MARKS)]:
         del result.tree[key]
-        result.notes.append(f"{key_path('', key)}: taken as a remark")
+        result.remarks.append(Remark(key_path("", key), "taken as a remark"))
 
 
 def _drop_dotted(result: Translated) -> None:
@@ -89,7 +102,8 @@ def _drop_dotted(result: Translated) -> None:
         if section is None or name not in section.model_fields:
             continue  # left in the tree, where the schema will not know it
         del result.tree[key]
-        result.notes.append(f"{key}: a dotted key at the top level has no effect (a nested key of that name has)")
+        text = "a dotted key at the top level has no effect (a nested key of that name has)"
+        result.remarks.append(Remark(key, text, edit=Edit((key,))))
 
 
 def _legacy_zero(result: Translated) -> None:
@@ -97,9 +111,9 @@ def _legacy_zero(result: Translated) -> None:
     gather_size = result.tree.pop("allgather_size", None)
     if isinstance(zero, bool):
         zero = result.tree["zero_optimization"] = {"stage": int(zero)}
-        result.notes.append(
-            f"zero_optimization: the old form {str(bool(zero['stage'])).lower()} means stage {zero['stage']}"
-        )
+        text = f"the old form {str(bool(zero['stage'])).lower()} means stage {zero['stage']}"
+        edit = Edit(("zero_optimization",), value=dict(zero))
+        result.remarks.append(Remark("zero_optimization", text, edit=edit))
         if gather_size is not None:
             zero["allgather_bucket_size"] = gather_size
     elif gather_size is not None:
@@ -110,9 +124,9 @@ def _legacy_zero(result: Translated) -> None:
     if isinstance(zero, dict):
         _rename_offload(zero, "cpu_offload", "offload_optimizer", result)
         _rename_offload(zero, "cpu_offload_param", "offload_param", result)
-        old, new = "stage3_gather_fp16_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save"
-        if old in zero:
-            _move(zero, old, new, zero[old], result)
+        for written, new in ZERO_SPELLINGS.items():
+            if written in zero:
+                _move(zero, written, new, zero[written], result)
 
 
 def _rename_offload(zero: dict[str, Any], old: str, new: str, result: Translated) -> None:
@@ -130,14 +144,16 @@ def _rename_offload(zero: dict[str, Any], old: str, new: str, result: Translated
 
 
 def _move(zero: dict[str, Any], old: str, new: str, value: object, result: Translated) -> None:
-    written = zero.pop(old)
+    written, kind = zero.pop(old), "old" if old in OLD_SPELLINGS else "other"
     if zero.get(new) is not None:
-        rule = f"is the old name of zero_optimization.{new}, which is given too"
+        rule = f"is the {kind} name of zero_optimization.{new}, which is given too"
         result.problems.append(Problem(f"zero_optimization.{old}", written, rule, f"keep only {new}"))
         return
     zero[new] = value
     result.renamed[f"zero_optimization.{new}"] = f"zero_optimization.{old}"
-    result.notes.append(f"zero_optimization.{old}: old name, read as zero_optimization.{new}")
+    edit = Edit(("zero_optimization", old), to=("zero_optimization", new), value=value)
+    text = f"{kind} name, read as zero_optimization.{new}"
+    result.remarks.append(Remark(f"zero_optimization.{old}", text, edit=edit))
 
 
 def _nested_aio(result: Translated) -> None:
@@ -151,7 +167,8 @@ def _nested_aio(result: Translated) -> None:
         return
     result.tree["aio"] = nested
     result.renamed["aio"] = "zero_optimization.aio"
-    result.notes.append("zero_optimization.aio: read as the top-level section aio, where it belongs")
+    text, edit = "read as the top-level section aio, where it belongs", Edit(("zero_optimization", "aio"), to=("aio",))
+    result.remarks.append(Remark("zero_optimization.aio", text, edit=edit))
 
 
 def _bfloat16(result: Translated) -> None:
@@ -167,6 +184,14 @@ def _bfloat16(result: Translated) -> None:
         result.problems.append(Problem("bfloat16", alias, rule, "keep only bf16"))
 
 
+def _tensor_parallel(result: Translated) -> None:
+    """The group of its ranks goes by two names."""
+    section = result.tree.get("tensor_parallel")
+    if isinstance(section, dict) and "tensor_parallel" in section and "tp" not in section:
+        section["tp"] = section.pop("tensor_parallel")
+        result.renamed["tensor_parallel.tp"] = "tensor_parallel.tensor_parallel"
+
+
 def _drop_unknown(result: Translated) -> None:
     """DeepSpeed's way, for those who ask for it: what stands at the top level and means nothing is ignored."""
     own = result.tree.get("hf_zero")
@@ -174,4 +199,5 @@ def _drop_unknown(result: Translated) -> None:
         return
     for key in [key for key in result.tree if key not in Root.model_fields]:
         del result.tree[key]
-        result.notes.append(f"{key_path('', key)}: there is no such key; ignored (hf_zero.ignore_unknown_keys)")
+        text = "there is no such key; ignored (hf_zero.ignore_unknown_keys)"
+        result.remarks.append(Remark(key_path("", key), text, edit=Edit((key,))))

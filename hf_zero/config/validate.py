@@ -8,17 +8,23 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hf_zero.config.errors import Problem
+from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.schema import Root, Section
-from hf_zero.config.schema.names import all_paths, section_of, subsection, suggestion
+from hf_zero.config.schema.names import Resemblance, leading_paths, resemblance, section_of, subsection
 from hf_zero.config.sources import dotted
 
+# Where DeepSpeed reads single keys and passes over all others; its other sections are strict.
+_LOOSE = {
+    "", "optimizer", "scheduler", "activation_checkpointing", "flops_profiler", "autotuning", "data_efficiency",
+    "data_efficiency.data_sampling", "data_efficiency.data_routing", "checkpoint", "data_types", "aio",
+    "torch_autocast",
+}  # fmt: skip
 _ROUNDS = 20  # every round removes what failed; a round more than the deepest section is enough
 
 
-def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem]]:
-    """The typed config without the keys that failed, and a problem for each of those."""
-    problems: list[Problem] = []
+def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
+    """The typed config without the keys that failed, and a finding for each of those."""
+    problems: list[Problem | Remark] = []
     drop_null_sections(tree, Root)
     for _ in range(_ROUNDS):
         try:
@@ -64,24 +70,35 @@ def _remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
     _at(tree, path[:last]).pop(path[last], None)  # two entries of one list may both have failed
 
 
-def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Problem:
+def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Problem | Remark:
     name = dotted(tuple(path))
     if entry["type"] == "extra_forbidden":
         return unknown_key([str(step) for step in path], value)
     return Problem(name, value, _rule(entry), _fix(path))
 
 
-def unknown_key(path: Sequence[str], value: object) -> Problem:
-    """The problem for a key that no section has."""
+def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
+    """What to say of a key that no section has: DeepSpeed passes over it in some sections, and so do we, with a word,
+    unless it looks like a key that we know."""
     *parents, key = path
     section = section_of(Root, parents)
-    siblings = list(section.model_fields) if section else []
+    siblings = [name for name in section.model_fields if parents or name != "hf_zero"] if section else []
     where = f"in {'.'.join(parents)}" if parents else "at the top level"
-    if not parents:
-        siblings = [name for name in siblings if name != "hf_zero"]
     # What our own settings are called says nothing about DeepSpeed's.
-    fix = suggestion(key, siblings, () if parents == ["hf_zero"] else tuple(all_paths(Root)))
-    return Problem(dotted(tuple(path)), value, f"there is no such key {where}", fix)
+    alike = resemblance(key, siblings, () if parents == ["hf_zero"] else leading_paths(Root))
+    rule, edit, name = f"there is no such key {where}", _renamed(path, alike), dotted(tuple(path))
+    if ".".join(parents) in _LOOSE and not alike and "." not in key:
+        return Remark(name, f"{rule}; ignored", value, ignored=True, edit=edit)
+    return Problem(name, value, rule, alike.words(siblings), edit=edit)
+
+
+def _renamed(path: Sequence[str], alike: Resemblance) -> Edit | None:
+    *parents, _ = path
+    if alike.sibling:
+        return Edit(tuple(path), to=(*parents, alike.sibling))
+    if len(alike.elsewhere) > 1:
+        return None
+    return Edit(tuple(path), to=tuple(alike.elsewhere[0].split("."))) if alike.elsewhere else Edit(tuple(path))
 
 
 def _rule(entry: ErrorDetails) -> str:

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from hf_zero.config.errors import FEATURES_PAGE, Problem
+from hf_zero.config.errors import FEATURES_PAGE, Edit, Problem, Remark
 from hf_zero.config.schema import Root, Section, Verdict
 from hf_zero.config.schema.fields import ALL_STAGES
 from hf_zero.config.schema.names import verdict_of
 
-Finding = Problem | str  # a refusal, or a note
+Finding = Problem | Remark
+IsWritten = Callable[[str], bool]  # whether the value at a path is its author's, and not one filled in for an "auto"
+Path = tuple[str, ...]
 
 
-def judge(config: Root, stage: int) -> Iterator[Finding]:
+def judge(config: Root, stage: int, is_written: IsWritten) -> Iterator[Finding]:
     """One finding for every key that the user set and that does not simply do what it says."""
     # A stage that does not exist is a problem of its own; it must not excuse the other keys.
-    yield from _judge(config, "", stage if stage in ALL_STAGES else max(ALL_STAGES))
+    yield from _judge(config, (), stage if stage in ALL_STAGES else max(ALL_STAGES), is_written)
 
 
-def _judge(section: Section, prefix: str, stage: int) -> Iterator[Finding]:
+def _judge(section: Section, around: Path, stage: int, is_written: IsWritten) -> Iterator[Finding]:
     for name, field in type(section).model_fields.items():
         if name not in section.model_fields_set:
             continue
-        value, verdict, path = getattr(section, name), verdict_of(field), prefix + name
+        value, verdict, path = getattr(section, name), verdict_of(field), (*around, name)
+        ignored = not verdict.met and is_written(".".join(path)) and _asks(value, field.default)
         if stage not in verdict.stages:
-            yield f"{path}: no effect at stage {stage} (used at {_stages(verdict)})"
+            yield _without_effect(path, value, _elsewhere(verdict, stage), ignored)
         elif verdict.kind == "inert":
-            yield f"{path}: no effect, {verdict.why}"
+            yield _without_effect(path, value, f"no effect, {verdict.why}", ignored)
         elif verdict.kind == "unbuilt":
             yield from _refusal(path, value, field.default, verdict)
         elif isinstance(value, Section):
-            yield from _judge(value, f"{path}.", stage)
+            yield from _judge(value, path, stage, is_written)
+
+
+def _without_effect(path: Path, value: object, text: str, ignored: bool) -> Remark:
+    shown = value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+    return Remark(".".join(path), text, shown, ignored=ignored, edit=Edit(path))
+
+
+def _elsewhere(verdict: Verdict, stage: int) -> str:
+    why = f"; {verdict.why}" if verdict.kind == "honoured" and verdict.why else ""
+    return f"no effect at stage {stage} (used at {_stages(verdict)}){why}"
+
+
+def _asks(value: object, default: object) -> bool:
+    """Whether a value asks for anything that would not be so without it. A section that is switched off does not."""
+    if not isinstance(value, Section):
+        return value != default
+    if getattr(value, "device", "") in (None, "none") or getattr(value, "enabled", None) is False:
+        return False
+    fields = type(value).model_fields
+    return any(_asks(getattr(value, name), fields[name].default) for name in value.model_fields_set)
 
 
 def _stages(verdict: Verdict) -> str:
@@ -38,7 +61,8 @@ def _stages(verdict: Verdict) -> str:
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(stages)}"
 
 
-def _refusal(path: str, value: object, default: object, verdict: Verdict) -> Iterator[Problem]:
+def _refusal(around: Path, value: object, default: object, verdict: Verdict) -> Iterator[Problem]:
+    path = ".".join(around)
     if isinstance(value, Section):
         value = value.model_dump(exclude_unset=True) or {}
     if isinstance(value, dict):
@@ -47,7 +71,7 @@ def _refusal(path: str, value: object, default: object, verdict: Verdict) -> Ite
             yield Problem(
                 path, value, f"not available: {verdict.why}", f"remove the section or {off}; see {FEATURES_PAGE}"
             )
-    elif value != default:
+    elif value != default and (isinstance(value, bool) or value not in verdict.off):
         keep = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
         yield Problem(path, value, f"not available: {verdict.why}", f"remove it or set {keep}; see {FEATURES_PAGE}")
 

@@ -11,7 +11,7 @@ import torch
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
 from hf_zero.layout import ParameterSpec
-from hf_zero.log import logger
+from hf_zero.log import announce
 from hf_zero.memory.limits import device_available, disk_available, host_available
 from hf_zero.precision import Precision
 from hf_zero.zero.sharding import Sharding
@@ -19,7 +19,6 @@ from hf_zero.zero.sharding import Sharding
 WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
 GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
 AT_ONCE = 3  # shards of parameters in memory whatever the config allows: one at work, one fetched ahead, one going
-_GB = 1e9
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
     "device memory": "use more ranks, a ratio nearer to 1, or offload_param",
@@ -108,7 +107,7 @@ def check_needs(needs: Needs, zero: ZeroPolicy, device: torch.device, collective
         host=host_available(),
         disk=disk_available(folder) if folder is not None and needs.disk else 0,
     )
-    logger.info("offload: this rank needs %s", _sentence(needs, available))
+    announce(f"offload: this rank needs {_sentence(needs, available)}")
     everyone = collectives.gather_objects((os.uname().nodename, needs, available))
     problems = list(_problems(everyone))  # type: ignore[arg-type]
     if problems:
@@ -133,14 +132,14 @@ def _problem(node: str, kind: str, needed: int, available: int, ranks: int) -> l
     if needed <= available:
         return []
     return [
-        f"{node}: {ranks} rank(s) need {needed / _GB:.2f} GB of {kind} for masters, optimizer states, gradients and "
-        f"buffers, and {available / _GB:.2f} GB are available: {_HINTS[kind]}"
+        f"{node}: {ranks} rank(s) need {_amount(needed)} of {kind} for masters, optimizer states, gradients and "
+        f"buffers, and {_amount(available)} are available: {_HINTS[kind]}"
     ]
 
 
 def _sentence(needs: Needs, available: Needs) -> str:
     parts = [
-        f"{needed / _GB:.2f} GB of {kind} ({there / _GB:.2f} GB available)"
+        f"{_amount(needed)} of {kind} ({_amount(there)} available)"
         for kind, needed, there in (
             ("device memory", needs.device, available.device),
             ("host memory", needs.host, available.host),
@@ -149,6 +148,14 @@ def _sentence(needs: Needs, available: Needs) -> str:
         if needed
     ]
     return (", ".join(parts) or "no memory") + "; activations and gathered parameters come on top"
+
+
+def _amount(num_bytes: int) -> str:
+    """In the largest unit in which there is something to read: small models are offloaded, too."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size / 10:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def _size(spec: ParameterSpec) -> int:

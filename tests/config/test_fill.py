@@ -300,7 +300,7 @@ def test_old_names_keep_their_place_in_the_file(tmp_path: Path) -> None:
 
 
 def test_problems_of_a_dict_name_no_place() -> None:
-    assert "[" not in str(problems_of({"train_batch_size": 3, "nonsense": 1}, world_size=1))
+    assert "[" not in str(problems_of({"train_batch_size": 3, "optimiser": 1}, world_size=1))
 
 
 def test_a_config_with_places_travels() -> None:
@@ -316,9 +316,9 @@ def test_a_config_with_places_travels() -> None:
 
 
 def test_own_settings() -> None:
-    base: dict[str, Any] = {"train_batch_size": 1, "nonsense": {"a": 1}}
+    base: dict[str, Any] = {"train_batch_size": 1, "optimiser": {"a": 1}}
     resolved = resolve({**base, "hf_zero": {"ignore_unknown_keys": True, "decay_biases_and_norms": True}}, world_size=1)
     assert resolved.compatibility.decay_biases_and_norms
-    assert any(note.startswith("nonsense: there is no such key; ignored") for note in resolved.notes)
-    assert problems_of({**base, "hf_zero": {"ignore_unknown_keys": False}}).problems[0].path == "nonsense"
+    assert any(note.startswith("optimiser: there is no such key; ignored") for note in resolved.notes)
+    assert problems_of({**base, "hf_zero": {"ignore_unknown_keys": False}}).problems[0].path == "optimiser"
     assert not resolve({"train_batch_size": 1}, world_size=1).compatibility.decay_biases_and_norms

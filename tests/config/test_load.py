@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.config import ConfigError, load_config
+from hf_zero.config import ConfigError, load_config, resolve
 from hf_zero.config.jsonc import Place, parse
 
 WANTED = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}, "steps": [1, 2]}
@@ -66,7 +66,7 @@ def test_places_of_keys_are_known() -> None:
 MALFORMED = [
     ('{"a": 1, "a": 2}', ["1:10", "key 'a' is given twice, first at line 1, column 2", "keep one"]),
     ('{"z": {"b": 1,\n "b": 1}}', ["2:2", "key 'z.b' is given twice, first at line 1, column 8"]),
-    ('{"a": 1\n "b": 2}', ["2:2", "a comma or } must follow the value of 'a'", "missing comma"]),
+    ('{"a": 1 "b": 2}', ["1:9", "a comma or } must follow the value of 'a'", "missing comma"]),
     ('{"a": }', ["1:7", "a value was expected, not '}'"]),
     ('{"a": None}', ["1:7", "write null"]),
     ('{"a": True}', ["1:7", "write true"]),
@@ -97,6 +97,50 @@ def test_malformed_text_names_place_and_fix(text: str, expected: list[str], tmp_
     for part in expected:
         assert part in str(from_file.value)
         assert part in str(from_text.value)
+
+
+HJSON = """
+{
+  # DeepSpeed reads its files with a parser that takes all of this
+  train_batch_size: 8
+  zero_optimization: {
+    stage: 2, // one
+    reduce_bucket_size: 5e8
+    'stage3_max_live_parameters': 7   /* zero_optimization: */
+  }
+  optimizer: {type: "AdamW"
+    params: {lr: 1e-3}}
+  steps_per_print: 100 # no comma
+  "log_level": warning
+}
+"""
+
+
+def test_unquoted_keys_and_line_ends_for_commas(tmp_path: Path) -> None:
+    """DeepSpeed reads its files with an Hjson parser; here they were refused: "a key must stand in double quotes"."""
+    path = tmp_path / "ds.hjson"
+    path.write_text(HJSON)
+    config = load_config(path)
+    assert config == {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "stage3_max_live_parameters": 7},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "steps_per_print": 100,
+        "log_level": "warning",
+    }
+    lines = {key: place.line for key, place in config.places.items()}
+    assert lines == {
+        "train_batch_size": 4, "zero_optimization": 5, "zero_optimization.stage": 6,
+        "zero_optimization.reduce_bucket_size": 7, "zero_optimization.stage3_max_live_parameters": 8, "optimizer": 10,
+        "optimizer.type": 10, "optimizer.params": 11, "optimizer.params.lr": 11, "steps_per_print": 12, "log_level": 13,
+    }  # fmt: skip
+    assert resolve(config, world_size=1).zero.stage == 2
+
+
+def test_a_key_given_twice_is_an_error_in_hjson_too() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("{a: 1\n b: {c: 1\n c: 2}}")
+    assert ":3:2" in str(caught.value) and "key 'b.c' is given twice, first at line 2" in str(caught.value)
 
 
 def test_unreadable_sources(tmp_path: Path) -> None:

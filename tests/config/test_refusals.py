@@ -20,10 +20,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("zero_optimization.offload_optimizer.super_offload", True, "it is an update that may be undone"),
     ("aio.use_gds", True, "through host memory"),
     ("zero_optimization.offload_optimizer.device", "disk", "must be 'none', 'cpu' or 'nvme'"),
-    ("zero_optimization.zero_quantized_weights", True, "ZeRO++ is not built"),
-    ("zero_optimization.zero_quantized_gradients", True, "ZeRO++ is not built"),
-    ("zero_optimization.zero_quantized_nontrainable_weights", True, "ZeRO++ is not built"),
-    ("zero_optimization.zero_hpz_partition_size", 8, "ZeRO++ is not built"),
+    ("zero_optimization", {"stage": 3, "zero_quantized_weights": True}, "ZeRO++ is not built"),
+    ("zero_optimization", {"stage": 3, "zero_quantized_gradients": True}, "ZeRO++ is not built"),
+    ("zero_optimization", {"stage": 3, "zero_quantized_nontrainable_weights": True}, "ZeRO++ is not built"),
+    ("zero_optimization", {"stage": 3, "zero_hpz_partition_size": 8}, "ZeRO++ is not built"),
     ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}, "ZeRO++ is not built"),
     ("zero_optimization.mics_shard_size", 4, "MiCS is not built"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every update is complete"),
@@ -127,7 +127,9 @@ OFF: list[tuple[str, Any]] = [
     ("zero_optimization.zero_hpz_partition_size", 1),
     ("zero_optimization.zero_quantized_weights", False),
     ("gradient_predivide_factor", 1),
+    ("zero_optimization", {"zero_hpz_partition_size": 0}),
     ("tensor_parallel", {"autotp_size": 0}),
+    ("tensor_parallel", {"autotp_size": 1}),
     ("sequence_parallel_size", 1),
     ("compile", {"deepcompile": False}),
     ("hf_zero", {}),
@@ -153,8 +155,6 @@ NOTED: list[tuple[str, Any, int, str]] = [
     ("zero_optimization.allgather_partitions", True, 1, "always gathered in place"),
     ("zero_optimization.reduce_scatter", True, 2, "reduce-scatter"),
     ("zero_optimization.offload_optimizer", {"device": "cpu", "fast_init": True}, 2, "no effect with device cpu"),
-    ("zero_optimization.offload_param", {"device": "cpu"}, 2, "offload_optimizer is the key that frees memory here"),
-    ("zero_optimization.offload_param", {"device": "nvme"}, 0, "no effect at stage 0 (used at stage 3)"),
     ("zero_optimization.stage3_max_live_parameters", 1e9, 1, "no effect at stage 1 (used at stage 3)"),
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", True, 2, "used at stage 3"),
     ("zero_optimization.leaf_module", {"classes": "Block"}, 2, "used at stage 3"),
@@ -169,6 +169,11 @@ NOTED: list[tuple[str, Any, int, str]] = [
     ("pipeline", {"stages": "auto"}, 0, "pipeline modules are not supported"),
     ("vocabulary_size", 50257, 0, "not a multiple of 8"),
     ("zero_optimization.reduce_bucket_size", 1e6, 0, ""),
+    ("zero_optimization.zero_quantized_weights", True, 2, "used at stage 3"),
+    ("zero_optimization.offload_param", {"device": "cpu"}, 1, "to offload at other stages, use offload_optimizer"),
+    ("zero_optimization.offload_param", {"device": "nvme"}, 0, "no effect at stage 0"),
+    ("checkpoint.kind", 1, 0, "there is no such key in checkpoint; ignored"),
+    ("xyzzy", 1, 0, "there is no such key at the top level; ignored"),
 ]
 
 
@@ -176,7 +181,8 @@ NOTED: list[tuple[str, Any, int, str]] = [
 def test_accepted_without_effect_is_noted(path: str, value: Any, stage: int, words: str) -> None:
     config = {**BASE, **nested(path, value)}
     config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
-    notes = [note for note in resolve(config, world_size=1).notes if note.startswith(path)]
+    resolved = resolve(config, world_size=1)
+    notes = [note for note in (*resolved.notes, *resolved.warnings) if note.startswith(path)]
     if words:
         assert len(notes) == 1 and words in notes[0]
     else:
@@ -193,7 +199,7 @@ def test_all_problems_come_at_once() -> None:
         "optimizer": {"type": "MuAdam"},
         "scheduler": {"type": "OneCycle"},
         "gradient_clipping": -1,
-        "nonsense": 1,
+        "gradient_acumulation_steps": 1,
         "elasticity": {"micro_batch_sizes": [1, "a", "b"]},
     }
     with pytest.raises(ConfigError) as caught:
@@ -209,7 +215,7 @@ def test_all_problems_come_at_once() -> None:
         "scheduler.params.cycle_min_lr",
         "scheduler.params.cycle_max_lr",
         "gradient_clipping",
-        "nonsense",
+        "gradient_acumulation_steps",
         "elasticity.micro_batch_sizes[1]",
         "elasticity.micro_batch_sizes[2]",
     }

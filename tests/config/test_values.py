@@ -153,7 +153,7 @@ UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
     ({"zero_optimization.reduce_bukket": 1}, "zero_optimization.reduce_bukket", ""),
     ({"zero_optimization": {"scheduler": {}}}, "zero_optimization.scheduler", "did you mean scheduler?"),
     ({"hf_zero": {"fast": True}}, "hf_zero.fast", "remove it"),
-    ({"xyzzy": 1}, "xyzzy", "remove it"),
+    ({"zero_optimization": {"xyzzy": 1}}, "zero_optimization.xyzzy", "remove it"),
 ]
 
 
@@ -187,8 +187,11 @@ def test_boolean_zero_optimization(legacy: bool, stage: int) -> None:
 def test_old_names_are_read_as_the_new_ones() -> None:
     place = given("zero_optimization", {"stage": 2, "cpu_offload": True}).zero.offload_optimizer
     assert place is not None and place.device == "cpu"
-    resolved = given("zero_optimization", {"stage": 2, "cpu_offload_param": True})
-    assert resolved.zero.offload_param is None and any("offload_param: no effect" in note for note in resolved.notes)
+    place = given("zero_optimization", {"stage": 3, "cpu_offload_param": True}).zero.offload_param
+    assert place is not None and place.device == "cpu"
+    ignored = given("zero_optimization", {"stage": 2, "cpu_offload_param": True})
+    assert ignored.zero.offload_param is None
+    assert [warning.partition(":")[0] for warning in ignored.warnings] == ["zero_optimization.offload_param"]
     resolved = given("zero_optimization", {"stage": 2, "cpu_offload": False, "cpu_offload_use_pin_memory": True})
     assert resolved.zero.stage == 2
     resolved = given("zero_optimization", {"stage": 1, "stage3_gather_fp16_weights_on_model_save": True})

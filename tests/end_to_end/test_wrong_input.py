@@ -104,7 +104,11 @@ def trainer_words(folder: Path, config: Any, *more: str) -> list[str]:
         # transformers reads the file before any engine does, and words this error itself.
         pytest.param("not json at all", "(JSON|json|Expecting value)", id="not-json"),
         pytest.param(
-            {**Case(stage=2).ds_config, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            {
+                **Case(stage=2).ds_config,
+                "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+                "hf_zero": {"strict": True},
+            },
             r"offload_param",
             id="not-at-this-stage",
         ),

@@ -70,7 +70,7 @@ def start(rank: int, run: Run) -> str:
 def test_a_drive_that_is_too_small_is_refused_with_both_numbers(mount: Mount) -> None:
     run = Run(2, zero=on_drive(mount(size=4096), parameters=False))
     for message in run_ranks(start, 2, run):
-        assert "2 rank(s) need 0.00 GB of disk" in message and "free some space" in message
+        assert "2 rank(s) need 8.68 kB of disk" in message and "free some space" in message
 
 
 def take_all(path: Path) -> None:

@@ -75,7 +75,7 @@ def refused(rank: int, run: Run) -> str:
 
 def test_what_cannot_fit_is_refused_on_every_rank_with_both_numbers() -> None:
     for message in run_ranks(refused, 2, Run(2, zero=CPU)):
-        assert "2 rank(s) need 0.00 GB of host memory" in message and "0.00 GB are available" in message
+        assert "2 rank(s) need 8.68 kB of host memory" in message and "2.00 kB are available" in message
         assert "use more ranks, device nvme" in message
 
 
@@ -86,4 +86,4 @@ def said(rank: int, run: Run) -> None:
 def test_one_line_says_what_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(said, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
     [line] = [line for line in capsys.readouterr().out.splitlines() if "this rank needs" in line]
-    assert "GB of host memory (" in line and "GB of disk (" in line and "activations" in line
+    assert "kB of host memory (" in line and "kB of disk (" in line and "activations" in line

@@ -27,21 +27,35 @@ class Verdict(BaseModel):
     stages: tuple[int, ...] = ALL_STAGES  # elsewhere the field changes nothing
     unit: str = ""
     switch: str = "enabled"  # unbuilt section: the key that turns it on; "": any content does
+    met: bool = False  # where the field changes nothing, what it asks for holds all the same
+    off: tuple[int, ...] = ()  # unbuilt: further values that ask for nothing
 
 
-def honoured(default: Any, doc: str, *, unit: str = "", stages: tuple[int, ...] = ALL_STAGES) -> Any:
-    """The engine does what the field says."""
-    return _field(default, doc, Verdict(kind="honoured", unit=unit, stages=stages))
+def honoured(
+    default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
+) -> Any:
+    """The engine does what the field says; `why` is said at stages where it does not."""
+    return _field(default, doc, Verdict(kind="honoured", why=why, unit=unit, stages=stages, met=met))
 
 
-def inert(default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES) -> Any:
+def inert(
+    default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
+) -> Any:
     """Accepted, and changes nothing, for the reason given; the user is told when the key is set."""
-    return _field(default, doc, Verdict(kind="inert", why=why, unit=unit, stages=stages))
+    return _field(default, doc, Verdict(kind="inert", why=why, unit=unit, stages=stages, met=met))
 
 
-def unbuilt(default: Any, doc: str, *, why: str, switch: str = "enabled") -> Any:
+def unbuilt(
+    default: Any,
+    doc: str,
+    *,
+    why: str,
+    switch: str = "enabled",
+    stages: tuple[int, ...] = ALL_STAGES,
+    off: tuple[int, ...] = (),
+) -> Any:
     """Refused by name unless it holds its default (for a section: unless it is switched off)."""
-    return _field(default, doc, Verdict(kind="unbuilt", why=why, switch=switch))
+    return _field(default, doc, Verdict(kind="unbuilt", why=why, switch=switch, stages=stages, off=off))
 
 
 def detail(default: Any, doc: str, *, unit: str = "") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 from pydantic.fields import FieldInfo
@@ -11,6 +12,7 @@ from pydantic.fields import FieldInfo
 from hf_zero.config.schema.fields import Section, Verdict
 
 _FEW = 12  # as many names as a message may list
+_SEVERAL = 3  # as many places as a message may offer
 
 
 def subsection(field: FieldInfo) -> type[Section] | None:
@@ -46,15 +48,38 @@ def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield from all_paths(below, f"{prefix}{name}.")
 
 
-def suggestion(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> str:
-    """The fix for an unknown key: a sibling spelled alike, or the same name in another section."""
+@dataclass(frozen=True, slots=True)
+class Resemblance:
+    """Which known key an unknown one was probably meant to be: a sibling spelled alike, or the same name elsewhere."""
+
+    sibling: str = ""
+    elsewhere: tuple[str, ...] = ()  # paths
+
+    def __bool__(self) -> bool:
+        return bool(self.sibling or self.elsewhere)
+
+    def words(self, siblings: Sequence[str]) -> str:
+        """The fix to tell."""
+        if self.sibling:
+            return f'did you mean "{self.sibling}"?'
+        if self.elsewhere:
+            return f"did you mean {' or '.join(self.elsewhere)}?"
+        few = ", ".join(siblings) if len(siblings) <= _FEW else ""
+        return f"remove it, or write one of {few}" if few else "remove it; no key is spelled like it"
+
+
+def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> Resemblance:
+    """What an unknown key resembles, among its siblings first."""
     known = {name.lower(): name for name in siblings}
     close = difflib.get_close_matches(key.lower()[:100], known, n=1, cutoff=0.7)
     if close:
-        return f'did you mean "{known[close[0]]}"?'
-    # Apex's section shares names with fp16, and nobody is led there.
-    elsewhere = [path for path in everywhere if path.rpartition(".")[2] == key and not path.startswith("amp.")]
-    if 1 <= len(elsewhere) <= 3:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    few = ", ".join(known.values()) if len(known) <= _FEW else ""
-    return f"remove it, or write one of {few}" if few else "remove it; no key is spelled like it"
+        return Resemblance(sibling=known[close[0]])
+    elsewhere = tuple(path for path in everywhere if path.rpartition(".")[2] == key)
+    return Resemblance(elsewhere=elsewhere if len(elsewhere) <= _SEVERAL else ())
+
+
+def leading_paths(root: type[Section]) -> tuple[str, ...]:
+    """The key paths that somebody may be led to: not into sections that are refused, nor into Apex's or our own."""
+    closed = [name for name, field in root.model_fields.items() if verdict_of(field).kind == "unbuilt"]
+    hidden = tuple(f"{name}." for name in (*closed, "amp", "hf_zero"))
+    return tuple(path for path in all_paths(root) if not path.startswith(hidden))

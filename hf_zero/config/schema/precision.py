@@ -55,7 +55,7 @@ class Bf16(Section):
     enabled: Flag = honoured(False, "Cast parameters to bf16 and keep fp32 masters.")
     check_grad_overflow: Flag = honoured(True, "A non-finite gradient on any rank skips the update on all.")
     immediate_grad_update: Flag = inert(
-        False, "Add gradients to their buffer at once.", why="gradients always reach their bucket from a hook"
+        False, "Add gradients to their buffer at once.", why="gradients always reach their bucket from a hook", met=True
     )
     bf16_master_weights_and_grads: Flag = honoured(
         False,

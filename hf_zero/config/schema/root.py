@@ -81,7 +81,10 @@ class HfZero(Section):
         "Under Trainer with an optimizer section: true makes one param group of all parameters, as DeepSpeed does; "
         "false keeps Trainer's two, so that weight decay spares biases and norms.",
     )
-    ignore_unknown_keys: Flag = honoured(False, "true: unknown keys at the top level are ignored, as DeepSpeed does.")
+    ignore_unknown_keys: Flag = honoured(
+        False, "true: every unknown key at the top level is ignored, also one that resembles a known key."
+    )
+    strict: Flag = honoured(False, "true: a setting that is ignored is an error instead of a warning.")
     stochastic_rounding: Flag = honoured(
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
@@ -125,14 +128,17 @@ class Root(Section):
         1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
     )
     sparse_gradients: Flag = inert(
-        False, "Gather embedding gradients sparsely.", why="gradients are reduced dense, which gives the same result"
+        False,
+        "Gather embedding gradients sparsely.",
+        why="gradients are reduced dense, which gives the same result",
+        met=True,
     )
 
     zero_allow_untested_optimizer: Flag = inert(
-        False, "Allow optimizers outside a list.", why="any torch optimizer is accepted"
+        False, "Allow optimizers outside a list.", why="any torch optimizer is accepted", met=True
     )
     zero_force_ds_cpu_optimizer: Flag = inert(
-        True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced"
+        True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
     use_data_before_expert_parallelism: Flag = unbuilt(False, "Rank order of groups.", why=_ONLY_DATA)
     sequence_parallel_size: Positive = unbuilt(1, "Ranks per sequence.", why=_ONLY_DATA)

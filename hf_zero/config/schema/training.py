@@ -95,7 +95,7 @@ class Aio(Section):
     queue_depth: Positive = honoured(8, "Requests under way.")
     intra_op_parallelism: Positive = honoured(1, "Times queue_depth: the number of threads.")
     thread_count: Positive = honoured(1, "Older name of intra_op_parallelism; the larger of the two counts.")
-    single_submit: Flag = inert(False, "Submit one by one.", why="requests are always handed over one by one")
+    single_submit: Flag = inert(False, "Submit one by one.", why="requests are always handed over one by one", met=True)
     overlap_events: Flag = inert(True, "Overlap submission and completion.", why="they always overlap")
     use_gds: Flag = unbuilt(False, "GPUDirect storage.", why="files are read and written through host memory")
 
@@ -111,7 +111,9 @@ class TensorParallelGroup(Section):
 class TensorParallel(Section):
     """Automatic tensor parallelism."""
 
-    autotp_size: Count = unbuilt(0, "Ranks per tensor-parallel group.", why="only data parallelism is built")
+    autotp_size: Count = unbuilt(
+        0, "Ranks per tensor-parallel group; 0 and 1: none.", why="only data parallelism is built", off=(0, 1)
+    )
     tp_overlap_comm: Flag = detail(False, "Overlap its collectives.")
     preset_model: str | None = detail(None, "Known model family.")
     partition_config: Any = detail(None, "Own partition rules.")

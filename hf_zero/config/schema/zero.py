@@ -111,15 +111,18 @@ class Zero(Section):
         False,
         "Spread parameters over owners.",
         why="every bucket is cut into equal shards, so all ranks share the work; checkpoint files have this order",
+        met=True,
     )
     use_multi_rank_bucket_allreduce: Flag = inert(
         True, "Fuse slices of several owners.", why="one reduce-scatter serves all owners"
     )
-    parameter_alignment: Flag = inert(False, "Align parameters in flat buffers.", why="our layout sets the alignment")
+    parameter_alignment: Flag = inert(
+        False, "Align parameters in flat buffers.", why="our layout sets the alignment", met=True
+    )
     compute_grad_norm: Flag = inert(True, "Compute the gradient norm.", why="the norm is always computed")
     load_from_fp32_weights: Flag = inert(True, "Load masters from their fp32 copies.", why="they always are")
     elastic_checkpoint: Flag = inert(
-        False, "Checkpoints for another world size.", why="every checkpoint loads at any world size and stage"
+        False, "Checkpoints for another world size.", why="every checkpoint loads at any world size and stage", met=True
     )
     cpu_offload_use_pin_memory: Flag | None = inert(
         None, "Deprecated.", why="pinning is set by offload_optimizer.pin_memory and offload_param.pin_memory"
@@ -127,7 +130,12 @@ class Zero(Section):
     legacy_stage1: Flag = unbuilt(False, "The stage 1 of old releases.", why="there is one stage 1")
 
     offload_optimizer: OffloadOptimizer | None = honoured(None, "Place of the optimizer states.")
-    offload_param: OffloadParam | None = honoured(None, "Place of the parameters (stage 3).")
+    offload_param: OffloadParam | None = honoured(
+        None,
+        "Place of the parameters (stage 3).",
+        why="to offload at other stages, use offload_optimizer",
+        stages=_THREE,
+    )
 
     sub_group_size: Count = honoured(
         1_000_000_000,
@@ -150,10 +158,18 @@ class Zero(Section):
         LARGEST, "Most that may stay gathered in all.", unit="elements", stages=_THREE
     )
     stage3_gather_16bit_weights_on_model_save: Flag = honoured(
-        False, "Gather whole weights when the model is saved.", stages=_THREE
+        False,
+        "Gather whole weights when the model is saved.",
+        why="whole weights are always saved",
+        stages=_THREE,
+        met=True,
     )
     stage3_module_granularity_threshold: Count = inert(
-        0, "Fetch modules finer than this as one.", why="whole blocks are gathered as one anyway", stages=_THREE
+        0,
+        "Fetch modules finer than this as one.",
+        why="whole blocks are gathered as one anyway",
+        stages=_THREE,
+        met=True,
     )
     stage3_use_all_reduce_for_fetch_params: Flag = inert(
         False, "Gather by all-reduce.", why="a unit is one all-gather", stages=_THREE
@@ -168,19 +184,27 @@ class Zero(Section):
         True, "Module.apply gathers what it touches.", why="reading a parameter in zero.Init gathers it", stages=_THREE
     )
     pipeline_loading_checkpoint: Flag = inert(
-        False, "Ranks of a node load in turn.", why="no rank loads more than one tensor at a time", stages=_THREE
+        False,
+        "Ranks of a node load in turn.",
+        why="no rank loads more than one tensor at a time",
+        stages=_THREE,
+        met=True,
     )
     log_trace_cache_warnings: Flag = inert(
-        False, "Diagnostics of the gather order.", why="the order is fixed and has no cache", stages=_THREE
+        False, "Diagnostics of the gather order.", why="the order is fixed and has no cache", stages=_THREE, met=True
     )
-    enable_sanity_checks: Flag = inert(False, "Diagnostics.", why="the checks are always on", stages=_THREE)
+    enable_sanity_checks: Flag = inert(False, "Diagnostics.", why="the checks are always on", stages=_THREE, met=True)
     leaf_module: LeafModule | None = honoured(None, "Modules gathered as one unit.", stages=_THREE)
     save_muon_momentum_buffer_in_memory: Flag = honoured(False, "Muon under NVMe.", stages=_THREE)
 
-    zero_hpz_partition_size: Count = unbuilt(1, "Secondary shards inside groups of ranks.", why=_PLUS_PLUS)
-    zero_quantized_weights: Flag = unbuilt(False, "Gather int8 weights.", why=_PLUS_PLUS)
-    zero_quantized_nontrainable_weights: Flag = unbuilt(False, "Store frozen weights as int8.", why=_PLUS_PLUS)
-    zero_quantized_gradients: Flag = unbuilt(False, "Reduce int4 gradients.", why=_PLUS_PLUS)
+    zero_hpz_partition_size: Count = unbuilt(
+        1, "Secondary shards inside groups of ranks.", why=_PLUS_PLUS, stages=_THREE, off=(0, 1)
+    )
+    zero_quantized_weights: Flag = unbuilt(False, "Gather int8 weights.", why=_PLUS_PLUS, stages=_THREE)
+    zero_quantized_nontrainable_weights: Flag = unbuilt(
+        False, "Store frozen weights as int8.", why=_PLUS_PLUS, stages=_THREE
+    )
+    zero_quantized_gradients: Flag = unbuilt(False, "Reduce int4 gradients.", why=_PLUS_PLUS, stages=_THREE)
     zeropp_loco_param: Free | None = unbuilt(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
     mics_shard_size: Whole = unbuilt(-1, "Shard over groups of this many ranks.", why="MiCS is not built")
     mics_hierarchical_params_gather: Flag = unbuilt(False, "Gather in two hops.", why="MiCS is not built")
