@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from hf_zero.config.errors import ConfigError
+from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
@@ -74,7 +74,8 @@ def _section(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
     alone = {key: param_dict[key] for key in keys if key in param_dict}
     translated = translate(alone)
-    config, problems = validate(translated.tree)
+    config, found = validate(translated.tree)
+    problems = [finding for finding in found if isinstance(finding, Problem)]
     if translated.problems or problems:
         raise ConfigError([*translated.problems, *problems])
     return _as(kind, getattr(config, name))

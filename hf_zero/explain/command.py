@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hf_zero.config import ConfigError, Problem, Views, examine, load_config
 from hf_zero.explain.flags import training_view_from_flags
+from hf_zero.explain.mend import default_target, mend, write_mended
 from hf_zero.explain.model import model_view_by_name
 from hf_zero.explain.report import Report, as_json, report_on, show
 from hf_zero.integration.views import launch_view
@@ -21,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default: 1)")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="also keys that have no effect at this stage")
-    parser.usage = "%(prog)s ds.json [TrainingArguments flags...] [--model M] [--world-size N] [--json] [--all]"
+    parser.add_argument("--fix", action="store_true", help="write a mended copy (ds.json: ds.fixed.json beside it)")
+    parser.add_argument("--fix-to", metavar="FILE", help="the same, into this file; none is overwritten")
+    parser.usage = "%(prog)s ds.json [TrainingArguments flags...] [--model M] [--world-size N] [--json] [--all] [--fix]"
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -45,8 +49,16 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
         views = Views(
             world_size=arguments.world_size, training=training, accelerator=launch_view(os.environ), model=model
         )
+        name = config.name or "the config given"
+        if arguments.fix or arguments.fix_to:
+            mended, changes = mend(config, views)
+            target = Path(arguments.fix_to) if arguments.fix_to else default_target(config.name)
+            write_mended(mended, target)
+            notes += [f"--fix: {change}" for change in changes or ["nothing to mend"]]
+            notes.append(f"the mended config is in {target}; comments are not carried over")
+            config, name = load_config(target), str(target)
         findings = examine(config, views, complete=False)
     except ConfigError as error:
         problems += error.problems
         return Report(name=str(arguments.config)[:200], problems=tuple(problems), notes=tuple(notes))
-    return report_on(findings, name=config.name or "the config given", extra_notes=notes, everything=arguments.all)
+    return report_on(findings, name=name, extra_notes=notes, everything=arguments.all)

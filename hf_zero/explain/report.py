@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from hf_zero.config import Findings, Problem
 from hf_zero.config.errors import ABSENT
@@ -21,6 +24,8 @@ from hf_zero.config.schema.names import all_paths, section_of, verdict_of
 
 LATER = "filled when training starts"
 WIDTH_IN_FILES = 150
+_LEAST_EFFECT = 24  # characters; narrower is not read any more
+_BORDERS = 13
 _BY_TRAINER = ("train_", "gradient_accumulation_steps", "gradient_clipping", "fp16.enabled", "bf16.enabled")
 
 
@@ -43,6 +48,7 @@ class Report:
     stage: int | None = None
     rows: tuple[Row, ...] = ()
     problems: tuple[Problem, ...] = ()
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -55,7 +61,14 @@ def report_on(findings: Findings, *, name: str, extra_notes: Sequence[str] = (),
     # Arguments of optimizer and schedule stand behind their section.
     rows.sort(key=lambda row: order.get(row.key, order.get(row.key.rpartition(".")[0], 0)))
     kept = [note for note in findings.notes if '"auto" was not filled' not in note]
-    return Report(name=name, stage=stage, rows=tuple(rows), problems=findings.problems, notes=(*kept, *extra_notes))
+    return Report(
+        name=name,
+        stage=stage,
+        rows=tuple(rows),
+        problems=findings.problems,
+        warnings=findings.warnings,
+        notes=(*kept, *extra_notes),
+    )
 
 
 def _rows(findings: Findings, stage: int) -> Iterator[Row]:
@@ -112,6 +125,7 @@ def as_json(report: Report) -> str:
         "stage": report.stage,
         "settings": settings,
         "problems": [_problem(problem) for problem in report.problems],
+        "warnings": list(report.warnings),
         "notes": list(report.notes),
     }
     return json.dumps(content, indent=2, default=str)
@@ -131,12 +145,13 @@ def _problem(problem: Problem) -> dict[str, Any]:
 
 def show(report: Report, console: Console | None = None) -> None:
     """For people."""
-    # Into a file or a pipe, where there is no edge to break words at, the table is as wide as it reads well.
-    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES)
+    console = console or Console(highlight=False, width=_width())
     if report.rows:
-        console.print(_table(report))
+        _show_rows(report, console)
     for number, problem in enumerate(report.problems, 1):
         console.print(f"[bold red]problem {number}[/]: {escape(str(problem))}", soft_wrap=True)
+    for warning in report.warnings:
+        console.print(f"[yellow]warning: {escape(warning)}[/]", soft_wrap=True)
     for note in report.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
     count = len(report.problems)
@@ -144,17 +159,45 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(f"{escape(report.name)}: {verdict}", soft_wrap=True)
 
 
-def _table(report: Report) -> Table:
-    table = Table(title=f"{escape(report.name)} at ZeRO stage {report.stage}", title_justify="left")
-    table.add_column("key", overflow="fold")
-    table.add_column("value", overflow="fold")
-    table.add_column("source", overflow="fold")
-    table.add_column("effect", overflow="fold", ratio=1)
+def _width() -> int | None:
+    """A file or a pipe has no edge to break words at: there the table is as wide as it reads well, unless told."""
+    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else WIDTH_IN_FILES
+
+
+def _show_rows(report: Report, console: Console) -> None:
+    """As a table where whole keys, values and sources leave room for the effect, else one below the other."""
+    title = f"{escape(report.name)} at ZeRO stage {report.stage}"
+    columns = zip(*((row.key, _shown(row.value), row.source) for row in report.rows))
+    taken = sum(max(map(len, column)) for column in columns) + _BORDERS
+    if taken + _LEAST_EFFECT <= console.width:
+        console.print(_table(report, title))
+        return
+    console.print(title)
     for row in report.rows:
-        style = "dim" if row.source == "default" else "yellow" if row.value == "auto" else ""
-        value = row.value if isinstance(row.value, str) else _value(row.value)
-        table.add_row(escape(row.key), escape(value), escape(row.source), escape(row.effect), style=style)
+        # Never wrapped: a key that is broken cannot be searched for.
+        console.print(f"{escape(row.key)} = {escape(_shown(row.value))}", style=_style(row), soft_wrap=True)
+        console.print(f"    from {escape(row.source)}", style=_style(row), soft_wrap=True)
+        if row.effect:
+            console.print(Padding(Text(row.effect, style=_style(row)), (0, 0, 0, 4)))
+
+
+def _table(report: Report, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("key", "value", "source"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("effect", ratio=1)
+    for row in report.rows:
+        cells = (row.key, _shown(row.value), row.source, row.effect)
+        table.add_row(*map(escape, cells), style=_style(row))
     return table
+
+
+def _style(row: Row) -> str:
+    return "dim" if row.source == "default" else "yellow" if row.value == "auto" else ""
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else _value(value)
 
 
 def _value(value: object) -> str:

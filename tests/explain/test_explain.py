@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +148,73 @@ def test_the_door(ds_json: Path) -> None:
     words = [sys.executable, "-m", "hf_zero", "explain", str(ds_json), "--world-size", "0"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "world_size = 0" in done.stdout
+
+
+def on_paper(ds_json: Path, width: int | None = None) -> list[str]:
+    environment = {**os.environ, **({} if width is None else {"COLUMNS": str(width)})}
+    if width is None:
+        environment.pop("COLUMNS", None)
+    words = [sys.executable, "-m", "hf_zero", "explain", str(ds_json), "--world-size", "2"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_keys_and_sources_are_never_broken(width: int, ds_json: Path) -> None:
+    """`COLUMNS=80 explain` through a pipe was 150 wide; on a terminal four equal columns split keys in the middle."""
+    lines = on_paper(ds_json, width)
+    page = "\n".join(lines)
+    for key in ("zero_optimization.stage", "zero_optimization.reduce_bucket_size", "optimizer.params.lr"):
+        assert key in page
+    assert f"{ds_json}:9" in page
+    assert all(len(line) <= width for line in lines if str(ds_json) not in line and "note: " not in line)
+    assert any(line.startswith("    Size of a bucket of gradients") for line in lines) == (width == 80)
+
+
+def test_a_pipe_without_a_width_is_as_wide_as_it_reads_well(ds_json: Path) -> None:
+    assert max(map(len, on_paper(ds_json))) >= 100
+
+
+BROKEN = """{
+  // five things that need no decision
+  "train_micro_batch_size_per_gpu": 1,
+  "gradient_clippping": 0.5,
+  "my_note": 1,
+  "optimizer": {"type": "AdamWW", "params": {"lr": 1e-3}},
+  "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_param": {"device": "cpu"},
+    "contiguous_gradients": true},
+  "bf16": {"enabled": "perhaps"}
+}"""
+
+
+def test_fix_writes_the_mended_file(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ds_json.write_text(BROKEN)
+    code, content = explained(capsys, ds_json, "--fix")
+    target = ds_json.with_name("ds.fixed.json")
+    assert json.loads(target.read_text()) == {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True},
+        "bf16": {"enabled": "perhaps"},
+    }
+    # What needs a decision is left, told with its place in the new file, and is the status.
+    assert code == 1 and [(x["key"], x["source"]) for x in content["problems"]] == [("bf16.enabled", f"{target}:17")]
+    assert content["warnings"] == [] and ds_json.read_text() == BROKEN
+    assert {note.partition(" ")[2] for note in content["notes"] if note.startswith("--fix: ")} == {
+        "gradient_clippping becomes gradient_clipping",
+        "my_note is removed",
+        "optimizer.type becomes 'AdamW'",
+        "zero_optimization.cpu_offload becomes zero_optimization.offload_optimizer = {'device': 'cpu'}",
+        "zero_optimization.offload_param is removed",
+    }
+    code, content = explained(capsys, ds_json, "--fix")
+    assert code == 1 and content["problems"][0]["rule"] == "there is such a file" and target.exists()
+
+
+def test_fix_opens_what_contradicts_the_flags(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = ds_json.with_name("other.json")
+    flags = ("--gradient_accumulation_steps", 4, "--max_grad_norm", 0.5)
+    code, _ = explained(capsys, ds_json, "--fix-to", target, *flags)
+    assert code == 0 and json.loads(target.read_text())["gradient_accumulation_steps"] == "auto"
