@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 FEATURES_PAGE = "docs/features.md"
@@ -104,10 +105,22 @@ class DeepSpeedConfigError(Exception):
 
 
 class ConfigError(DeepSpeedConfigError, ValueError):
-    """A configuration that cannot be used; lists every problem found, not only the first."""
+    """A configuration that cannot be used; lists every problem found, not only the first.
+
+    An instance also is of the types that DeepSpeed raises for such problems (AssertionError, TypeError ...), so that
+    what was written to catch those catches it.
+    """
+
+    def __new__(
+        cls, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used"
+    ) -> ConfigError:
+        given = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        error: ConfigError = super().__new__(_raised_as(frozenset(kind for one in given for kind in kinds_of(one))))
+        error.problems = given  # may have been an iterator, which gives its entries once
+        return error
 
     def __init__(self, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used") -> None:
-        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.problems: tuple[Problem, ...]
         self.headline = headline
         count = len(self.problems)
         lines = [f"{headline} ({count} problem{'' if count == 1 else 's'}):"]
@@ -116,4 +129,36 @@ class ConfigError(DeepSpeedConfigError, ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
         # Errors travel between processes; the default would hand the finished text back to __init__.
-        return (type(self), (self.problems, self.headline))
+        return (ConfigError, (self.problems, self.headline))
+
+
+# What DeepSpeed 0.19.8 raises, where that is neither a ValueError nor its own DeepSpeedConfigError: the path of the
+# problem, words of our rule ("": any), the type.
+_KINDS: tuple[tuple[str, str, type[Exception]], ...] = (
+    (r"train_.*|gradient_accumulation_steps", "", AssertionError),
+    (r"fp16\.enabled, bf16\.enabled", "", AssertionError),
+    (r"(optimizer|scheduler)\.type", "", AssertionError),
+    (r"(optimizer|scheduler)\.params", "", TypeError),
+    (r"(optimizer|scheduler)\.params\..*", "there is no such argument", TypeError),
+    (r"scheduler\.params\..*", " needs ", TypeError),
+    (r"bf16\.bf16_.*|fp16\.fp16_.*|data_types\.param_dtype", "", AssertionError),
+    (r"data_types\.grad_accum_dtype", "", NotImplementedError),
+    (r"config|args\.deepspeed_config", "given", AssertionError),
+)
+
+
+def kinds_of(problem: Problem) -> Iterator[type[Exception]]:
+    """The types, besides our own, of the error that DeepSpeed raises for such a problem."""
+    for path, words, kind in _KINDS:
+        if re.fullmatch(path, problem.path) and words in problem.rule:
+            yield kind
+    if problem.value == "auto" and problem.path.rpartition(", ")[2].startswith("train_"):
+        yield TypeError  # it computes with the text
+
+
+@functools.cache
+def _raised_as(kinds: frozenset[type[Exception]]) -> type[ConfigError]:
+    bases: tuple[type, ...] = (ConfigError, *sorted(kinds, key=lambda kind: kind.__name__))
+    # Under the name by which it is known: tracebacks show it.
+    named = {"__module__": ConfigError.__module__, "__doc__": ConfigError.__doc__}
+    return type(ConfigError.__name__, bases, named) if kinds else ConfigError

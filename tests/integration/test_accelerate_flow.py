@@ -123,7 +123,7 @@ def test_a_dummy_scheduler_without_section_or_callable() -> None:
 
 
 def test_several_wrong_objects_and_keys_are_named_together() -> None:
-    message = refused(config(optimizer=ADAMW, scheduler=WARMUP_DECAY, nonsense=1), "real", "real")
+    message = refused(config(optimizer=ADAMW, scheduler=WARMUP_DECAY, zero_optimisation=1), "real", "real")
     assert "(3 problems)" in message
 
 

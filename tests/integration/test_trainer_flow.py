@@ -64,12 +64,12 @@ def test_a_section_that_is_no_section(section: str, tmp_path: Path) -> None:
 
 def test_all_problems_come_before_the_model_is_loaded(tmp_path: Path) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "lerning": 1}}
-    config = {**BASE, "optimizer": optimizer, "gradient_clipping": 3, "nonsense": 1, "bf16": {"enabled": True}}
+    config = {**BASE, "optimizer": optimizer, "gradient_clipping": 3, "zero_optimisation": 1, "bf16": {"enabled": True}}
     path = write(tmp_path, config)
     message = refused(tmp_path, str(path), learning_rate=1e-4)
     for words in (
         "(5 problems)",
-        f"nonsense = 1  [{path}:",
+        f"zero_optimisation = 1  [{path}:",
         "optimizer.params.lr = 0.001",
         "but:  learning_rate = 0.0001  [TrainingArguments.learning_rate]",
         "optimizer.params.lerning = 1",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
-from hf_zero.config.fill import apply, drop_strays, fill
+from hf_zero.config.fill import apply, drop_strays, fill, strays
 from hf_zero.integration.engine_choice import joined
+from hf_zero.integration.host_words import no_engine, raise_both
 from hf_zero.integration.objects import object_problems
 from hf_zero.integration.takeovers import MARK, stepped_aside
 from hf_zero.integration.views import accelerator_view, is_dummy
@@ -24,7 +26,10 @@ def around(original: Callable[..., Any]) -> Callable[..., Any]:
         if model is None:
             _refuse_lone_stand_in(args)
             return tuple(_alone(self, thing) for thing in original(self, *args))
-        fill_autos(self, model, args)
+        try:
+            fill_autos(self, model, args)
+        except ConfigError as error:
+            _refuse(self, error, lambda: original(self, *args))
         # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
         earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
         try:
@@ -47,6 +52,22 @@ def _has_working_step(prepared: Sequence[Any]) -> bool:
     methods = (DeepSpeedOptimizerWrapper.step, DeepSpeedOptimizerWrapper.zero_grad)
     has_object = any(isinstance(thing, DeepSpeedOptimizerWrapper) for thing in prepared)
     return has_object and all(hasattr(method, MARK) for method in methods)
+
+
+def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -> NoReturn:
+    """Raise what was found, beginning with accelerate's own words; its check changes the config, which is put back."""
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    kept = copy.deepcopy(dict(config))
+    # A size that nobody knows is no mistake here: the default holds.
+    for path in strays(config):
+        if path[0] == "zero_optimization" and len(path) == 2:
+            del config["zero_optimization"][path[1]]
+    try:
+        with no_engine():
+            raise_both(found.problems, check)
+    finally:
+        config.clear()
+        config.update(kept)
 
 
 def _refuse_lone_stand_in(things: Sequence[Any]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.config import ConfigError, Views, examine
+from hf_zero.config import Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_strays, fill
+from hf_zero.integration.host_words import raise_both, stand_in_model
 from hf_zero.integration.takeovers import stepped_aside
 from hf_zero.integration.views import training_view
 from hf_zero.model_view import model_view
@@ -29,7 +31,9 @@ def around(original: Callable[..., None]) -> Callable[..., None]:
             return original(self, args, model, num_training_steps)
         problems = examine(self.config, views).problems
         if problems:
-            raise ConfigError(problems)
+            twin = copy.copy(self)
+            twin.config, twin.mismatches = copy.deepcopy(dict(self.config)), []
+            raise_both(problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
         apply(self.config, fill(self.config, views))
         # A later train() knows the number of steps; until then the schedule keeps its autos.
         drop_strays(self.config, keep="scheduler.params" if evaluates_only else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,8 @@ from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, fill
-from hf_zero.integration.takeovers import stepped_aside
+from hf_zero.integration.host_words import raise_both, stand_in_model
+from hf_zero.integration.takeovers import MARK, stepped_aside
 from hf_zero.integration.views import launch_view, training_view
 from hf_zero.log import logger
 
@@ -39,12 +41,26 @@ def around(original: Callable[..., None]) -> Callable[..., None]:
             stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
             return original(self, args, auto_find_batch_size)
         set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
-        _write(self.config, views)
+        try:
+            _write(self.config, views)
+        except ConfigError as error:
+            raise_both(error.problems, lambda: _their_checks(self, original, args, auto_find_batch_size))
         for line in overruled(self.config, args):
             logger.warning(line)
         self._dtype = _dtype(self)
 
     return trainer_config_process
+
+
+def _their_checks(hf_config: Any, process: Callable[..., None], args: Any, auto_find_batch_size: bool) -> None:
+    """transformers collects contradictions in the first phase and tells them in the second: both, on a copy."""
+    twin = copy.copy(hf_config)
+    twin.config, twin.mismatches = copy.deepcopy(dict(hf_config.config)), []
+    steps = ((twin.config.get("scheduler") or {}).get("params") or {}).get("total_num_steps")
+    process(twin, args, auto_find_batch_size)
+    finalize = getattr(type(twin).trainer_config_finalize, MARK, None)
+    if finalize is not None:
+        finalize(twin, args, stand_in_model(), steps if isinstance(steps, int) else 1)
 
 
 def _write(config: dict[str, Any], views: Views) -> None:

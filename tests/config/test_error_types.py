@@ -1,0 +1,66 @@
+"""Whoever catches what DeepSpeed raises catches ours: the same wrong set-ups under both."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.config import ConfigError, Problem
+from hf_zero.config.errors import DeepSpeedConfigError
+from tests.config.deepspeed_answers import ask_deepspeed
+from tests.config.wrong_setups import NO_MODEL, RAISED, SETUPS
+from tests.support.ranks import free_port
+
+CATCHES = {
+    "AssertionError": AssertionError,
+    "DeepSpeedConfigError": DeepSpeedConfigError,
+    "NotImplementedError": NotImplementedError,
+    "TypeError": TypeError,
+    "ValidationError": ValueError,
+    "ValueError": ValueError,
+}
+PROGRAM = """
+import os, torch, deepspeed
+import deepspeed.comm.torch
+deepspeed.comm.torch.build_shm_op = lambda: None  # compiles for minutes, and nothing here communicates
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given["port"]))
+answer = {}
+for name, config in given["setups"].items():
+    model = None if name == given["no_model"] else torch.nn.Linear(4, 4)
+    parameters = None if model is None else model.parameters()
+    try:
+        deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+        answer[name] = "nothing"
+    except BaseException as error:
+        answer[name] = type(error).__name__
+"""
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_an_error_is_caught_by_what_was_written_for_deepspeeds(name: str) -> None:
+    """`except AssertionError` and `pytest.raises(TypeError)` of others' scripts and suites let ours pass."""
+    model = None if name == NO_MODEL else torch.nn.Linear(4, 4)
+    with pytest.raises(CATCHES[RAISED[name]]) as caught:
+        hf_zero.initialize(model=model, config=copy.deepcopy(SETUPS[name]))
+    if name != NO_MODEL:
+        assert isinstance(caught.value, ConfigError) and type(caught.value).__name__ == "ConfigError"
+
+
+def test_an_error_is_of_no_type_that_its_problems_do_not_call_for() -> None:
+    error = ConfigError(Problem("zero_optimization.stage", 7, "must be 0, 1, 2 or 3", "choose one"))
+    assert type(error) is ConfigError and not isinstance(error, (AssertionError, TypeError))
+    both = ConfigError(iter([Problem("optimizer.type", "A", "is none", ""), Problem("optimizer.params", {}, "no", "")]))
+    assert isinstance(both, AssertionError) and isinstance(both, TypeError) and len(both.problems) == 2
+    travelled = pickle.loads(pickle.dumps(both))
+    assert type(travelled) is type(both) and str(travelled) == str(both)
+
+
+@pytest.mark.oracle
+def test_the_record_is_what_deepspeed_raises(tmp_path: Path) -> None:
+    given = {"setups": SETUPS, "no_model": NO_MODEL, "port": free_port()}
+    assert ask_deepspeed(PROGRAM, given, tmp_path, timeout_s=240) == RAISED
