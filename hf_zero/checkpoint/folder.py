@@ -56,6 +56,9 @@ def tag_in_latest(root: Path, *names: str) -> str | None:
     """What `latest`, else the file of a universal checkpoint, names; None without such a file."""
     for name in names or (ds.LATEST, ds.LATEST_UNIVERSAL):
         path = root / name
+        if path.is_dir():
+            fix = "move it away, and load by naming the tag; the next save writes the file"
+            raise CheckpointError(path, "is a folder, where a file should name the newest checkpoint", fix)
         if path.is_file():
             with path.open("rb") as file:
                 content = file.read(_MAX_TAG_BYTES + 1)

@@ -26,6 +26,7 @@ from hf_zero.errors import WrongArgument
 from hf_zero.log import logger
 
 Directory = str | os.PathLike[str]
+_TAKEN = (ds.LATEST, ds.LATEST_UNIVERSAL, "zero_to_fp32.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,11 @@ def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) ->
     first = str(tags[0])
     if not first or first.startswith(("/", ".")) or ".." in first.split("/"):
         raise WrongArgument(f"save_checkpoint(tag={first!r}): a tag is the name of a folder inside save_dir")
+    if first.split("/")[0] in _TAKEN:
+        raise WrongArgument(
+            f"save_checkpoint(tag={first!r}): in save_dir this is the name of a file that goes beside the checkpoints; "
+            "use another tag"
+        )
     return first
 
 

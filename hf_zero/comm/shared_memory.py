@@ -17,8 +17,9 @@ import socket
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -390,8 +391,8 @@ def connect(
     rank: int, world: int, gather_objects: Callable[[object], list[object]], timeout_s: float
 ) -> SharedMemoryLink | None:
     """Link all ranks; None, on every rank, when they do not share a machine or it cannot do this. Collective."""
-    with tempfile.TemporaryDirectory(prefix="hf_zero-") as folder:
-        listener = _listen_at(f"{folder}/{rank}", world)
+    with _socket_folder() as folder:
+        listener = None if folder is None else _listen_at(f"{folder}/{rank}", world)
         addresses = gather_objects([_machine(), f"{folder}/{rank}"] if listener is not None else None)
         peers = _call(rank, addresses)
         if not all(gather_objects(peers is not None)):
@@ -406,6 +407,19 @@ def connect(
             peers[_WORD.unpack(caller.recv(_WORD.size, socket.MSG_WAITALL))[0]] = caller
         listener.close()
     return SharedMemoryLink(SocketWires(peers, _WORD.size), timeout_s)
+
+
+@contextmanager
+def _socket_folder() -> Iterator[str | None]:
+    """A folder for the time of meeting; None where none can be made: no temporary folder, or none with room."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="hf_zero-")
+    except OSError as error:
+        logger.warning("ranks do not share memory: no temporary folder can be made (%s); TMPDIR names one", error)
+        yield None
+        return
+    with folder as name:
+        yield name
 
 
 def _listen_at(path: str, world: int) -> socket.socket | None:

@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from hf_zero.log import logger
+from hf_zero.memory.parting import at_signal, forget
 from hf_zero.memory.requests import StorageError
 
 _PREFIX = "hf_zero_swap"
@@ -48,10 +49,12 @@ class RunFolder:
             raise StorageError(f"nvme_path {str(base)!r} cannot be used: {error}") from error
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
         Finalize(None, self._finalizer, exitpriority=0)  # processes of multiprocessing end without `atexit`
+        at_signal(self._finalizer)
 
     def close(self) -> None:
         """Remove the folder and everything in it."""
         self._finalizer()
+        forget(self._finalizer)
 
 
 def remove_leftovers(root: Path) -> None:

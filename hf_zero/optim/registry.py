@@ -152,7 +152,7 @@ def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
                 Problem(
                     "zero_optimization.stage",
                     stage,
-                    f"{name} works on whole tensors, and stages 1 and 2 give it flat shards",
+                    f"{name} works on whole tensors, and this stage gives it flat shards",
                     f"use stage 0 with {name}, or AdamW with this stage",
                 )
             ]

@@ -75,6 +75,22 @@ def test_a_tag_chooses_and_latest_can_be_left(saved: tuple[Path, ZeroEngine]) ->
         writer.save_checkpoint(str(root), tag="../escaped")
 
 
+@pytest.mark.parametrize("tag", ["latest", "latest_universal", "zero_to_fp32.py", "latest/1"])
+def test_a_tag_that_is_the_name_of_a_file_beside_checkpoints(tag: str, saved: tuple[Path, ZeroEngine]) -> None:
+    """`save_checkpoint(tag="latest")` made a folder of that name, and no later save could write the file."""
+    with pytest.raises(AssertionError, match="use another tag"):
+        saved[1].save_checkpoint(str(saved[0]), tag=tag)
+    assert (saved[0] / "latest").is_file() and saved[1].save_checkpoint(str(saved[0]), tag="latest_one")
+
+
+def test_a_folder_in_the_place_of_latest(saved: tuple[Path, ZeroEngine]) -> None:
+    """A `latest` that was a folder counted as none: nothing was loaded, and nothing said so but a warning."""
+    (saved[0] / "latest").unlink()
+    (saved[0] / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="is a folder, where a file should name the newest checkpoint"):
+        other_engine().load_checkpoint(str(saved[0]))
+
+
 def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
     new_engine(2, 1).save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
     assert open_checkpoint(tmp_path).frozen == {}

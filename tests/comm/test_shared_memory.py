@@ -190,3 +190,17 @@ def test_a_rank_that_is_waited_for_is_named_long_before_the_timeout() -> None:
     """A rank that ran a forward alone slept for half an hour without a word about whom it waited for."""
     warned, _ = run_ranks(run_slow, 2)
     assert warned and warned[0].startswith("nothing from rank 1 for 0.05 seconds: this rank waits for it")
+
+
+def run_without_temporary_folder(rank: int) -> list[float]:
+    with mock.patch.object(shared_memory.tempfile, "TemporaryDirectory", side_effect=FileNotFoundError("no usable")):
+        collectives = collectives_for(CPU)
+    assert not isinstance(collectives, HostCollectives)
+    values = torch.full((2,), 1.0 + rank)
+    collectives.all_reduce(values).wait()
+    return [float(value) for value in values]
+
+
+def test_without_a_temporary_folder_ranks_go_on_without_shared_memory() -> None:
+    """With no folder that can be written to, FileNotFoundError ended the run that gloo would have carried."""
+    assert run_ranks(run_without_temporary_folder, 2) == [[3.0, 3.0], [3.0, 3.0]]

@@ -28,7 +28,9 @@ def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.
             assert search(str(tmp_path)) == str(tmp_path / "checkpoint-100")
     finally:
         logging.getLogger("hf_zero").removeHandler(caplog.handler)
-    assert f"{tmp_path / 'checkpoint-110'} is incomplete" in caplog.text
+    # Once, although a script that asks for the newest checkpoint hands over to Trainer, which asks again.
+    said = {id(record) for record in caplog.records if record.msg.startswith("%s is incomplete")}
+    assert len(said) == 1 and f"{tmp_path / 'checkpoint-110'} is incomplete" in caplog.text
 
 
 def test_nothing_else_changes(tmp_path: Path) -> None:

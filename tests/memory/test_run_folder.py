@@ -48,6 +48,40 @@ def test_it_goes_when_its_process_ends(tmp_path: Path) -> None:
     assert process.returncode == 0 and list(tmp_path.iterdir()) == []
 
 
+BUSY = HOLDER.replace("sys.stdin.read()", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("script", [HOLDER, BUSY], ids=["waiting", "busy in one call"])
+def test_it_goes_when_its_process_is_told_to_end(script: str, number: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP left swap folders, of the size of the states, until the next run; SIGINT did not.
+
+    The process still dies of the signal, at once, also while its main thread sits in one call that takes for ever.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert (tmp_path / process.stdout.readline().strip()).is_dir()
+        process.send_signal(number)
+        assert process.wait(timeout=60) == -number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_handles_the_signal_keeps_it(tmp_path: Path) -> None:
+    handles = "import signal\nsignal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))\nfolder = RunFolder"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.replace("folder = RunFolder", handles), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 7 and list(tmp_path.iterdir()) == []
+
+
 def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
     living, killed = holder(tmp_path), holder(tmp_path)
     foreign = tmp_path / "hf_zero_swap.another-machine.1.00000000"

@@ -5,6 +5,7 @@ Trainer writes trainer_state.json last, and cannot resume without it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -25,7 +26,13 @@ def around(original: Callable[[str], str | None]) -> Callable[[str], str | None]
         if not complete:
             return newest  # perhaps not written by Trainer at all
         chosen = os.path.join(folder, found[max(complete)])
-        logger.warning("%s is incomplete (no %s: the job ended while saving); resuming from %s", newest, _STATE, chosen)
+        _say_once(newest, chosen)
         return chosen
 
     return get_last_checkpoint
+
+
+@functools.cache
+def _say_once(newest: str, chosen: str) -> None:
+    """Scripts ask for the newest checkpoint, and Trainer asks again."""
+    logger.warning("%s is incomplete (no %s: the job ended while saving); resuming from %s", newest, _STATE, chosen)
