@@ -98,6 +98,8 @@ AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT = "zero3_partitioned"
 MANIFEST = "hf_zero_manifest.json"
 HF_ZERO = "hf_zero"
 STEPS = "steps"
+WHOLE_STATES = "whole_states"
+SHARD_STATES = "shard_states"
 MANIFEST_KEY = "manifest"
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.shard_states import is_inside
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
+from hf_zero.checkpoint.whole_states import pieces_of
 from hf_zero.layout import chunk_numel
 from hf_zero.log import logger
-from hf_zero.optim import MasterShard
+from hf_zero.optim import MasterShard, Updater
 from hf_zero.zero.consolidate import persistent_buffers
 from hf_zero.zero.sharded_parameter import of
 from hf_zero.zero.store import ParameterStore
@@ -175,13 +175,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
         if group is None:
             logger.warning("%s: no state for the parameters of one optimizer group; it starts anew", view.folder.path)
         wanted = updater.state_names(options)
-        if view.whole_states and (wanted or subject.assembly.optimizer.sharding.shards_optimizer):
-            raise CheckpointError(
-                view.folder.path,
-                "holds optimizer states of whole matrices, and this optimizer updates one element at a time or flat "
-                "shards",
-                "continue at stage 0 with the optimizer that was saved, or load with load_optimizer_states=False",
-            )
+        _refuse_other_kinds(updater, view)
         if wanted and view.states() and not set(wanted) & set(view.states()):
             raise CheckpointError(
                 view.folder.path,
@@ -191,6 +185,34 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
             )
         found.append(group)
     return found
+
+
+def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
+    """Raise where states of whole tensors meet an optimizer of elements, or the other way round."""
+    kind, whole_names = type(updater.optimizer).__name__, updater.whole_state_names()
+    if view.whole_states and whole_names == ():
+        raise CheckpointError(
+            view.folder.path,
+            f"holds optimizer states of whole tensors, and {kind} updates one element at a time or flat shards",
+            "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
+            "load_optimizer_states=False",
+        )
+    if view.shard_states and not updater.may_bind_states:
+        raise CheckpointError(
+            view.folder.path,
+            f"holds optimizer states that fit nothing but the flat shards it was saved from, and {kind} has others",
+            "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
+            "load_optimizer_states=False",
+        )
+    saved = {name for state in view.whole_states.values() for name in state}
+    if whole_names and (view.states() or saved) and not saved & set(whole_names):
+        raise CheckpointError(
+            view.folder.path,
+            f"holds the optimizer states {', '.join(sorted({*view.states(), *saved}))}; {kind} has "
+            f"{', '.join(whole_names)} of whole tensors",
+            "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
+            "load_optimizer_states=False",
+        )
 
 
 def _write_unsharded(subject: ModelSubject, plan: LoadPlan) -> None:
@@ -250,8 +272,11 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
         common = group.scalars.get(ds.STEP)
         if common is not None:
             steps.update({p.parameter: int(view.steps.get(names[p.parameter], common)) for p in shard.pieces})
-        with updater.shelf.opened(number, changes=True):
-            _write_shard_state(subject, shard, group, view, steps)
+        if view.shard_states:
+            _write_bound_state(updater, shard, view, names)
+        elif not (updater.keeps_everything_whole and _restores_whole(updater, view)):
+            with updater.shelf.opened(number, changes=True):
+                _write_shard_state(subject, shard, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
         if group is not None:
             _write_options(options, group.options)
@@ -260,6 +285,7 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     updater.state_replaced()
     if steps:
         updater.restore_steps(steps)
+    _write_whole_states(subject, plan)
 
 
 def _write_shard_state(
@@ -267,9 +293,6 @@ def _write_shard_state(
 ) -> None:
     optimizer, names = subject.assembly.optimizer.updater.optimizer, subject.names
     options = subject.assembly.optimizer.param_groups[shard.group]
-    if view.whole_states:
-        _write_whole_states(subject, shard, view)
-        return
     wanted = subject.assembly.optimizer.updater.state_names(options)
     kinds = [kind for kind in view.states() if wanted is None or kind in wanted]
     for tensor in shard.tensors:
@@ -294,19 +317,55 @@ def _write_shard_state(
             optimizer.state[tensor.parameter] = state
 
 
-def _write_whole_states(subject: Subject, shard: MasterShard, view: CheckpointView) -> None:
-    state = subject.assembly.optimizer.updater.optimizer.state
-    for tensor in shard.tensors:
-        for piece in shard.pieces:
-            saved = view.whole_states.get(subject.names[piece.parameter]) if is_inside(piece, tensor) else None
-            if saved:
-                device = tensor.parameter.device
-                state[tensor.parameter] = {
-                    kind: value.to("cpu" if kind == ds.STEP else device, copy=True)
-                    if isinstance(value, Tensor)
-                    else value
-                    for kind, value in saved.items()
-                }
+def _write_bound_state(updater: Updater, shard: MasterShard, view: CheckpointView, names: Sequence[str]) -> None:
+    """States that fit nothing but this very shard."""
+    saved = view.shard_states.get(pieces_of(shard, names))
+    if saved is None:
+        kind = type(updater.optimizer).__name__
+        raise CheckpointError(
+            view.folder.path,
+            f"{kind} ran on flat shards of {view.world} ranks there, and its states fit no other layout",
+            f"continue with {view.world} ranks and the same stage and bucket sizes, or load with "
+            'load_optimizer_states=False; with hf_zero.optimizer_sees "whole_tensors" states fit any number of ranks',
+        )
+    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in saved.items()}
+    updater.optimizer.state[shard.tensors[0].parameter] = state
+
+
+def _write_whole_states(subject: Subject, plan: LoadPlan) -> None:
+    updater, view = subject.assembly.optimizer.updater, plan.view
+    wanted = updater.whole_parameters()
+    if not wanted or (updater.keeps_everything_whole and not _restores_whole(updater, view)):
+        return
+    group_of = {index: plan.groups[number] for number, group in enumerate(subject.assembly.members) for index in group}
+    states: dict[int, Mapping[str, Any]] = {}
+    for index in wanted:
+        group = group_of[index]
+        saved = view.whole_states.get(subject.names[index], {})
+        if group is not None and updater.keeps_everything_whole:
+            states[index] = {**_from_lines(view, subject.names[index], group), **saved}
+        elif group is not None:
+            states[index] = saved
+    updater.restore_whole_states({index: state for index, state in states.items() if state})
+
+
+def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
+    """Whether states go to the updater by whole tensors; else they were read element by element already."""
+    reads_elements = any(tensor.whole is not None for shard in updater.shards for tensor in shard.tensors)
+    return bool(view.whole_states) or not reads_elements
+
+
+def _from_lines(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
+    """What a parameter has of states of one value per element, whole; nothing if it has seen no update."""
+    if name not in view.indices or (view.whole_states and name not in view.whole_states):
+        return {}
+    steps = view.steps.get(name, group.scalars.get(ds.STEP))
+    if steps is not None and not steps:
+        return {}
+    shape = view.shapes[name]
+    found: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states()}
+    counted = {ds.STEP: torch.tensor(float(steps))} if steps is not None else {}
+    return {**group.scalars, **found, **counted}
 
 
 def _write_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from hf_zero.checkpoint.state_dicts import (
 )
 from hf_zero.checkpoint.torch_reader import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, Line, by_parameter
+from hf_zero.checkpoint.whole_states import bound_together, together
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroup
 from hf_zero.layout.reshard import Extent
 
@@ -69,7 +70,13 @@ def read_sharded(folder: Folder) -> CheckpointView:
         meta=part.meta,
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
+        whole_states=together(_of_all(files, ds.WHOLE_STATES)),
+        shard_states=bound_together(_of_all(files, ds.SHARD_STATES)),
     )
+
+
+def _of_all(files: Sequence[_RankFile], key: str) -> list[tuple[Path, Any]]:
+    return [(file.path, file.ours[key]) for file in files if key in file.ours]
 
 
 def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> CheckpointView:

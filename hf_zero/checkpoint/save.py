@@ -17,9 +17,9 @@ from hf_zero.checkpoint.shard_states import (
     ShardState,
     buffers_of,
     read_shards,
-    refuse_other_shapes,
     summarise,
 )
+from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.checkpoint.states import (
     GroupState,
     ModelWeights,
@@ -34,9 +34,11 @@ from hf_zero.checkpoint.states import (
 )
 from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed
 from hf_zero.checkpoint.subject import ModelSubject, Subject
+from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.layout.memory import extents_in_memory
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
 from hf_zero.layout.reshard import Extent, reshard
+from hf_zero.optim.updater import WholeStates
 from hf_zero.zero.consolidate import persistent_buffers, state_dict_order
 from hf_zero.zero.sharded_parameter import cut_chunk, of
 
@@ -60,8 +62,6 @@ def _files_of(subject: Subject, run: RunState, *, writes_shared_file: bool, excl
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage == 0:
         return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
-    for shard in subject.assembly.optimizer.shards:
-        refuse_other_shapes(subject.assembly.optimizer.updater.optimizer, shard.tensors)
     if subject.stage == 3:
         return _stage_3(subject, run, collected, weights)
     return _stages_1_2(subject, run, collected, weights, writes_shared_file=writes_shared_file)
@@ -69,9 +69,10 @@ def _files_of(subject: Subject, run: RunState, *, writes_shared_file: bool, excl
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """States of this rank's shards, and what all ranks know of the groups."""
+    """States of this rank's shards and of whole tensors, and what all ranks know of the groups."""
 
     states: Sequence[ShardState]
+    whole: WholeStates
     groups: Sequence[GroupSummary]
 
     @classmethod
@@ -79,7 +80,13 @@ class _Collected:
         updater = subject.assembly.optimizer.updater
         updater.collect_state()
         states = read_shards(updater)
-        return cls(states, summarise(updater, states, len(subject.assembly.members), subject.collectives))
+        groups = summarise(updater, states, len(subject.assembly.members), subject.collectives)
+        return cls(states, updater.whole_states(), groups)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether states fit the shards of this very layout only: on some rank, so on all."""
+        return any(group.is_bound for group in self.groups)
 
     def part(self, subject: Subject) -> OptimizerPart:
         """What the groups of all files share."""
@@ -97,12 +104,20 @@ class _Collected:
             clip_grad=subject.clip_norm,
             scaler=subject.scaler,
             steps=steps,
+            whole=for_file(self.whole, names) if subject.stage else {},
+            bound=self._bound(subject) if self.is_bound else (),
         )
+
+    @staticmethod
+    def _bound(subject: Subject) -> Sequence[Mapping[str, Any]]:
+        updater = subject.assembly.optimizer.updater
+        states = [updater.optimizer.state.get(shard.tensors[0].parameter, {}) for shard in updater.shards]
+        return bound_for_file(updater.shards, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in an order that all ranks share."""
         found: dict[str, torch.dtype] = {}
-        for group in self.groups:
+        for group in self.groups if not self.is_bound else ():
             for kind, dtype in group.kinds.items():
                 found[kind] = torch.promote_types(found.get(kind, dtype), dtype)
         return dict(sorted(found.items()))
@@ -273,8 +288,8 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
         for piece in shard.pieces:
             name, shape = names[piece.parameter], shapes[piece.parameter]
             master = shard.master.narrow(0, piece.in_shard, piece.numel).view(shape)
-            if piece.parameter in state.whole:
-                states[name] = _whole_state(subject, master, state.whole[piece.parameter])
+            if collected.whole:
+                states[name] = _whole_state(subject, master, collected.whole.get(piece.parameter, {}))
                 continue
             moments = {
                 kind: tensor.narrow(0, piece.in_shard, piece.numel).view(shape)
@@ -291,10 +306,9 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
 
 
 def _whole_state(subject: Subject, master: Tensor, state: Mapping[str, Any]) -> GroupState:
-    tensors = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
-    return GroupState(
-        master, tensors, _scalars(subject, {kind: value for kind, value in state.items() if kind not in tensors})
-    )
+    tensors = {kind: v.detach() for kind, v in state.items() if isinstance(v, Tensor) and kind not in COUNTERS}
+    numbers = {kind: v.item() if isinstance(v, Tensor) else v for kind, v in state.items() if kind not in tensors}
+    return GroupState(master, tensors, _scalars(subject, numbers))
 
 
 def model_files_of(

@@ -13,8 +13,8 @@ from hf_zero.checkpoint.deepspeed_format import STEP
 from hf_zero.checkpoint.plain import plain
 from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.comm import Collectives
-from hf_zero.layout import Piece
 from hf_zero.optim import MasterShard, MasterTensor, Updater
+from hf_zero.optim.updater import OF_WHOLE_TENSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,12 @@ class ShardState:
     """State of one master shard: per element as 1-D tensors as long as the shard, and single values.
 
     Attributes:
-        whole: by parameter (index of the layout) all of its state as the optimizer has it, where that is not one value
-            per element (the row and column sums of Adafactor); `moments` is empty then.
+        is_bound: the optimizer has states for this flat shard that are neither; they fit this very shard only.
     """
 
     moments: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
-    whole: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    is_bound: bool = False
 
 
 @dataclass(slots=True)
@@ -39,13 +38,16 @@ class GroupSummary:
         kinds: names of the states per element, with their dtypes.
         scalars: single values, from the shard that has seen most updates.
         steps: updates seen, by parameter (index of the layout).
+        is_bound: whether any shard's states fit that very shard only.
     """
 
     kinds: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
+    is_bound: bool = False
 
     def add(self, other: GroupSummary) -> None:
+        self.is_bound |= other.is_bound
         for kind, dtype in other.kinds.items():
             self.kinds[kind] = torch.promote_types(self.kinds.get(kind, dtype), dtype)
         if other.scalars.get(STEP, 0) >= self.scalars.get(STEP, 0) and other.scalars:
@@ -55,67 +57,29 @@ class GroupSummary:
 
 
 def read_shards(updater: Updater) -> list[ShardState]:
-    """State of every shard of this rank.
-
-    Raises:
-        RuntimeError: for an optimizer that keeps states of other shapes than its parameters' for a part of a parameter.
-    """
-    optimizer = updater.optimizer
-    tensors = [tensor for shard in updater.shards for tensor in shard.tensors]
-    if any(_other_shapes(optimizer, tensor) for tensor in tensors):
-        return [_read_whole(optimizer, shard) for shard in updater.shards]
-    return [_read(optimizer, shard) for shard in updater.shards]
+    """State of every shard of this rank, but for what belongs to whole tensors."""
+    if updater.keeps_everything_whole and updater.whole_states():
+        return [ShardState({}, {}) for _ in updater.shards]
+    return [_read(updater.optimizer, shard) for shard in updater.shards]
 
 
-def refuse_other_shapes(optimizer: torch.optim.Optimizer, tensors: Sequence[MasterTensor]) -> None:
-    """Raise where states belong to whole matrices, and files hold one value per element."""
-    for tensor in tensors:
-        for kind, shape in _other_shapes(optimizer, tensor).items():
-            raise RuntimeError(
-                f"{type(optimizer).__name__} keeps a state {kind!r} of shape {shape} for a parameter of shape "
-                f"{tuple(tensor.parameter.shape)}; checkpoints of stages 1 to 3 hold states of one value per element "
-                "only. Use stage 0, save the weights alone (save_only_model, save_16bit_model), or use another "
-                "optimizer."
-            )
-
-
-def _other_shapes(optimizer: torch.optim.Optimizer, tensor: MasterTensor) -> dict[str, tuple[int, ...]]:
-    """States with dimensions that do not hold one value per element."""
-    return {
-        kind: tuple(value.shape)
+def _has_other_shapes(optimizer: torch.optim.Optimizer, tensor: MasterTensor) -> bool:
+    """Whether any state with dimensions does not hold one value per element."""
+    return any(
+        isinstance(value, Tensor) and value.ndim and not is_per_element(kind, value, tensor.parameter)
         for kind, value in optimizer.state.get(tensor.parameter, {}).items()
-        if isinstance(value, Tensor) and value.ndim and not is_per_element(kind, value, tensor.parameter)
-    }
-
-
-def _read_whole(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
-    found: dict[int, Mapping[str, Any]] = {}
-    for tensor in shard.tensors:
-        inside = [piece for piece in shard.pieces if is_inside(piece, tensor)]
-        if len(inside) != 1 or inside[0].numel != tensor.parameter.numel():
-            refuse_other_shapes(optimizer, [tensor])
-        for piece in inside:
-            state = optimizer.state.get(tensor.parameter, {})
-            found[piece.parameter] = {
-                kind: value.detach()
-                if isinstance(value, Tensor) and (value.ndim or is_per_element(kind, value, tensor.parameter))
-                else _number(value)
-                for kind, value in state.items()
-            }
-    steps = [state[STEP] for state in found.values() if STEP in state]
-    return ShardState({}, {STEP: max(steps)} if steps else {}, found)
-
-
-def is_inside(piece: Piece, tensor: MasterTensor) -> bool:
-    """Whether a piece of a shard lies in this one of its tensors."""
-    return tensor.interval.start <= piece.in_shard < tensor.interval.stop
+    )
 
 
 def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
     moments: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for tensor in shard.tensors:
+        if _has_other_shapes(optimizer, tensor):
+            return ShardState({}, {}, is_bound=True)
         for kind, value in optimizer.state.get(tensor.parameter, {}).items():
+            if kind == OF_WHOLE_TENSORS:
+                continue
             if is_per_element(kind, value, tensor.parameter):
                 flat = value.detach().reshape(-1)
                 if tensor.interval.numel == shard.master.numel():
@@ -154,7 +118,7 @@ def summarise(
         steps = {}
         if STEP in state.scalars:
             steps = {p.parameter: counted.get(p.parameter, int(state.scalars[STEP])) for p in shard.pieces}
-        mine[shard.group].add(GroupSummary(kinds, dict(state.scalars), steps))
+        mine[shard.group].add(GroupSummary(kinds, dict(state.scalars), steps, state.is_bound))
     total = [GroupSummary() for _ in range(num_groups)]
     for theirs in collectives.gather_objects(mine):
         assert isinstance(theirs, list)

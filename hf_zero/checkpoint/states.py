@@ -80,6 +80,8 @@ class OptimizerPart:
         options: per optimizer group its hyper-parameters, without `params`.
         scaler: attributes of the loss scaler; empty for a scale of one.
         steps: updates by parameter name, where not all have seen the same number.
+        whole: by parameter name this rank's states of whole tensors; see `whole_states`.
+        bound: this rank's states that fit its own shards only.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -87,6 +89,8 @@ class OptimizerPart:
     clip_grad: float
     scaler: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bound: Sequence[Mapping[str, Any]] = ()
 
 
 def model_states(
@@ -246,8 +250,9 @@ def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str
 
 
 def ours(part: OptimizerPart) -> dict[str, Any]:
-    """What only hf_zero reads: that a manifest belongs to this file, and counters that DeepSpeed does not keep."""
-    return {ds.MANIFEST_KEY: True, **({ds.STEPS: dict(part.steps)} if part.steps else {})}
+    """What only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys have no room for."""
+    extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
+    return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
 
 
 def _sizes(shapes: Shapes) -> OrderedDict[str, torch.Size]:

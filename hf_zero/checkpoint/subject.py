@@ -10,7 +10,6 @@ from torch import nn
 
 from hf_zero.comm import Collectives
 from hf_zero.config import Resolved
-from hf_zero.optim.registry import holds_whole_tensors
 from hf_zero.zero.assemble import Assembly
 from hf_zero.zero.store import ParameterStore
 
@@ -67,13 +66,6 @@ class Subject(ModelSubject):
     """A live training."""
 
     assembly: Assembly
-
-    @property
-    def stage(self) -> int:
-        """As configured; 0 where one rank holds states of whole matrices, for which other stages have no files."""
-        optimizer = self.assembly.optimizer
-        is_whole = not optimizer.sharding.shards_optimizer and holds_whole_tensors(optimizer.optimizer)
-        return 0 if is_whole else self.resolved.zero.stage
 
     @property
     def bf16(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.folder import Folder
 from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.whole_states import ShardKey
 from hf_zero.layout.reshard import Extent
 
 MASTER = "fp32"
@@ -78,7 +79,9 @@ class CheckpointView:
         steps: updates seen by a parameter, where they differ from the group's counter.
         meta: everything in the model file but the weights.
         scaler: state of the loss scaler as plain values; empty when there was none.
-        whole_states: at stage 0, by parameter name all of its optimizer state, where that is not one value per element.
+        whole_states: by parameter name those of its optimizer states that are not in `lines`; at stage 0 all, if
+            any does not hold one value per element. A parameter without an entry has seen no update then.
+        shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.whole_states`.
     """
 
     folder: Folder
@@ -94,6 +97,7 @@ class CheckpointView:
     scaler: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
     whole_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    shard_states: Mapping[ShardKey, Mapping[str, Any]] = field(default_factory=dict)
     indices: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from hf_zero.config.sources import Source
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 OffloadDevice = Literal["cpu", "nvme"]
+OptimizerSees = Literal["whole_tensors", "flat_shards"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class ZeroPolicy:
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per portion of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy
+    optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
     offload_optimizer: OptimizerOffload | None = None
     offload_param: ParameterOffload | None = None
     files: FilePolicy = FilePolicy()

@@ -179,7 +179,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
     return Resolved(
         batch=batch,
         precision=_precision(config),
-        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio()),
+        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero()),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
@@ -231,7 +231,7 @@ def _checkpoint(config: Root) -> CheckpointPolicy:
     )
 
 
-def _zero(zero: Zero, aio: Aio) -> ZeroPolicy:
+def _zero(zero: Zero, aio: Aio, own: HfZero) -> ZeroPolicy:
     return ZeroPolicy(
         stage=zero.stage,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
@@ -239,6 +239,7 @@ def _zero(zero: Zero, aio: Aio) -> ZeroPolicy:
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),
+        optimizer_sees=own.optimizer_sees,
         offload_optimizer=optimizer_offload(zero.offload_optimizer),
         offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
         files=file_policy(aio),

@@ -96,12 +96,13 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether an optimizer works on flat shards, as stages 1 to 3 give them to it."""
+    """Whether an optimizer works at stage 1 and above, on shards or on the tensors that they are gathered to."""
     from hf_zero.config import ConfigError
-    from hf_zero.optim.registry import refuse_on_flat_shards
+    from hf_zero.optim.registry import refuse_unfit
+    from hf_zero.optim.traits import traits_of
 
     try:
-        refuse_on_flat_shards(optimizer, 1)
+        refuse_unfit(optimizer, traits_of(optimizer), 1)
     except ConfigError:
         return False
     return True

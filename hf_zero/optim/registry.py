@@ -1,4 +1,4 @@
-"""From a ds.json optimizer section to an optimizer, and from an optimizer to the way it runs on shards."""
+"""From a ds.json optimizer section to an optimizer, and what speaks against it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_zero.config import ConfigError, OptimizerPolicy, Problem
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
-from hf_zero.optim.compressing import Ranks
-from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.lamb import FusedLamb, LambUpdater
+from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
-from hf_zero.optim.muon import Muon, MuonUpdater, muon_groups
-from hf_zero.optim.native import compressing_updater_of, family_of, is_lamb
+from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.one_bit_adam import OneBitAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
-from hf_zero.optim.updater import MasterShard, Peers, Updater, WholeStepUpdater
+from hf_zero.optim.traits import Traits, family_of
 from hf_zero.optim.zero_one_adam import ZeroOneAdam
 from hf_zero.precision import Precision
-
-# Their update depends on whole matrices or on more than one pass, which a flat shard does not have.
-NEEDS_WHOLE_TENSORS = (
-    "Muon",
-    "Adafactor",
-    "LBFGS",
-    "SparseAdam",
-    "Shampoo",
-    "SOAP",
-    "LARS",
-    "Lamb",
-    "LAMB",
-    "FusedLamb",
-)
 
 # By lower-case type; the names that ds.json and DeepSpeed's own classes use. Adam and AdamW are a matter of their own.
 _BY_TYPE: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -118,45 +100,21 @@ def _without_what_is_so_anyway(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer must see one tensor per parameter in its own shape."""
-    if is_lamb(optimizer) or type(optimizer) is Muon:
-        return False  # ours ask the other ranks for what their shards lack
-    return any(ancestor.__name__ in NEEDS_WHOLE_TENSORS for ancestor in type(optimizer).__mro__)
-
-
-def looks_at_elements(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a shard may be cut into portions that are updated one after the other, without changing the result."""
-    looks_further = is_lamb(optimizer) or type(optimizer) is Muon or holds_whole_tensors(optimizer)
-    return not looks_further and compressing_updater_of(optimizer) is None
-
-
 def states_per_element(optimizer: torch.optim.Optimizer) -> int:
     """States that an optimizer keeps for every element; a guess (Adam's two) for those that only know themselves."""
     family = family_of(optimizer)
     return 2 if family is None else len(family.state_names(optimizer.param_groups[0]))
 
 
-def refuse_on_flat_shards(optimizer: torch.optim.Optimizer, stage: int) -> None:
-    """Raise for optimizers whose result would silently be wrong on flat shards."""
-    highest = highest_stage(optimizer)
-    if stage > highest:
-        name = type(optimizer).__name__
-        raise ConfigError(
-            [Problem("zero_optimization.stage", stage, f"{name} works at stages up to {highest}", f"use {highest}")]
-        )
-    if holds_whole_tensors(optimizer):
-        name = type(optimizer).__name__
-        raise ConfigError(
-            [
-                Problem(
-                    "zero_optimization.stage",
-                    stage,
-                    f"{name} works on whole tensors, and this stage gives it flat shards",
-                    f"use stage 0 with {name}, or AdamW with this stage",
-                )
-            ]
-        )
+def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int) -> None:
+    """Raise ConfigError for an optimizer that cannot work at `stage`, or with an engine at all."""
+    name = type(optimizer).__name__
+    if traits.unmet is not None:
+        rule, fix = f"needs {traits.unmet}, which the engine's step has not", "use another one, AdamW for example"
+        raise ConfigError([Problem("optimizer", name, rule, fix)])
+    if stage > traits.highest_stage:
+        rule, fix = f"{name} works at stages up to {traits.highest_stage}", f"use {traits.highest_stage}"
+        raise ConfigError([Problem("zero_optimization.stage", stage, rule, fix)])
 
 
 def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
@@ -178,66 +136,3 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
     for state in optimizer.state.values():  # that of an optimizer which makes it at birth
         for kind in family.state_names(optimizer.param_groups[0]):
             state[kind] = state[kind].to(dtype or state[kind].dtype)
-
-
-def highest_stage(optimizer: torch.optim.Optimizer) -> int:
-    """The last stage at which an optimizer works: those that average gradients themselves need them whole."""
-    if type(optimizer) is ZeroOneAdam:
-        return 0
-    return 1 if type(optimizer) in (OneBitAdam, OneBitLamb) else 3
-
-
-def updater_for(
-    optimizer: torch.optim.Optimizer,
-    shards: Sequence[MasterShard],
-    peers: Peers | None = None,
-    ranks: Ranks | None = None,
-) -> Updater:
-    """The fused way where it computes the same on flat shards, else the optimizer's own step.
-
-    Args:
-        peers: the ranks that share the parameters; None where every rank owns whole parameters.
-        ranks: all ranks, for the optimizers that exchange gradients themselves.
-    """
-    compressing = compressing_updater_of(optimizer)
-    if compressing is not None:
-        assert ranks is not None, "the 1-bit optimizers need to know the other ranks"
-        return compressing(optimizer, shards, ranks)
-    if any(len(shard.tensors) != 1 for shard in shards):
-        return WholeStepUpdater(optimizer, shards)
-    if is_lamb(optimizer):
-        return LambUpdater(optimizer, shards, peers)
-    if type(optimizer) is Muon and peers is not None:
-        return MuonUpdater(optimizer, shards, peers)
-    family = family_of(optimizer)
-    return WholeStepUpdater(optimizer, shards) if family is None else ElementwiseUpdater(optimizer, shards, family)
-
-
-def adopt_masters(
-    optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], groups: Sequence[dict[str, Any]]
-) -> None:
-    """Make `optimizer` hold the masters instead of the model's parameters; its groups stay the same objects."""
-    made_state_at_birth = _refuse_used(optimizer)
-    optimizer.state.clear()
-    for index, group in enumerate(groups):
-        masters: list[nn.Parameter] = []
-        for shard in shards:
-            if shard.group == index:
-                masters.extend(tensor.parameter for tensor in shard.tensors)
-        group["params"] = masters
-    optimizer.param_groups[:] = groups
-    if made_state_at_birth:
-        # Adagrad and its like fill `state` in the constructor: let it do so again, for the masters.
-        newborn = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
-        optimizer.state.update(newborn.state)
-
-
-def _refuse_used(optimizer: torch.optim.Optimizer) -> bool:
-    """Raise when the optimizer has stepped; otherwise say whether it holds state all the same."""
-    states = [state for state in optimizer.state.values() if state]
-    if any(float(state.get("step", 1)) > 0 for state in states):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} has already stepped, and its state describes the model's own parameters. "
-            "Give initialize() an optimizer that has not been used yet."
-        )
-    return bool(states)

@@ -11,10 +11,15 @@ from hf_zero.layout import Interval, Piece
 
 @dataclass(frozen=True, slots=True)
 class MasterTensor:
-    """One tensor that the base optimizer holds in its `param_groups`: a view of `interval` of the owned part."""
+    """One tensor that the base optimizer holds in its `param_groups`: a view of `interval` of the owned part.
+
+    Attributes:
+        whole: index of the parameter that it is, whole and in its own shape; None for a flat part of several.
+    """
 
     parameter: nn.Parameter
     interval: Interval
+    whole: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

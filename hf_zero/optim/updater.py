@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero.layout import Interval
 from hf_zero.optim.shards import MasterShard, MasterTensor
@@ -36,17 +37,61 @@ class ShardGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """How one parameter is spread over the ranks.
+
+    Attributes:
+        cuts: elements at which one rank's part ends and another's begins, in order; empty where one rank has it all.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Peers:
     """What an updater may ask of the ranks that share its parameters. Every rank asks the same, in the same order.
 
     Attributes:
+        rank: this one among them.
+        world: how many they are.
         add_up: adds a small tensor up over the ranks, in place.
         gather_whole: from a shard's values (1-D, as long as its master) on every rank to whole tensors in their own
             shapes, for every parameter that has a part in the shard.
+        scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the shard (a
+            new tensor); what nobody gives is zero.
+        members: the parameters that have a part in a shard on any rank, in the order in which they lie.
+        spread: of every parameter, in the order of the layout.
     """
 
+    rank: int
+    world: int
     add_up: Callable[[Tensor], object]
     gather_whole: Callable[[MasterShard, Tensor], Mapping[int, Tensor]]
+    scatter_whole: Callable[[MasterShard, Mapping[int, Tensor]], Tensor]
+    members: Callable[[MasterShard], Sequence[int]]
+    spread: Callable[[], Sequence[Spread]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlice:
+    """Elements from `start` on of one state of a whole parameter, flattened; `shape` is the whole state's."""
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+
+WholeStates = Mapping[int, Mapping[str, Any]]
+"""By parameter (index of the layout) its state by name: tensors, slices of tensors, and single values."""
+
+
+OF_WHOLE_TENSORS = "of_whole_tensors"
+"""Key in the optimizer's state of a flat shard: by parameter, the states that belong to whole tensors."""
 
 
 class Updater(ABC):
@@ -89,6 +134,38 @@ class Updater(ABC):
     def restore_steps(self, steps: Mapping[int, int]) -> None:  # noqa: B027
         """Take back what `parameter_steps` gave, on any layout. Parameters that are not named keep the shard's."""
 
+    def whole_state_names(self) -> tuple[str, ...] | None:
+        """States that belong to whole tensors: () has none, None means that only the optimizer itself knows."""
+        return ()
+
+    def whole_states(self) -> WholeStates:
+        """What this rank keeps of them, for a checkpoint; other ranks may have the rest."""
+        return {}
+
+    def whole_parameters(self) -> Set[int]:
+        """Parameters whose whole states `restore_whole_states` wants on this rank."""
+        return frozenset()
+
+    def restore_whole_states(self, states: WholeStates) -> None:
+        """Take back what `whole_states` of all ranks gave, put together; a parameter not named has seen no update.
+
+        The tensors belong to the caller, and are copied.
+
+        Raises:
+            ValueError: for states that this optimizer does not have.
+        """
+        assert not states, f"{type(self).__name__} has no states of whole tensors"
+
+    @property
+    def keeps_everything_whole(self) -> bool:
+        """Whether all states belong to whole tensors here, those of one value per element too."""
+        return False
+
+    @property
+    def may_bind_states(self) -> bool:
+        """Whether the optimizer may have states for flat shards that fit these very shards only."""
+        return False
+
     @abstractmethod
     def step(self, gradients: ShardGradients) -> Iterator[int]:
         """Update the shards; yields the index of each as soon as its new weights are in place."""
@@ -101,9 +178,50 @@ class WholeStepUpdater(Updater):
     of its own; inside a flat shard it counts as zero unless the whole shard is unused.
     """
 
+    @property
+    def keeps_everything_whole(self) -> bool:
+        return bool(self._whole())
+
+    @property
+    def may_bind_states(self) -> bool:
+        return not self.keeps_everything_whole
+
+    def _whole(self) -> dict[int, nn.Parameter]:
+        """The tensors that are parameters in their own shape."""
+        tensors = (tensor for shard in self.shards for tensor in shard.tensors)
+        return {tensor.whole: tensor.parameter for tensor in tensors if tensor.whole is not None}
+
+    def parameter_steps(self) -> dict[int, int]:
+        """Not all parameters of a bucket are used every time: each has a counter of its own."""
+        states = {index: self.optimizer.state.get(parameter, {}) for index, parameter in self._whole().items()}
+        return {index: int(state.get("step", 0)) for index, state in states.items()}
+
+    def whole_state_names(self) -> tuple[str, ...] | None:
+        return None if self.keeps_everything_whole else ()
+
+    def whole_parameters(self) -> Set[int]:
+        return self._whole().keys()
+
+    def whole_states(self) -> WholeStates:
+        """Everything, if any of it does not hold one value per element: such states make no line of elements."""
+        whole = self._whole()
+        found = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
+        has_other_shapes = any(
+            isinstance(value, Tensor) and value.dim() and value.numel() != whole[index].numel()
+            for index, state in found.items()
+            for value in state.values()
+        )
+        return found if has_other_shapes else {}
+
+    def restore_whole_states(self, states: WholeStates) -> None:
+        self.optimizer.state.clear()
+        for index, parameter in self._whole().items():
+            if index in states:
+                self.optimizer.state[parameter] = copied(states[index], parameter.device)
+
     @torch.no_grad()
     def step(self, gradients: ShardGradients) -> Iterator[int]:
-        options = _Options(self.optimizer)
+        options = Options(self.optimizer)
         for batch in self.shelf.batches(gradients.wanted):
             options.begin()
             for index in batch:
@@ -132,7 +250,15 @@ class WholeStepUpdater(Updater):
         )
 
 
-class _Options:
+def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A parameter's state with tensors of its own: on `device`, but for single values, which stay with the host."""
+    return {
+        kind: value.to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
+        for kind, value in state.items()
+    }
+
+
+class Options:
     """Lets an optimizer that is called once per batch of shards count its group's numbers on once per step.
 
     Every batch begins with the values that the step began with. They must then end alike, or the optimizer looks at all

@@ -13,18 +13,11 @@ from torch import nn
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
+from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.native import runs_natively
-from hf_zero.optim.registry import (
-    adopt_masters,
-    holds_whole_tensors,
-    looks_at_elements,
-    refuse_on_flat_shards,
-    states_per_element,
-    suit_precision,
-    updater_for,
-)
+from hf_zero.optim.registry import refuse_unfit, states_per_element, suit_precision
+from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.precision import Precision
 from hf_zero.zero.flat_parameters import FlatParameters
 from hf_zero.zero.gradients import GradientReducer
@@ -113,13 +106,15 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     sharding, collectives = plan.sharding, plan.channels.reduce
     groups = trainable_groups(optimizer.param_groups)
     trained = _trained(module, groups, plan.precision)
-    if sharding.shards_optimizer:
-        refuse_on_flat_shards(optimizer, plan.zero.stage)
+    traits = traits_of(optimizer, plan.zero.optimizer_sees)
+    refuse_unfit(optimizer, traits, plan.zero.stage if sharding.shards_optimizer else 0)
     _check_same_everywhere(trained.specs, collectives)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
-    whole_tensors = not sharding.shards_optimizer and (holds_whole_tensors(optimizer) or not runs_natively(optimizer))
-    cuts = looks_at_elements(optimizer) and not whole_tensors
+    # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.
+    wants_flat = plan.zero.optimizer_sees == "flat_shards" and plan.zero.stage > 0 and traits.sees is Sees.FLAT_SHARDS
+    whole_tensors = not sharding.shards_optimizer and traits.keeps_shapes and not wants_flat
+    cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
     places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
@@ -140,7 +135,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     store.connect(reducer)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
-    updater = updater_for(optimizer, shards, peers_of(store, collectives) if sharding.shards_optimizer else None, ranks)
+    peers = peers_of(store, collectives) if sharding.shards_optimizer else None
+    updater = updater_for(optimizer, shards, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
     furnish(updater, store, reducer, plan.zero.offload_optimizer)

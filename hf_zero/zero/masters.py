@@ -32,7 +32,11 @@ def _shard(index: int, bucket: TrainedBucket, portion: Portion, whole_tensors: b
     if whole_tensors:
         assert part.numel == bucket.bucket.numel, "whole tensors need whole buckets"
         tensors = tuple(
-            MasterTensor(nn.Parameter(master.narrow(0, slot.offset, slot.numel).view(parameter.shape)), slot.interval)
+            MasterTensor(
+                nn.Parameter(master.narrow(0, slot.offset, slot.numel).view(parameter.shape)),
+                slot.interval,
+                whole=slot.parameter,
+            )
             for slot, parameter in zip(bucket.bucket.slots, bucket.parameters, strict=True)
         )
     else:

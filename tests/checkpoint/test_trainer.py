@@ -39,6 +39,18 @@ def test_resume_on_another_world_and_stage(tmp_path: Path) -> None:
     assert trained(1, other, True, 1)[0] == losses
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adafactor_resumes_on_another_world(stage: int, tmp_path: Path) -> None:
+    """It trained at stages 2 and 3, and its first save was refused."""
+    losses, _ = trained(2, arguments(tmp_path / "a", stage, 2, optim="adafactor"))
+    plain, _ = trained(1, {**arguments(tmp_path / "b", stage, 1, optim="adafactor"), "deepspeed": None})
+    assert losses == pytest.approx(plain, rel=1e-5)
+    again, _ = trained(
+        1, arguments(tmp_path / "c", stage, 1, optim="adafactor"), str(tmp_path / "a" / "checkpoint-4"), 1
+    )
+    assert again == pytest.approx(losses, rel=1e-5)
+
+
 def test_the_best_model_is_loaded_at_the_end_and_consolidates_into_a_model(tmp_path: Path) -> None:
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 3.0}
     losses, weights = trained(2, arguments(tmp_path, 2, 2, max_grad_norm=0.0, **options))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Interval, Piece
-from hf_zero.optim.registry import adopt_masters, updater_for
-from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, ShardGradients
+from hf_zero.optim.adopt import adopt_masters
+from hf_zero.optim.traits import updater_for
+from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, ShardGradients, Spread
 
 PATIENCE_S = 30.0
 
@@ -78,6 +79,22 @@ def run_sharded(
         parts = whole[: sum(sizes)].split(sizes)
         return {index: part.view(weights[index].shape) for index, part in enumerate(parts)}
 
+    def scatter(shard: MasterShard, wholes: Mapping[int, Tensor]) -> Tensor:
+        whole = torch.zeros(flat.numel())
+        for part, index in zip(whole[: sum(sizes)].split(sizes), range(len(sizes)), strict=True):
+            if index in wholes:
+                part.copy_(wholes[index].reshape(-1))
+        add_up(whole)
+        return whole.narrow(0, ranks[threading.get_ident()] * shard.part.numel, shard.part.numel)
+
+    def spread() -> list[Spread]:
+        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        cuts = [rank * (flat.numel() // world) for rank in range(1, world)]
+        return [
+            Spread(tuple(weight.shape), tuple(cut - start for cut in cuts if start < cut < stop))
+            for weight, start, stop in zip(weights, ends, ends[1:], strict=False)
+        ]
+
     ranks: dict[int, int] = {}
 
     def run(rank: int) -> None:
@@ -85,7 +102,8 @@ def run_sharded(
         shard = shard_of(rank, world, sizes, flat, None)
         optimizer = kind([nn.Parameter(weight.clone()) for weight in weights], **options)
         adopt_masters(optimizer, [shard], optimizer.param_groups)
-        updater = updater_for(optimizer, [shard], Peers(add_up, gather) if world > 1 else None)
+        peers = Peers(rank, world, add_up, gather, scatter, lambda _: range(len(sizes)), spread)
+        updater = updater_for(optimizer, [shard], peers if world > 1 else None)
         assert type(updater).__name__ != "WholeStepUpdater"
         for gradients in steps:
             whole = torch.cat([gradient.reshape(-1) for gradient in gradients] + [torch.zeros(padding)])

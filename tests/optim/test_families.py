@@ -21,7 +21,7 @@ from hf_zero.optim import (
     FusedLion,
     runs_natively,
 )
-from hf_zero.optim.registry import holds_whole_tensors
+from hf_zero.optim.traits import holds_whole_tensors
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.optim.shards import run_sharded
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hf_zero.config import ConfigError, OptimizerPolicy
 from hf_zero.optim.muon import Muon, direction, muon_groups, orthogonal
-from hf_zero.optim.registry import build_optimizer, holds_whole_tensors
+from hf_zero.optim.registry import build_optimizer
+from hf_zero.optim.traits import holds_whole_tensors
 from tests.optim.shards import run_sharded
 
 STEPS = 200

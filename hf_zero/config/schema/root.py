@@ -52,6 +52,7 @@ def _lowered(value: object) -> object:
 
 
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
+Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
 
 
@@ -85,6 +86,13 @@ class HfZero(Section):
         False, "true: every unknown key at the top level is ignored, also one that resembles a known key."
     )
     strict: Flag = honoured(False, "true: a setting that is ignored is an error instead of a warning.")
+    optimizer_sees: Sees | None = honoured(
+        None,
+        'What an optimizer that is not built in works on: "whole_tensors", each updated by one rank, or "flat_shards", '
+        "as DeepSpeed has it. Unset: whole tensors for those known to need them (Muon, Shampoo, SOAP, LARS, LAMB), "
+        "flat shards for others. Adafactor has its means over whole matrices unless this says flat_shards.",
+        stages=(1, 2, 3),
+    )
     stochastic_rounding: Flag = honoured(
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",

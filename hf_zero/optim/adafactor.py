@@ -1,0 +1,437 @@
+"""Adafactor on shards: transformers' and torch's own classes, with the row and column means of whole matrices.
+
+    A = squares of g (+ eps)           R, C = running means of A over rows and columns;  vectors: V, of A itself
+    u = g / sqrt(R C^T / mean(R))      u = u / max(1, rms(u) / clip)
+    p = p * (1 - decay) - rate * u     rate from lr, step and rms(p);  with beta1 the momentum of rate * u instead
+
+A rank owns a part of every matrix, which begins and ends in the middle of rows. Two small sums over ranks per step make
+it exact: one of the rows and columns that are cut and of the squared weights, one of the squared updates.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.chunks import chunks
+from hf_zero.layout import Piece
+from hf_zero.layout.matrices import MatrixShape, MatrixSlice
+from hf_zero.optim.factored import Sums, Table
+from hf_zero.optim.updater import (
+    OF_WHOLE_TENSORS,
+    MasterShard,
+    Peers,
+    ShardGradients,
+    StateSlice,
+    Updater,
+    WholeStates,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdafactorRule:
+    """Numbers of one update of one parameter.
+
+    Attributes:
+        weight: of the new squares in the running means.
+        added: to every square.
+        floor: see `Sums.shares`; vectors: smallest sqrt(V).
+        sign: 1, or -1 to maximise.
+        decay, rate: as in the formulas above; 0-dim, on the device, where they follow from the weights.
+        beta1: None without momentum.
+    """
+
+    weight: float
+    added: float
+    floor: float | None
+    sign: float
+    clip: float
+    decay: Tensor | float
+    rate: Tensor
+    beta1: float | None = None
+
+
+class Flavour(ABC):
+    """What the implementations differ in. Has no state of its own.
+
+    Attributes:
+        rows, columns, vector: what they call R, C and V.
+        keeps_dims: whether R and C keep the dimension that the mean is over.
+    """
+
+    rows: str
+    columns: str
+    vector: str
+    keeps_dims = False
+
+    @abstractmethod
+    def rule(self, group: Mapping[str, Any], step: int, rms: Tensor) -> AdafactorRule:
+        """For update number `step` of a parameter whose weights have this root mean square (0-dim)."""
+
+    @abstractmethod
+    def single_values(self, step: int, rms: Tensor) -> dict[str, Any]:
+        """What the class itself keeps beside tensors."""
+
+    def has_momentum(self, group: Mapping[str, Any]) -> bool:
+        return group.get("beta1") is not None
+
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Of the states of a parameter of this shape, momentum apart."""
+        if len(shape) < 2:
+            return {self.vector: shape}
+        kept = (1,) if self.keeps_dims else ()
+        return {self.rows: (*shape[:-1], *kept), self.columns: (*shape[:-2], *kept, shape[-1])}
+
+
+class TransformersFlavour(Flavour):
+    """`transformers.optimization.Adafactor`."""
+
+    rows, columns, vector = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
+
+    def rule(self, group: Mapping[str, Any], step: int, rms: Tensor) -> AdafactorRule:
+        rate = group["lr"]
+        if group["relative_step"]:
+            rate = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
+        if rate is None:
+            raise ValueError("Adafactor(lr=None, relative_step=False) has no learning rate: give it one")
+        scaled = float(rate) * (rms.clamp(min=group["eps"][1]) if group["scale_parameter"] else torch.ones_like(rms))
+        return AdafactorRule(
+            weight=math.pow(step, group["decay_rate"]),
+            added=group["eps"][0],
+            floor=None,
+            sign=1.0,
+            clip=group["clip_threshold"],
+            decay=group["weight_decay"] * scaled if group["weight_decay"] else 0.0,
+            rate=scaled,
+            beta1=group["beta1"],
+        )
+
+    def single_values(self, step: int, rms: Tensor) -> dict[str, Any]:
+        return {"step": step, "RMS": rms}
+
+
+class TorchFlavour(Flavour):
+    """`torch.optim.Adafactor`."""
+
+    rows, columns, vector = "row_var", "col_var", "variance"
+    keeps_dims = True
+
+    def rule(self, group: Mapping[str, Any], step: int, rms: Tensor) -> AdafactorRule:
+        (floor, smallest), lr = group["eps"], float(group["lr"])
+        return AdafactorRule(
+            weight=float(step) ** group["beta2_decay"],
+            added=0.0,
+            floor=torch.finfo(rms.dtype).eps if floor is None else floor,
+            sign=-1.0 if group["maximize"] else 1.0,
+            clip=group["d"],
+            decay=lr * group["weight_decay"],
+            rate=rms.clamp(min=smallest) * min(lr, 1 / math.sqrt(step)),
+        )
+
+    def single_values(self, step: int, rms: Tensor) -> dict[str, Any]:
+        return {"step": torch.tensor(float(step))}
+
+
+def flavour_of(optimizer: torch.optim.Optimizer) -> Flavour | None:
+    """Whose Adafactor this is. Exact classes only: a subclass may do something else."""
+    theirs = getattr(sys.modules.get("transformers.optimization"), "Adafactor", None)
+    if type(optimizer) is theirs:
+        return TransformersFlavour()
+    return TorchFlavour() if type(optimizer) is getattr(torch.optim, "Adafactor", None) else None
+
+
+@dataclass(slots=True)
+class _Part:
+    """This rank's part of one parameter, and what is known of it.
+
+    Attributes:
+        index: of its shard.
+        factors: R and C of a matrix, as means.
+        vector: V of a vector, for the part.
+        rms: of the whole parameter, before the last update.
+        sums: of squares, between the passes of a step.
+        rule: of the step under way.
+    """
+
+    index: int
+    piece: Piece
+    shape: tuple[int, ...]
+    step: int
+    rms: Tensor
+    factors: Sums | None = None
+    vector: Tensor | None = None
+    sums: Sums | None = None
+    rule: AdafactorRule | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class AdafactorUpdater(Updater):
+    """Adafactor on flat shards in three passes, with two small sums over ranks between them."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], flavour: Flavour, peers: Peers
+    ) -> None:
+        super().__init__(optimizer, shards)
+        self._flavour = flavour
+        self._peers = peers
+        self._spread = peers.spread()
+        self._table = Table(self._spread)
+        self._parts: dict[int, _Part] = {}
+        self._dtype = torch.float32
+        for shard in shards:
+            self._dtype = torch.promote_types(self._dtype, shard.master.dtype)
+        placed = [(piece, index) for index, shard in enumerate(shards) for piece in shard.pieces]
+        self._place = {piece.parameter: (index, piece) for piece, index in placed}
+        assert len(self._place) == len(placed), "a parameter lies in two shards of one rank"
+
+    # What others ask
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",) if self._flavour.has_momentum(group) else ()
+
+    def whole_state_names(self) -> tuple[str, ...]:
+        return self._flavour.rows, self._flavour.columns, self._flavour.vector
+
+    def parameter_steps(self) -> dict[int, int]:
+        return {index: part.step for index, part in self._parts.items()}
+
+    def whole_parameters(self) -> Set[int]:
+        return self._place.keys()
+
+    def state_replaced(self) -> None:
+        """Take what belongs to whole tensors from the optimizer's state, if it is there."""
+        self._parts = {}
+        for shard in self.shards:
+            state: Mapping[str, Any] = self.optimizer.state.get(shard.tensors[0].parameter, {})
+            for index, own in state.get(OF_WHOLE_TENSORS, {}).items():
+                self._adopt(index, own)
+
+    def whole_states(self) -> WholeStates:
+        return {index: self._slices(part) for index, part in self._parts.items() if part.step}
+
+    def restore_whole_states(self, states: WholeStates) -> None:
+        self._parts = {}
+        for number, shard in enumerate(self.shards):
+            with self.shelf.opened(number, changes=True):
+                for piece in shard.pieces:
+                    if piece.parameter in states:
+                        self._restore(piece.parameter, states[piece.parameter])
+        self._show()
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, gradients: ShardGradients) -> Iterator[int]:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not gradients.used:
+            return
+        message = torch.zeros(self._table.numel, dtype=self._dtype, device=self.shards[0].master.device)
+        for batch in self.shelf.batches(gradients.wanted):
+            for index in batch:
+                for part in self._used(index, gradients):
+                    self._measure(part, gradients, message)
+        self._peers.add_up(message)
+        updates = torch.zeros(self._table.num_parameters, dtype=self._dtype, device=message.device)
+        for batch in self.shelf.batches(gradients.wanted):
+            for index in batch:
+                for part in self._used(index, gradients):
+                    self._learn(part, message)
+                    updates[part.piece.parameter] = self._squared_update(part, gradients).to(message.device)
+        self._peers.add_up(updates)
+        yield from self.shelf.each(gradients.wanted, lambda index: self._apply_shard(index, updates, gradients))
+        self._show()
+
+    def _used(self, index: int, gradients: ShardGradients) -> list[_Part]:
+        return [self._part(piece.parameter) for piece in self.shards[index].pieces if piece.parameter in gradients.used]
+
+    def _part(self, parameter: int) -> _Part:
+        """What is known of a parameter; zeros at first."""
+        if parameter not in self._parts:
+            index, piece = self._place[parameter]
+            device, shape = self.shards[index].master.device, self._spread[parameter].shape
+            part = _Part(index, piece, shape, step=0, rms=torch.zeros((), dtype=self._dtype, device=device))
+            of = _slice_of(part)
+            if of is not None:
+                part.factors = Sums.zeros(of, self._dtype, device)
+            else:
+                part.vector = torch.zeros(piece.numel, dtype=self._dtype, device=device)
+            self._parts[parameter] = part
+        return self._parts[parameter]
+
+    def _measure(self, part: _Part, gradients: ShardGradients, message: Tensor) -> None:
+        """First pass: squared weights, and sums of squared gradients over rows and columns."""
+        shard, piece, of = self.shards[part.index], part.piece, _slice_of(part)
+        weight = shard.master.narrow(0, piece.in_shard, piece.numel)
+        squares = torch.zeros((), dtype=self._dtype, device=weight.device)
+        part.sums = None if of is None else Sums.zeros(of, self._dtype, weight.device)
+        for start, count in chunks(piece.numel, weight.device):
+            chunk = weight.narrow(0, start, count).to(self._dtype)
+            squares += torch.dot(chunk, chunk)
+            if part.sums is not None:
+                part.sums.add(start, self._gradient(part, gradients, start, count).square_())
+        message[piece.parameter] = squares.to(message.device)
+        if part.sums is not None:
+            self._table.write(message, piece.parameter, part.sums)
+
+    def _learn(self, part: _Part, message: Tensor) -> None:
+        """Sums over all ranks are there: fix the numbers of this update, and move R and C."""
+        part.step += 1
+        part.rms = (message[part.piece.parameter] / part.numel).sqrt().to(part.rms.device)
+        group = self.optimizer.param_groups[self.shards[part.index].group]
+        part.rule = rule = self._flavour.rule(group, part.step, part.rms)
+        if part.sums is not None:
+            assert part.factors is not None
+            self._table.read(message, part.piece.parameter, part.sums)
+            means = part.sums.means()
+            part.factors.move_to(Sums(means.of, means.rows + rule.added, means.columns + rule.added), rule.weight)
+            part.sums = None
+
+    def _squared_update(self, part: _Part, gradients: ShardGradients) -> Tensor:
+        """Second pass: squares of u, added up; V of vectors moves on the way."""
+        assert part.rule is not None
+        total = torch.zeros_like(part.rms)
+        if part.vector is not None:
+            for start, count in chunks(part.piece.numel, part.vector.device):
+                squares = self._gradient(part, gradients, start, count).square_().add_(part.rule.added)
+                part.vector.narrow(0, start, count).lerp_(squares, part.rule.weight)
+        for _, update in self._updates(part, gradients):
+            total += torch.dot(update, update)
+        return total
+
+    def _updates(self, part: _Part, gradients: ShardGradients) -> Iterator[tuple[int, Tensor]]:
+        """(first element, u) chunk by chunk, before it is clipped."""
+        assert part.rule is not None
+        floor = part.rule.floor
+        shares = None if part.factors is None else part.factors.shares(floor)
+        for start, count in chunks(part.piece.numel, part.rms.device):
+            update = self._gradient(part, gradients, start, count)
+            if shares is not None:
+                shares.precondition(start, update, floor)
+            else:
+                assert part.vector is not None
+                squares = part.vector.narrow(0, start, count)
+                update.mul_((squares if floor is None else squares.clamp(min=floor * floor)).rsqrt())
+            yield start, update
+
+    def _gradient(self, part: _Part, gradients: ShardGradients, start: int, count: int) -> Tensor:
+        """A chunk of the gradient as a new tensor."""
+        reduced = gradients.reduced[part.index].narrow(0, part.piece.in_shard + start, count)
+        sign = 1.0 if part.rule is None else part.rule.sign
+        return reduced.to(self._dtype, copy=True).mul_(gradients.scale * sign)
+
+    def _apply_shard(self, index: int, updates: Tensor, gradients: ShardGradients) -> None:
+        """Third pass: p = p * (1 - decay) - rate * u, and the rounded weights."""
+        shard = self.shards[index]
+        group = self.optimizer.param_groups[shard.group]
+        momentum = self._momentum(shard) if self._flavour.has_momentum(group) else None
+        for part in self._used(index, gradients):
+            piece, rule = part.piece, part.rule
+            assert rule is not None
+            rms = (updates[piece.parameter].to(part.rms.device) / part.numel).sqrt()
+            factor = rule.rate / (rms / rule.clip).clamp(min=1.0)
+            for start, update in self._updates(part, gradients):
+                at = piece.in_shard + start
+                update.mul_(factor)
+                if momentum is not None and rule.beta1 is not None:
+                    moment = momentum.narrow(0, at, update.numel())
+                    update = moment.mul_(rule.beta1).add_(update, alpha=1 - rule.beta1)
+                weight = shard.master.narrow(0, at, update.numel())
+                weight.copy_(weight * (1 - rule.decay) - update)
+                if shard.narrow is not None:
+                    shard.narrow.narrow(0, at, update.numel()).copy_(weight)
+            part.rule = None
+
+    def _momentum(self, shard: MasterShard) -> Tensor:
+        state: dict[str, Any] = self.optimizer.state[shard.tensors[0].parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(shard.master, dtype=self._dtype)
+        momentum: Tensor = state["exp_avg"]
+        return momentum.view(-1)
+
+    # States of whole tensors
+
+    def _show(self) -> None:
+        """Let the optimizer's state show everything: `state_dict` then holds it."""
+        for index, shard in enumerate(self.shards):
+            mine = {p: self._own(part) for p, part in self._parts.items() if part.index == index}
+            if mine:
+                state: dict[str, Any] = self.optimizer.state[shard.tensors[0].parameter]
+                state["step"] = torch.tensor(float(max(self._parts[parameter].step for parameter in mine)))
+                state[OF_WHOLE_TENSORS] = mine
+
+    def _own(self, part: _Part) -> dict[str, Any]:
+        """Step, rms, and the tensors of the part by the flavour's names."""
+        found: dict[str, Any] = {"step": part.step, "RMS": part.rms}
+        if part.factors is not None:
+            return {**found, self._flavour.rows: part.factors.rows, self._flavour.columns: part.factors.columns}
+        return {**found, self._flavour.vector: part.vector}
+
+    def _adopt(self, parameter: int, own: Mapping[str, Any]) -> None:
+        """The reverse of `_own`, on the same layout."""
+        part = self._part(parameter)
+        part.step, part.rms = int(own["step"]), own["RMS"].to(part.rms)
+        if part.factors is not None:
+            part.factors.rows.copy_(own[self._flavour.rows])
+            part.factors.columns.copy_(own[self._flavour.columns])
+        else:
+            assert part.vector is not None
+            part.vector.copy_(own[self._flavour.vector])
+
+    def _slices(self, part: _Part) -> dict[str, Any]:
+        """What this rank says of the parameter in a checkpoint: rows and matrices that begin in its part."""
+        shapes = self._flavour.shapes(part.shape)
+        found = self._flavour.single_values(part.step, part.rms)
+        if part.vector is not None:
+            kind = self._flavour.vector
+            return {**found, kind: StateSlice(shapes[kind], part.piece.in_parameter, part.vector)}
+        assert part.factors is not None
+        of = part.factors.of
+        first, end = of.begun(of.matrix.columns)
+        rows = part.factors.rows[first - of.first_row : end - of.first_row]
+        first_batch, end_batch = of.begun(of.matrix.matrix_numel)
+        columns = part.factors.columns[first_batch - of.first_batch : end_batch - of.first_batch].reshape(-1)
+        return {
+            **found,
+            self._flavour.rows: StateSlice(shapes[self._flavour.rows], first, rows),
+            self._flavour.columns: StateSlice(shapes[self._flavour.columns], first_batch * of.matrix.columns, columns),
+        }
+
+    def _restore(self, parameter: int, saved: Mapping[str, Any]) -> None:
+        part = self._part(parameter)
+        for kind, shape in self._flavour.shapes(part.shape).items():
+            if not isinstance(saved.get(kind), Tensor) or tuple(saved[kind].shape) != shape:
+                have = tuple(saved[kind].shape) if isinstance(saved.get(kind), Tensor) else "no tensor"
+                name = type(self.optimizer).__name__
+                raise ValueError(
+                    f"{name}'s state {kind!r} of a parameter of shape {part.shape} has {have}, not {shape}"
+                )
+        part.step = int(saved.get("step", 0))
+        part.rms.copy_(torch.as_tensor(saved.get("RMS", 0.0)))
+        if part.vector is not None:
+            whole = saved[self._flavour.vector].reshape(-1)
+            part.vector.copy_(whole.narrow(0, part.piece.in_parameter, part.piece.numel))
+        elif part.factors is not None:
+            of = part.factors.of
+            rows = saved[self._flavour.rows].reshape(-1)
+            part.factors.rows.copy_(rows.narrow(0, of.first_row, of.num_rows))
+            columns = saved[self._flavour.columns].reshape(-1, of.matrix.columns)
+            part.factors.columns.copy_(columns.narrow(0, of.first_batch, of.num_batches))
+        if isinstance(saved.get("exp_avg"), Tensor):  # of an optimizer that saw whole tensors
+            shard, piece = self.shards[part.index], part.piece
+            values = saved["exp_avg"].reshape(-1).narrow(0, piece.in_parameter, piece.numel)
+            self._momentum(shard).narrow(0, piece.in_shard, piece.numel).copy_(values)
+
+
+def _slice_of(part: _Part) -> MatrixSlice | None:
+    matrix, start = MatrixShape.of(part.shape), part.piece.in_parameter
+    return None if matrix is None else MatrixSlice(matrix, start, start + part.piece.numel)

@@ -1,0 +1,187 @@
+"""States of whole matrices in checkpoints: from any number of ranks and any stage to any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.optimization import Adafactor
+
+from hf_zero.checkpoint import open_checkpoint
+from hf_zero.entry import initialize
+from tests.checkpoint.training import settings, train
+from tests.support.models import AwkwardMLP
+from tests.support.ranks import run_ranks
+
+BF16 = {"bf16": {"enabled": True}}
+WHOLE: dict[str, Any] = {"hf_zero": {"optimizer_sees": "whole_tensors"}}
+FLAT: dict[str, Any] = {"hf_zero": {"optimizer_sees": "flat_shards"}}
+
+
+class Shampoo(torch.optim.Optimizer):
+    """One matrix of statistics per dimension, of another size than the parameter; small as a test needs it."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                matrix, state = p.grad.reshape(len(p) if p.dim() else 1, -1), self.state[p]
+                if not state:
+                    state["step"], state["left"] = 0, torch.eye(len(matrix)) * 1e-2
+                state["step"] += 1
+                state["left"] += matrix @ matrix.T
+                values, vectors = torch.linalg.eigh(state["left"])
+                root = vectors @ torch.diag(values.clamp(min=1e-6).rsqrt()) @ vectors.T
+                p.sub_((root @ matrix).view(p.shape), alpha=group["lr"])
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Keeps one maximum per four elements, as 8-bit optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    blocks = torch.nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 4)).view(-1, 4)
+                    state = self.state[p]
+                    state.setdefault("absmax", torch.zeros(len(blocks))).lerp_(blocks.abs().amax(dim=1), 0.5)
+                    change = blocks / (state["absmax"].unsqueeze(1) + 1e-3)
+                    p.sub_(change.view(-1)[: p.numel()].view(p.shape), alpha=group["lr"])
+
+
+KINDS: dict[str, Any] = {
+    "Adafactor": lambda groups: Adafactor(groups),
+    "Adafactor with momentum": lambda groups: Adafactor(groups, beta1=0.9, warmup_init=True),
+    "Adafactor of torch": lambda groups: torch.optim.Adafactor(groups, lr=0.02),
+    "Shampoo": Shampoo,
+    "Blockwise": Blockwise,
+    "AdamW amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
+}
+
+
+def new_engine(kind: str, stage: int, world: int, seed: int = 0, **sections: Any) -> Any:
+    model = AwkwardMLP(seed)
+    model.register_buffer("seen", torch.zeros(3))
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [parameter for _, parameter in reversed(named) if parameter.ndim > 1]
+    groups = [{"params": matrices}, {"params": [parameter for _, parameter in named if parameter.ndim <= 1]}]
+    config = {
+        key: value for key, value in settings(stage, world, **sections).items() if key not in ("optimizer", "scheduler")
+    }
+    return initialize(model=model, optimizer=KINDS[kind](groups), config=config)[0]
+
+
+def run_saving(rank: int, world: int, kind: str, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
+    """Three steps, a checkpoint, five more steps; the losses of those."""
+    engine = new_engine(kind, stage, world, **sections)
+    train(engine, rank, world, range(3))
+    engine.save_checkpoint(root)
+    return train(engine, rank, world, range(3, 8))
+
+
+def run_resumed(rank: int, world: int, kind: str, places: list[tuple[str, int, dict[str, Any]]]) -> list[list[float]]:
+    """The losses after resuming from each (root, stage, sections), in this world."""
+    found = []
+    for root, stage, sections in places:
+        engine = new_engine(kind, stage, world, seed=9, **sections)
+        train(engine, rank, world, range(20, 22))
+        engine.load_checkpoint(root)
+        found.append(train(engine, rank, world, range(3, 8)))
+    return found
+
+
+SECTIONS = {"Blockwise": WHOLE, "AdamW amsgrad": WHOLE}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_ranks_and_any_stage_continues(kind: str, tmp_path: Path) -> None:
+    """From every stage at 2 ranks to 1, 2 and 3 ranks at all stages: the same losses as without a stop."""
+    sections = SECTIONS.get(kind, {})
+    roots = {stage: str(tmp_path / str(stage)) for stage in (0, 1, 2, 3)}
+    expected = {stage: run_ranks(run_saving, 2, 2, kind, stage, roots[stage], sections)[0] for stage in roots}
+    pairs = [(0, 1), (0, 3), (1, 0), (2, 3), (3, 1), (3, 3), (1, 2)]
+    places = [(roots[source], target, sections) for source, target in pairs]
+    for world in (1, 2, 3):
+        found = run_ranks(run_resumed, world, world, kind, places)[0]
+        for (source, target), losses in zip(pairs, found, strict=True):
+            assert losses == pytest.approx(expected[source], rel=2e-5), (world, source, target)
+            if (world, source) == (2, target):
+                assert losses == expected[source], "to the bit on the same ranks"
+
+
+def run_in_bf16(rank: int, stage: int, root: str) -> tuple[list[float], list[list[float]]]:
+    expected = run_saving(rank, 2, "Adafactor", stage, root, BF16)
+    return expected, run_resumed(rank, 2, "Adafactor", [(root, stage, BF16)])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_with_fp32_masters(stage: int, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for expected, (found,) in run_ranks(run_in_bf16, 2, stage, root):
+        assert found == expected
+    (single,) = run_ranks(run_resumed, 1, 1, "Adafactor", [(root, stage, BF16)])
+    assert single[0] == pytest.approx(expected, rel=0.02), "gradients are rounded on other rows"
+    view = open_checkpoint(tmp_path)
+    assert view.states() == () and {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(view.whole_states["inner.weight"])
+
+
+def test_what_files_say(tmp_path: Path) -> None:
+    """Every rank writes what begins in its part; put together they are the states that the class itself has."""
+    run_ranks(run_saving, 2, 2, "Adafactor with momentum", 3, str(tmp_path), {})
+    (losses,) = run_ranks(run_saving, 1, 1, "Adafactor with momentum", 0, str(tmp_path / "whole"), {})
+    ours, theirs = open_checkpoint(tmp_path), open_checkpoint(tmp_path / "whole")
+    assert ours.states() == ("exp_avg",) and ours.whole_states.keys() == theirs.whole_states.keys()
+    assert "lonely" not in ours.whole_states, "no gradient anywhere: no state"
+    for name, state in theirs.whole_states.items():
+        for kind, value in state.items():
+            if kind == "exp_avg":
+                found = ours.read(name, kind).view(value.shape)
+            else:
+                found = ours.whole_states[name][kind]
+            torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(value), rtol=1e-4, atol=1e-7)
+
+
+def run_flat(rank: int, world: int, kind: str, root: str) -> list[float]:
+    return run_saving(rank, world, kind, 2, root, FLAT)
+
+
+def test_adafactor_on_flat_shards_by_choice(tmp_path: Path) -> None:
+    """As DeepSpeed has it: its states are per element then, and fit any number of ranks, also one."""
+    expected = run_ranks(run_flat, 2, 2, "Adafactor", str(tmp_path))[0]
+    assert "exp_avg_sq" in open_checkpoint(tmp_path).states()
+    assert run_ranks(run_resumed, 2, 2, "Adafactor", [(str(tmp_path), 2, FLAT)])[0][0] == expected
+    for world in (1, 3):  # clipping is by shard, so that other shards take other steps
+        found = run_ranks(run_resumed, world, world, "Adafactor", [(str(tmp_path), 2, FLAT)])[0][0]
+        assert found == pytest.approx(expected, rel=0.5)
+    with pytest.raises(AssertionError, match=r"holds the optimizer states exp_avg_sq; Adafactor has exp_avg_sq_row"):
+        run_ranks(run_resumed, 2, 2, "Adafactor", [(str(tmp_path), 2, {})])
+
+
+def test_states_of_flat_shards_that_fit_nothing_else(tmp_path: Path) -> None:
+    """They were refused at the first save, after the work was done. Now they are saved, and fit the same layout."""
+    expected = run_ranks(run_flat, 2, 2, "Blockwise", str(tmp_path))
+    found = run_ranks(run_resumed, 2, 2, "Blockwise", [(str(tmp_path), 2, FLAT)])
+    assert [losses for (losses,) in found] == expected
+    with pytest.raises(AssertionError, match=r"ran on flat shards of 2 ranks there[\s\S]*whole_tensors"):
+        run_ranks(run_resumed, 3, 3, "Blockwise", [(str(tmp_path), 2, FLAT)])
+    with pytest.raises(AssertionError, match=r"fit nothing but the flat shards it was saved from"):
+        run_ranks(run_resumed, 2, 2, "Blockwise", [(str(tmp_path), 2, WHOLE)])
+
+
+def test_another_optimizer_is_told(tmp_path: Path) -> None:
+    run_ranks(run_saving, 2, 2, "Adafactor", 1, str(tmp_path), {})
+    with pytest.raises(AssertionError, match=r"holds optimizer states of whole tensors, and AdamW updates"):
+        run_ranks(run_resumed, 2, 2, "AdamW amsgrad", [(str(tmp_path), 1, {})])
+    with pytest.raises(AssertionError, match=r"Adafactor has row_var, col_var, variance of whole tensors"):
+        run_ranks(run_resumed, 2, 2, "Adafactor of torch", [(str(tmp_path), 1, {})])
