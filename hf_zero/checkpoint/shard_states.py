@@ -77,9 +77,8 @@ def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
     for tensor in shard.tensors:
         if _has_other_shapes(optimizer, tensor):
             return ShardState({}, {}, is_bound=True)
-        for kind, value in optimizer.state.get(tensor.parameter, {}).items():
-            if kind == OF_WHOLE_TENSORS:
-                continue
+        state = optimizer.state.get(tensor.parameter, {})
+        for kind, value in state.items():
             if is_per_element(kind, value, tensor.parameter):
                 flat = value.detach().reshape(-1)
                 if tensor.interval.numel == shard.master.numel():
@@ -87,7 +86,7 @@ def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
                 else:
                     whole = moments.setdefault(kind, torch.zeros_like(shard.master, dtype=value.dtype))
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
-            else:
+            elif OF_WHOLE_TENSORS not in state:  # which has the step of every parameter
                 found = _number(value)
                 scalars[kind] = max(found, scalars.get(kind, found)) if kind == STEP else found
     return ShardState(moments, scalars)

@@ -9,7 +9,8 @@ from enum import Enum
 import torch
 
 from hf_zero.config import OptimizerSees
-from hf_zero.optim.adafactor import AdafactorUpdater, flavour_of
+from hf_zero.optim.adafactor import AdafactorUpdater
+from hf_zero.optim.adafactor_flavours import flavour_of
 from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import AdamFamily, DeepSpeedCPUAdam, FusedAdam
 from hf_zero.optim.compressing import CompressingUpdater, Ranks

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
-from hf_zero.checkpoint import open_checkpoint
+from hf_zero.checkpoint import CheckpointError, open_checkpoint
+from hf_zero.checkpoint.whole_states import for_file, together
 from hf_zero.entry import initialize
+from hf_zero.optim.updater import StateSlice
 from tests.checkpoint.training import settings, train
 from tests.support.models import AwkwardMLP
 from tests.support.ranks import run_ranks
@@ -90,6 +92,13 @@ def run_saving(rank: int, world: int, kind: str, stage: int, root: str, sections
     return train(engine, rank, world, range(3, 8))
 
 
+def run_saving_all(
+    rank: int, world: int, kind: str, roots: dict[int, str], sections: dict[str, Any]
+) -> dict[int, list[float]]:
+    """The same at several stages, one after the other."""
+    return {stage: run_saving(rank, world, kind, stage, root, sections) for stage, root in roots.items()}
+
+
 def run_resumed(rank: int, world: int, kind: str, places: list[tuple[str, int, dict[str, Any]]]) -> list[list[float]]:
     """The losses after resuming from each (root, stage, sections), in this world."""
     found = []
@@ -109,7 +118,7 @@ def test_any_number_of_ranks_and_any_stage_continues(kind: str, tmp_path: Path) 
     """From every stage at 2 ranks to 1, 2 and 3 ranks at all stages: the same losses as without a stop."""
     sections = SECTIONS.get(kind, {})
     roots = {stage: str(tmp_path / str(stage)) for stage in (0, 1, 2, 3)}
-    expected = {stage: run_ranks(run_saving, 2, 2, kind, stage, roots[stage], sections)[0] for stage in roots}
+    expected = run_ranks(run_saving_all, 2, 2, kind, roots, sections)[0]
     pairs = [(0, 1), (0, 3), (1, 0), (2, 3), (3, 1), (3, 3), (1, 2)]
     places = [(roots[source], target, sections) for source, target in pairs]
     for world in (1, 2, 3):
@@ -185,3 +194,24 @@ def test_another_optimizer_is_told(tmp_path: Path) -> None:
         run_ranks(run_resumed, 2, 2, "AdamW amsgrad", [(str(tmp_path), 1, {})])
     with pytest.raises(AssertionError, match=r"Adafactor has row_var, col_var, variance of whole tensors"):
         run_ranks(run_resumed, 2, 2, "Adafactor of torch", [(str(tmp_path), 1, {})])
+
+
+def test_slices_of_ranks_are_put_together_or_missed() -> None:
+    """From any order; what lacks a part, or holds another thing, names the file."""
+    whole = torch.arange(12.0).view(3, 4)
+    parts = [StateSlice((3, 4), 5, whole.view(-1)[5:]), StateSlice((3, 4), 0, whole.view(-1)[:5])]
+    empty = StateSlice((3, 4), 12, whole.view(-1)[12:])
+    files = [
+        (Path(f"rank{i}"), for_file({0: {"row": part, "step": 3}}, ["w"])) for i, part in enumerate([*parts, empty])
+    ]
+    found = together(files)["w"]
+    assert torch.equal(found["row"], whole) and found["step"] == 3
+    with pytest.raises(CheckpointError, match="parts of 'row' of 'w' are missing"):
+        together(files[:1])
+    with pytest.raises(CheckpointError, match="parts of 'row' of 'w' are missing"):
+        together([*files, files[0]])
+    with pytest.raises(CheckpointError, match="rank7.*holds a list where states of whole tensors belong"):
+        together([*files, (Path("rank7"), [])])
+    files[0][1]["w"]["row"]["start"] = "5"
+    with pytest.raises(CheckpointError, match="rank0.*'row' of 'w' is not a part of a tensor"):
+        together(files)

@@ -12,7 +12,8 @@ from transformers.optimization import Adafactor
 
 from hf_zero.layout import Interval, Piece
 from hf_zero.layout.matrices import MatrixShape, MatrixSlice
-from hf_zero.optim.adafactor import AdafactorUpdater, TorchFlavour, TransformersFlavour, flavour_of
+from hf_zero.optim.adafactor import AdafactorUpdater
+from hf_zero.optim.adafactor_flavours import TorchFlavour, TransformersFlavour, flavour_of
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.factored import Sums, Table
 from hf_zero.optim.traits import Sees, traits_of, updater_for
