@@ -74,6 +74,7 @@ class ZeroEngine(EngineGradients):
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
         self._store = parts.store
+        self.rates_of_last_update: list[float] = []  # of every param group; the schedule has moved on since
         self._background_save = BackgroundSave()
         self._is_destroyed = False
         self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)
@@ -104,6 +105,7 @@ class ZeroEngine(EngineGradients):
         self._background_save.check()
         scale = optimizer.loss_scale
         self._has_run = False
+        self.rates_of_last_update = self.get_lr()
         with self._timer.phase("step"):
             optimizer.step()
         self.global_steps += 1

@@ -36,6 +36,7 @@ TAKEN_OVER = frozenset(
         "transformers.generation.utils",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",
+        "transformers.trainer",
         "transformers.trainer_utils",
     )
 )

@@ -25,9 +25,9 @@ CATCHES = {
     "ValueError": ValueError,
 }
 PROGRAM = """
-import os, torch, deepspeed
-import deepspeed.comm.torch
-deepspeed.comm.torch.build_shm_op = lambda: None  # compiles for minutes, and nothing here communicates
+import os, sys, torch, deepspeed
+# Would compile for minutes, and nothing here communicates. (`deepspeed.comm.torch` as an attribute is PyTorch.)
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given["port"]))
 answer = {}
 for name, config in given["setups"].items():

@@ -45,6 +45,19 @@ def test_a_commented_file_is_read_and_filled(tmp_path: Path) -> None:
     assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] == 2
 
 
+@pytest.mark.parametrize("sections", [{}, {"optimizer": ADAMW}, {"optimizer": ADAMW, "scheduler": WARMUP_DECAY}])
+def test_the_rate_in_the_log_is_that_of_the_update(sections: dict[str, Any], tmp_path: Path) -> None:
+    """An optimizer from ds.json with a schedule from code logged a rate one step ahead of plain Trainer's."""
+    options: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "learning_rate": 0.3, "report_to": "none"}
+    run = trainer(tmp_path, {**BASE, **sections}, **options)
+    run.train()
+    rates = [line["learning_rate"] for line in run.state.log_history if "learning_rate" in line]
+    if "scheduler" in sections:
+        assert rates[:2] == [0, 0]  # DeepSpeed's warm-up runs its first two updates at the minimum
+    else:
+        assert rates == pytest.approx([0.3, 0.2, 0.1])
+
+
 def test_a_duplicate_key_is_an_error_with_both_places(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1},\n "zero_optimization": {"stage": 2}}')

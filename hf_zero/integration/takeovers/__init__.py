@@ -146,6 +146,7 @@ TAKEOVERS = (
         "trainer_evaluation",
         ("transformers.trainer",),
     ),
+    Takeover("transformers.trainer", "Trainer._get_learning_rate", ("self",), "trainer_rate"),
     Takeover("transformers.generation.utils", "is_fsdp_managed_module", ("module",), "generation_sync"),
     Takeover(
         _TRAINER,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.comm import collectives_for, local_device
 from hf_zero.engine import ZeroEngine
+from hf_zero.integration.output_folder import check_output_folder
 from hf_zero.log import logger
 
 _TRAINING_ONLY = ("optimizer", "scheduler")
@@ -19,6 +21,7 @@ def around(original: Callable[..., Any]) -> Callable[..., Any]:
         if not inference:
             config.update(vars(hf_config).pop(_KEPT, {}))
             _leave_old_engine(trainer)
+            _check_output(trainer.args)
             return original(trainer, num_training_steps, inference)
         if hf_config.is_zero3():
             return original(trainer, num_training_steps, inference)
@@ -26,6 +29,12 @@ def around(original: Callable[..., Any]) -> Callable[..., Any]:
         return None, None
 
     return deepspeed_init
+
+
+def _check_output(args: Any) -> None:
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    if strategy != "no" and args.output_dir:
+        check_output_folder(args.output_dir, collectives_for(local_device()))
 
 
 def _leave_old_engine(trainer: Any) -> None:
