@@ -22,8 +22,8 @@ def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoRe
     """
     theirs = _words_of(check)
     if not theirs:
-        raise ConfigError(problems)
-    raise ConfigError(problems, headline=f"{theirs}\nhf_zero found in this config")
+        raise ConfigError(problems) from None  # alone: not buried under the error that brought us here
+    raise ConfigError(problems, headline=f"{theirs}\nhf_zero found in this config") from None
 
 
 def _words_of(check: Callable[[], object]) -> str:

@@ -82,6 +82,7 @@ def test_a_contradiction_begins_with_the_words_of_transformers(tmp_path: Path) -
     first, _, rest = message.partition("\nhf_zero found in this config (2 problems):\n")
     assert first.startswith("Please correct the following DeepSpeed config values that mismatch TrainingArguments")
     assert "- ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=2" in first
+    assert caught.value.__suppress_context__  # one error, not "during handling of the above exception, another"
     assert "1. gradient_accumulation_steps = 3" in rest and "but:  max_grad_norm = 1.0" in rest
 
 
