@@ -74,7 +74,7 @@ class ZeroEngine(EngineGradients):
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
         self._store = parts.store
-        self.rates_of_last_update: list[float] = []  # of every param group; the schedule has moved on since
+        self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self._background_save = BackgroundSave()
         self._is_destroyed = False
         self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)

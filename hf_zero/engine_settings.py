@@ -88,9 +88,10 @@ class EngineSettings(nn.Module):
         """Whether saving the model at stage 3 writes whole weights; below it every rank has them anyway."""
         return self._resolved.zero.stage == 3 and self._resolved.zero.gather.whole_on_save
 
-    def get_lr(self) -> list[float]:
-        """Current learning rate of every param group."""
-        return [float(group["lr"]) for group in self._training_parts("get_lr").optimizer.param_groups]
+    def get_lr(self) -> list[float | None]:
+        """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
+        rates = [group["lr"] for group in self._training_parts("get_lr").optimizer.param_groups]
+        return [None if rate is None else float(rate) for rate in rates]
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of every param group."""

@@ -53,9 +53,10 @@ def _offloads(optimizer: Any) -> bool:
 # Rates and scales
 
 
-def _get_lr(optimizer: Any) -> float:
-    """Of the first param group."""
-    return float(optimizer.param_groups[0]["lr"])
+def _get_lr(optimizer: Any) -> float | None:
+    """Of the first param group; None where the optimizer makes its own."""
+    rate = optimizer.param_groups[0]["lr"]
+    return None if rate is None else float(rate)
 
 
 def _set_lr(optimizer: Any, lr: float) -> None:

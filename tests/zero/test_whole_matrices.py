@@ -140,3 +140,13 @@ def test_what_cannot_work_is_refused_at_once(kind: str, lacks: str, stage: int) 
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=f"optimizer = .*{kind}[^$]*needs {lacks}"):
         initialize(model=model, optimizer=optimizer, config=config(stage, 1))
+
+
+def test_an_optimizer_that_makes_its_own_rate() -> None:
+    """`Adafactor(relative_step=True)` has lr=None; to note the rate of an update broke the update."""
+    model = nn.Linear(3, 3)
+    engine, optimizer, *_ = initialize(model=model, optimizer=Adafactor(model.parameters()), config=config(1, 1))
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.ones(ROWS, 3)).square().mean())
+    engine.step()
+    assert not torch.equal(before, model.weight) and engine.get_lr() == [None] and optimizer.get_lr() is None

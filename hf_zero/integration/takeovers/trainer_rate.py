@@ -15,7 +15,8 @@ def around(original: Callable[..., float]) -> Callable[..., float]:
     def _get_learning_rate(self: Any) -> float:
         engine = self.model_wrapped
         if isinstance(engine, ZeroEngine) and engine.lr_scheduler is not None and engine.rates_of_last_update:
-            return engine.rates_of_last_update[0]
+            rate = engine.rates_of_last_update[0]
+            return original(self) if rate is None else rate
         return original(self)
 
     return _get_learning_rate
