@@ -118,8 +118,15 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert "rank 1 on localhost failed first (killed by SIGKILL), without a word." in done.stderr
 
 
+def hear_signals() -> None:
+    """What a run under nohup, or in the background of a script, ignores is ignored by what it starts, too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals) -> None:
+    """The launcher passes them on. This test itself failed wherever the tests were started with one of them ignored."""
     script = """
 import os, pathlib, signal, sys, time
 def heard(number, frame):
@@ -131,7 +138,7 @@ pathlib.Path("ready" + os.environ["RANK"]).touch()
 time.sleep(600)
 """
     (tmp_path / "script.py").write_text(script)
-    launcher = subprocess.Popen([*LAUNCH, "--num_gpus", "2", "script.py"], cwd=tmp_path)
+    launcher = subprocess.Popen([*LAUNCH, "--num_gpus", "2", "script.py"], cwd=tmp_path, preexec_fn=hear_signals)
     try:
         deadline = time.monotonic() + 200
         while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < deadline:
