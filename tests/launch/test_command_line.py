@@ -242,9 +242,12 @@ def test_this_folder_comes_first_for_python(tmp_path: Path) -> None:
     assert travelling_variables({"PYTHONPATH": "/a"}, str(tmp_path))["PYTHONPATH"] == f"{tmp_path}:/a"
 
 
-def test_the_command_that_is_installed() -> None:
+def test_the_commands_that_are_installed() -> None:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
-    name, equals, place = settings["options.entry_points"]["console_scripts"].strip().partition(" = ")
-    module, colon, function = place.partition(":")
-    assert name == "hf-zero" and callable(getattr(importlib.import_module(module), function))
+    lines = settings["options.entry_points"]["console_scripts"].strip().splitlines()
+    places = dict(line.split(" = ") for line in lines)
+    assert places.keys() == {"hf-zero", "deepspeed", "ds_report"}
+    for place in places.values():
+        module, _, function = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
