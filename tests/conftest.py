@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -46,6 +48,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _same_numbers_every_time() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _same_words_every_time() -> Iterator[None]:
+    """What one test sets the log to is not what the next one finds."""
+    logger = logging.getLogger("hf_zero")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

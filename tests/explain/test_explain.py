@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_a_problem_too(
 def test_the_table_for_people(ds_json: Path) -> None:
     report = report_on(examine(load_config(ds_json), Views(world_size=1), complete=False), name="ds.json")
     page = io.StringIO()
-    show(report, Console(file=page, width=160))
+    show(report, Console(file=page, width=400))  # the path of the file is as long as it likes
     text = page.getvalue()
     for words in ("key", "value", "source", "effect", "zero_optimization.stage", "1_000_000_000", "no problems"):
         assert words in text

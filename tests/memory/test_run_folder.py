@@ -58,8 +58,13 @@ def test_it_goes_when_its_process_is_told_to_end(script: str, number: signal.Sig
 
     The process still dies of the signal, at once, also while its main thread sits in one call that takes for ever.
     """
+
+    def hear() -> None:
+        signal.signal(number, signal.SIG_DFL)  # also where the tests were started with it ignored, as under nohup
+
+    command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=hear
     ) as process:
         assert process.stdout is not None
         assert (tmp_path / process.stdout.readline().strip()).is_dir()
