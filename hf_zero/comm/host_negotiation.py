@@ -89,9 +89,6 @@ class HostNegotiation(Negotiation):
 
     # Deciding
 
-    def _decide_next(self) -> None:
-        raise NotImplementedError("decisions come as soon as all heads are there")
-
     def _decide_all(self) -> bool:
         """Every decision that can be made now; whether there was one."""
         made = False

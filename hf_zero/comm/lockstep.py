@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation import NUM_FIELDS, Gathering, Kind, Negotiation, Request
+from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import Pending, num_bytes, own_shard
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ class LockstepNegotiation(Negotiation):
                 head.kind in (Kind.END, Kind.STEP) and head.launched <= reduction and rank not in granted
                 for rank, head in enumerate(self._heads)
             )
+
+    def settle(self, gathering: Gathering) -> Decision:
+        while gathering.decision is None:
+            self._decide_next()
+        return gathering.decision
 
     def _last_heads(self) -> Sequence[Request]:
         return self._heads or [Request(Kind.WAIT)]
@@ -105,8 +110,9 @@ class AlikeNegotiation(Negotiation):
             source, _ = self._source(gathering.request.unit)
             gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
 
-    def _decide_next(self) -> None:
-        raise AssertionError("everything is decided at once")
+    def settle(self, gathering: Gathering) -> Decision:
+        assert gathering.decision is not None, "everything is decided at once"
+        return gathering.decision
 
 
 def _taker(take_buffer: Callable[[int, Tensor], Tensor], row: Tensor) -> Callable[[int], Tensor]:

@@ -253,12 +253,9 @@ class Negotiation(ABC):
 
     # Inside
 
+    @abstractmethod
     def settle(self, gathering: Gathering) -> Decision:
-        """Decide until `gathering` is granted."""
-        self.reopen()
-        while gathering.decision is None:
-            self._decide_next()
-        return gathering.decision
+        """Decide, and do this rank's part, until `gathering` is granted."""
 
     def _run(self, request: Request) -> Decision:
         gathering = Gathering(self, request)
@@ -303,7 +300,3 @@ class Negotiation(ABC):
     @abstractmethod
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         """Queue a request and let the others know. `rows`: this rank's, of a GATHER."""
-
-    @abstractmethod
-    def _decide_next(self) -> None:
-        """Wait for the heads of all queues, decide, and do this rank's part."""
