@@ -29,6 +29,8 @@ SIZES = {
     "many": Size(hidden=320, intermediate=320, layers=40, vocabulary=512, batch=1, length=8),
     "1m": Size(hidden=128, intermediate=344, layers=4, vocabulary=1024, batch=1, length=64),
     "25m": Size(hidden=384, intermediate=1088, layers=10, vocabulary=8192, batch=2, length=128),
+    # The same parameters with hardly any arithmetic, for processors without bf16: what an engine costs, again.
+    "25m-short": Size(hidden=384, intermediate=1088, layers=10, vocabulary=8192, batch=1, length=2),
     "110m": Size(hidden=768, intermediate=2048, layers=12, vocabulary=16384, batch=2, length=128),
     # For checkpoints of a size where disks matter: 1.1 GB of fp32 weights, a step as short as can be.
     "270m": Size(hidden=1024, intermediate=2816, layers=16, vocabulary=32000, batch=1, length=16),

@@ -25,6 +25,7 @@ from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark
 from hf_zero.timing import PhaseTimer
 from hf_zero.zero.assemble import Assembly
+from hf_zero.zero.first_nan import FirstNan
 from hf_zero.zero.optimizer import ZeroOptimizer
 from hf_zero.zero.outcome import StepOutcome
 from hf_zero.zero.parameter_offload import ParameterOffload
@@ -60,7 +61,7 @@ class ZeroEngine(EngineGradients):
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.resolved, parts.assembly)
+        super().__init__(parts.resolved, parts.assembly, FirstNan(parts.store, parts.device))
         self.module = parts.module
         self.config = parts.resolved.raw
         self.device = parts.device
@@ -86,7 +87,10 @@ class ZeroEngine(EngineGradients):
         """Run the wrapped model; its output is returned untouched."""
         self._note_forward()
         with self._timer.phase("forward"), self._forward_precision.context():
-            return self.module(*self._forward_precision.cast(args), **kwargs)
+            output = self.module(*self._forward_precision.cast(args), **kwargs)
+        if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
+            self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
+        return output
 
     def step(self) -> None:
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""

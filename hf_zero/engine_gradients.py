@@ -20,6 +20,7 @@ from hf_zero.config import Resolved
 from hf_zero.engine_module import EngineModule
 from hf_zero.timing import PhaseTimer
 from hf_zero.zero.assemble import Assembly
+from hf_zero.zero.first_nan import FirstNan
 
 _numbers = iter(range(1 << 62))
 # Engines with an optimizer in this process, by number.
@@ -31,9 +32,10 @@ class EngineGradients(EngineModule):
 
     _timer: PhaseTimer  # of the engine
 
-    def __init__(self, resolved: Resolved, assembly: Assembly | None) -> None:
+    def __init__(self, resolved: Resolved, assembly: Assembly | None, first_nan: FirstNan) -> None:
         super().__init__(resolved, assembly)
         self.micro_steps = 0
+        self._first_nan = first_nan
         self._explicit_boundary: bool | None = None
         self._syncs = True
         self._has_scaled = False
@@ -57,6 +59,7 @@ class EngineGradients(EngineModule):
             The loss, divided if it was, without the loss scale.
         """
         parts = self._training_parts("backward")
+        self._first_nan.look(loss, f"backward {self.micro_steps + 1}")
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
         others = self._engines_at_work()

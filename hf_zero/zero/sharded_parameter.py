@@ -1,12 +1,13 @@
 """One parameter of which every rank holds a chunk, and what stands in for it while it is not gathered.
 
-Released means: `parameter.data` is a broadcast scalar NaN of the logical shape, and the parameter's class refuses reads
-and writes (`released.py`). It takes no memory, its shape, ndim and numel are true, and what is computed from it where
-the class is not asked is unmistakable.
+Released means: `parameter.data` is a broadcast scalar NaN of the logical shape (one that can be told from others, see
+`signed_nans.py`), and the parameter's class refuses reads and writes (`released.py`). It takes no memory, its shape,
+ndim and numel are true, and what is computed from it where the class is not asked is unmistakable.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -20,9 +21,11 @@ from hf_zero.layout import chunk_numel
 from hf_zero.memory.host_heap import HostHeap
 from hf_zero.memory.vector import Vector, absent
 from hf_zero.zero.released import READ_FIX, REPLACE_FIX, refusal, released_class
+from hf_zero.zero.signed_nans import signature, signature_of, signed_nan
 
 HANDLE = "hf_zero_shard"  # name of the attribute
 HEAP = HostHeap()
+_numbers = itertools.count()  # of parameters, told apart by their NaN
 
 
 class ZeroParamStatus(Enum):
@@ -70,7 +73,8 @@ class ShardedParameter:
         self.holds = 0
         self.write_master: Callable[[Tensor], None] | None = None
         self.owner: Any = None
-        self.stand_in = _stand_in(shape, shard.dtype, shard.device)
+        self._number = next(_numbers)
+        self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
 
     @property
@@ -152,9 +156,18 @@ class ShardedParameter:
         self.shard = absent(kept.numel, kept.dtype) if resident is None else resident
         self.parameter.ds_tensor = described_shard(self)  # type: ignore[attr-defined]
         if self.stand_in.dtype != kept.dtype or self.stand_in.device != device:
-            self.stand_in = _stand_in(self.shape, kept.dtype, device)
+            self.stand_in = self._stand_in(kept.dtype, device)
             if not self.is_available:
                 self.hide()
+
+    def _stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # A scalar of its own for each: equal addresses are how others recognise tied parameters.
+        return signed_nan(self._number, dtype, device).expand(self.shape)
+
+    def is_source_of(self, value: float) -> bool:
+        """Whether `value` is the NaN that the released parameter holds, by its bits."""
+        found = signature_of(value)
+        return found != 0 and found == signature(self._number, self.stand_in.dtype)
 
     @property
     def mark(self) -> Tensor:
@@ -178,11 +191,6 @@ class ShardedParameter:
             self.whole.copy_(whole)
             if self.owner is not None:
                 self.owner.edits.rewritten(self)
-
-
-def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # A scalar of its own for each: equal addresses are how others recognise tied parameters.
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 def of(parameter: Tensor) -> ShardedParameter | None:

@@ -59,6 +59,7 @@ class ShardedParameters(ParameterStore):
         scopes = find_scopes(module)
         builder = UnitBuilder(trained, self._names, precision, channels, places)
         self.units = builder.build(scopes, self._everything(), self._choose_resident(policy))
+        self._parts_in_reduce_order = tuple(self._find_parts_in_reduce_order())
         self._adopt(channels.access)
         super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
         self.buckets = tuple(self._trained_buckets(builder.placed))
@@ -105,7 +106,7 @@ class ShardedParameters(ParameterStore):
 
     def _build_layout(self) -> FlatLayout:
         buckets: list[Bucket] = []
-        for _, part in self._parts_in_reduce_order():
+        for _, part in self._parts_in_reduce_order:
             indices = {slot.member: self._spec_of(part, place) for place, slot in enumerate(part.layout.slots)}
             buckets.append(part.layout.bucket(len(buckets), indices))
         return FlatLayout(tuple(self._trained.specs), tuple(buckets), self._channels.reduce.world)
@@ -113,14 +114,14 @@ class ShardedParameters(ParameterStore):
     def _spec_of(self, part: UnitPart, place: int) -> int:
         return self._index_of.get(id(part.members[place].parameter), -1)
 
-    def _parts_in_reduce_order(self) -> Iterator[tuple[Unit, UnitPart]]:
+    def _find_parts_in_reduce_order(self) -> Iterator[tuple[Unit, UnitPart]]:
         """Backward completes the last unit first; resident parameters belong to all units, so they come last."""
         for unit in sorted(self.units, key=lambda unit: (unit.is_resident, -unit.index)):
             yield from ((unit, part) for part in unit.parts if part.layout.trained_numel)
 
     def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
         rank = self._channels.reduce.rank
-        for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order(), strict=True):
+        for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order, strict=True):
             place, portions = placed[part]
             numel = part.layout.trained_numel
             trained = TrainedBucket(
@@ -222,6 +223,13 @@ class ShardedParameters(ParameterStore):
         lost = self.edits.num_lost()
         return constants if lost is None else constants + lost
 
+    @property
+    def releases(self) -> bool:
+        return any(not unit.is_resident for unit in self.units)
+
+    def released_in(self, value: float) -> list[str]:
+        return [repr(handle.name) for handle in self._released_handles() if handle.is_source_of(value)]
+
     def refuse_overwritten(self) -> None:
         refuse_overwritten(list(self._released_handles()))
         self.edits.refuse_lost()
@@ -250,7 +258,7 @@ class ShardedParameters(ParameterStore):
         for position, scope in enumerate(self.gatherer.line):
             for unit in scope.units:
                 position_of.setdefault(unit, position)
-        return [position_of.get(unit, -1) for unit, _ in self._parts_in_reduce_order()]
+        return [position_of.get(unit, -1) for unit, _ in self._parts_in_reduce_order]
 
     def connect(self, reducer: Reductions) -> None:
         def tell(cursor: int | None) -> None:
@@ -275,10 +283,8 @@ class ShardedParameters(ParameterStore):
 
     def publish(self, bucket: int) -> Pending:
         """Gather updated resident parameters again; all others wait as shards for their next use."""
-        for index, (unit, part) in enumerate(self._parts_in_reduce_order()):
-            if index == bucket and unit.is_resident:
-                return part.refill(self._channels.reduce, self._buffers)
-        return Pending()
+        unit, part = self._parts_in_reduce_order[bucket]
+        return part.refill(self._channels.reduce, self._buffers) if unit.is_resident else Pending()
 
     def _gather_resident(self) -> None:
         for unit in self.units:

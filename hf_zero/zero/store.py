@@ -136,6 +136,15 @@ class ParameterStore(ABC):
         """All ranks know whether their marks are equal. Raises on all of them if not. Collective then."""
         return None
 
+    @property
+    def releases(self) -> bool:
+        """Whether parameters have no values between their uses."""
+        return False
+
+    def released_in(self, value: float) -> list[str]:
+        """Names of the parameters without values from which `value`, a NaN, may come, by its bits."""
+        return []
+
     def refuse_overwritten(self) -> None:
         """Raise, naming them, if there are any."""
         return None
