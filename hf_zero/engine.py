@@ -25,6 +25,7 @@ from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark
 from hf_zero.timing import PhaseTimer
 from hf_zero.zero.assemble import Assembly
+from hf_zero.zero.buffers import broadcast_buffers
 from hf_zero.zero.first_nan import FirstNan
 from hf_zero.zero.optimizer import ZeroOptimizer
 from hf_zero.zero.outcome import StepOutcome
@@ -112,6 +113,8 @@ class ZeroEngine(EngineGradients):
         self.rates_of_last_update = self.get_lr()
         with self._timer.phase("step"):
             optimizer.step()
+            if self._resolved.compatibility.broadcast_buffers:
+                broadcast_buffers(self.module, collectives_for(self.device))
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         assert optimizer.outcome is not None

@@ -176,8 +176,9 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompatibilityPolicy:
-    """Where the user asked for DeepSpeed's behaviour instead of ours (docs/differences.md)."""
+    """Where the user asked for DeepSpeed's or DistributedDataParallel's behaviour (docs/differences.md)."""
 
+    broadcast_buffers: bool = False  # rank 0's, after every update
     decay_biases_and_norms: bool = False  # one param group of all parameters under Trainer
 
 

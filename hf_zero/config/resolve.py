@@ -216,7 +216,9 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[ParameterOffload | None,
 def compatibility(config: Root) -> CompatibilityPolicy:
     """The section hf_zero as a policy."""
     own = config.hf_zero or HfZero()
-    return CompatibilityPolicy(decay_biases_and_norms=own.decay_biases_and_norms)
+    return CompatibilityPolicy(
+        broadcast_buffers=own.broadcast_buffers, decay_biases_and_norms=own.decay_biases_and_norms
+    )
 
 
 def _checkpoint(config: Root) -> CheckpointPolicy:

@@ -77,6 +77,11 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
 class HfZero(Section):
     """Settings of our own: DeepSpeed's way where hf_zero goes another, and what DeepSpeed does not have."""
 
+    broadcast_buffers: Flag = honoured(
+        False,
+        "true: after every update all ranks take rank 0's buffers, as DistributedDataParallel does before the next "
+        "forward (BatchNorm's running mean and variance); false: every rank keeps its own, as in DeepSpeed.",
+    )
     decay_biases_and_norms: Flag = honoured(
         False,
         "Under Trainer with an optimizer section: true makes one param group of all parameters, as DeepSpeed does; "
