@@ -86,6 +86,14 @@ def as_whole(value: object) -> int:
     return whole
 
 
+def as_size(value: object) -> int:
+    """A number of elements: whole, and of what 0.9 * hidden_size ** 2 gives, the whole part."""
+    number = _number(value, "must be a whole number")
+    if isinstance(number, float) and 1.0 <= number <= LARGEST:  # not NaN, and not something that becomes "off"
+        return as_whole(math.floor(number))
+    return as_whole(number)
+
+
 def as_number(value: object) -> float:
     """Any finite number, also as text ("1e-3")."""
     try:
@@ -160,6 +168,8 @@ Flag = Annotated[bool, BeforeValidator(as_flag)]
 Whole = Annotated[int, BeforeValidator(as_whole)]
 Count = Annotated[int, BeforeValidator(as_whole), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(as_whole), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(as_size), Field(ge=0)]
+PositiveSize = Annotated[int, BeforeValidator(as_size), Field(ge=1)]
 Number = Annotated[float, BeforeValidator(as_number)]
 NonNegative = Annotated[float, BeforeValidator(as_number), Field(ge=0)]
 PositiveNumber = Annotated[float, BeforeValidator(as_number), Field(gt=0)]

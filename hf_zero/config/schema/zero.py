@@ -13,7 +13,9 @@ from hf_zero.config.schema.fields import (
     Names,
     PathText,
     Positive,
+    PositiveSize,
     Section,
+    Size,
     Whole,
     detail,
     honoured,
@@ -62,10 +64,10 @@ class OffloadParam(Section):
     buffer_count: Positive = honoured(
         5, "nvme: shards in memory on their way, at most (three at least).", unit="buffers"
     )
-    buffer_size: Positive = honoured(
+    buffer_size: PositiveSize = honoured(
         100_000_000, "nvme: buffer_count times this is the most of all of them together.", unit="elements"
     )
-    max_in_cpu: Count = honoured(
+    max_in_cpu: Size = honoured(
         1_000_000_000, "nvme: as much of a rank's shards stays in host memory.", unit="elements"
     )
     pin_memory: Flag = honoured(True, "Page-locked host memory, where there is a GPU.")
@@ -84,10 +86,10 @@ class Zero(Section):
 
     stage: Whole = honoured(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
 
-    reduce_bucket_size: Positive = honoured(
+    reduce_bucket_size: PositiveSize = honoured(
         500_000_000, "Size of a bucket of gradients.", unit="elements", stages=_BELOW_THREE
     )
-    allgather_bucket_size: Positive = honoured(
+    allgather_bucket_size: PositiveSize = honoured(
         500_000_000,
         "Size of a bucket of parameters; the smaller of the two sizes is used for both.",
         unit="elements",
@@ -137,24 +139,24 @@ class Zero(Section):
         stages=_THREE,
     )
 
-    sub_group_size: Count = honoured(
+    sub_group_size: Size = honoured(
         1_000_000_000,
         "Size of the portions of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
         unit="elements",
     )
-    stage3_max_live_parameters: Count = honoured(
+    stage3_max_live_parameters: Size = honoured(
         1_000_000_000, "Units stay gathered up to this size.", unit="elements", stages=_THREE
     )
-    stage3_max_reuse_distance: Count = honoured(
+    stage3_max_reuse_distance: Size = honoured(
         1_000_000_000, "A unit that is used again this soon stays gathered.", unit="elements", stages=_THREE
     )
-    stage3_prefetch_bucket_size: Count = honoured(
+    stage3_prefetch_bucket_size: Size = honoured(
         50_000_000, "More than 0: the next unit is gathered ahead, whole.", unit="elements", stages=_THREE
     )
-    stage3_param_persistence_threshold: Count = honoured(
+    stage3_param_persistence_threshold: Size = honoured(
         100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE
     )
-    stage3_model_persistence_threshold: Count = honoured(
+    stage3_model_persistence_threshold: Size = honoured(
         LARGEST, "Most that may stay gathered in all.", unit="elements", stages=_THREE
     )
     stage3_gather_16bit_weights_on_model_save: Flag = honoured(
