@@ -14,6 +14,7 @@ from hf_zero.comm import Channel, collectives_for, get_world_size, init_distribu
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.engine import EngineParts, ZeroEngine
 from hf_zero.errors import WrongArgument
+from hf_zero.last_words import listen
 from hf_zero.loader import data_loader
 from hf_zero.log import announce, log_dist, logger
 from hf_zero.model_view import model_view
@@ -73,6 +74,7 @@ def initialize(
     Raises:
         ConfigError: with every problem of the config at once.
     """
+    listen()
     if model is None:
         raise WrongArgument("initialize() needs model=, a torch.nn.Module")
     _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)

@@ -14,7 +14,7 @@ PACKAGE = "hf_zero"
 
 # Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
 LADDER = (
-    ("errors", "log", "timing", "rank_variables", "network", "versions"),
+    ("errors", "last_words", "log", "timing", "rank_variables", "network", "versions"),
     ("kernels", "config"),
     ("layout",),
     ("comm",),
@@ -37,7 +37,7 @@ LADDER = (
     ("__main__", "zero_to_fp32"),
 )
 RUNG = {room: height for height, rooms in enumerate(LADDER) for room in rooms}
-SELF_CONTAINED = {"errors", "log", "timing", "rank_variables", "network", "versions", "kernels", "config"}
+SELF_CONTAINED = {"errors", "last_words", "log", "timing", "rank_variables", "network", "versions", "kernels", "config"}
 LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
 
 

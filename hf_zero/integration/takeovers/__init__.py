@@ -12,6 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from hf_zero.last_words import listen
+
 logger = logging.getLogger("hf_zero")
 _HERE = __name__
 MARK = "_hf_zero_original"
@@ -211,6 +213,7 @@ def of_module(name: str) -> Iterator[Takeover]:
 
 def take_over(module: ModuleType) -> None:
     """Put all takeovers of a freshly loaded module in place. Never raises: without us, upstream works as ever."""
+    listen()
     for takeover in of_module(module.__name__):
         try:
             takeover.put_in_place(module)

@@ -1,0 +1,65 @@
+"""What ended a rank stands at the end of what torchrun prints, and once instead of once per rank.
+
+torchrun ends with a box about the rank that failed first, which says nothing of the error itself unless the program has
+written it to the file that TORCHELASTIC_ERROR_FILE names. It does so here. An error of our own is the same on all ranks
+more often than not, so ranks other than the first of a machine say it in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+_FILE = "TORCHELASTIC_ERROR_FILE"
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def listen() -> None:
+    """From now on the error that ends this process is left for torchrun, if that has started it. Once is enough."""
+    if os.environ.get(_FILE) and not getattr(sys.excepthook, "leaves_last_words", False):
+        sys.excepthook = _before(sys.excepthook)
+
+
+def _before(hook: _Hook) -> _Hook:
+    def leave(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if issubclass(kind, Exception):
+            _write(os.environ.get(_FILE, ""), error, where)
+        if _is_ours(kind) and os.environ.get("LOCAL_RANK", "0") != "0":
+            rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
+            print(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the whole of it: first rank)", file=sys.stderr)
+            return
+        hook(kind, error, where)
+
+    leave.leaves_last_words = True  # type: ignore[attr-defined]
+    return leave
+
+
+def _is_ours(kind: type[BaseException]) -> bool:
+    return kind.__module__.partition(".")[0] == __package__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _write(file: str, error: BaseException, where: TracebackType | None) -> None:
+    """In the form that torchrun reads; what somebody else has written there stays."""
+    path = Path(file)
+    text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else _with_trace(error, where)
+    told = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        if not (path.is_file() and path.stat().st_size):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"message": told}))
+    except OSError:
+        return  # the error itself is printed all the same
+
+
+def _with_trace(error: BaseException, where: TracebackType | None) -> str:
+    return "".join(traceback.format_exception(type(error), error, where)).rstrip()
