@@ -32,7 +32,7 @@ def _before(hook: _Hook) -> _Hook:
             _write(os.environ.get(_FILE, ""), error, where)
         if _is_ours(kind) and os.environ.get("LOCAL_RANK", "0") != "0":
             rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
-            print(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the whole of it: first rank)", file=sys.stderr)
+            sys.stderr.write(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the whole of it: first rank)\n")
             return
         hook(kind, error, where)
 
