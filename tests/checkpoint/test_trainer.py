@@ -68,3 +68,14 @@ def test_the_best_model_is_loaded_at_the_end_and_consolidates_into_a_model(tmp_p
 def test_weights_alone(tmp_path: Path) -> None:
     trained(1, arguments(tmp_path, 2, 1, save_only_model=True, save_steps=6))
     assert not list(tmp_path.rglob("*.pt")) and (tmp_path / "checkpoint-6" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_best_model_is_loaded_from_weights_alone(stage: int, tmp_path: Path) -> None:
+    """transformers refuses `save_only_model` with `load_best_model_at_end`: DeepSpeed could not load such a folder."""
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 3.0}
+    losses, weights = trained(2, arguments(tmp_path, stage, 2, max_grad_norm=0.0, save_only_model=True, **options))
+    assert losses[-1] > losses[0], "a rate of 3 makes it worse, so the best model is not the last"
+    assert not list(tmp_path.rglob("global_step*"))
+    best = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert torch.equal(best.lm_head.weight, weights["lm_head.weight"])

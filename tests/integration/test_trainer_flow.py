@@ -143,11 +143,22 @@ def test_checkpoints_and_weights_alone(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2" / "model.safetensors").stat().st_size > 0
 
 
-def test_the_best_model_needs_its_checkpoint(tmp_path: Path) -> None:
-    """transformers words this one itself, and clearly."""
-    options = {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
-    with pytest.raises(ValueError, match="can't be used with `save_only_model` along with `load_best_model_at_end`"):
-        trainer(tmp_path, BASE, save_strategy="steps", **options)
+def test_where_there_is_no_engine_the_pair_stays_refused(tmp_path: Path) -> None:
+    """Only a run with our engine can load the best model from weights alone; FSDP cannot."""
+    from hf_zero.integration.takeovers import trainer_best
+
+    class Args:
+        save_only_model = load_best_model_at_end = True
+        deepspeed_plugin = None
+
+    class Run:
+        args = Args()
+
+    seen: list[bool] = []
+    trainer_best.around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
+    Args.deepspeed_plugin = object()  # type: ignore[assignment]
+    trainer_best.around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
+    assert seen == [True, False] and Run.args.load_best_model_at_end
 
 
 def test_a_search_for_the_batch_size_at_stage_3(tmp_path: Path) -> None:

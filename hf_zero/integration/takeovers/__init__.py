@@ -149,6 +149,14 @@ TAKEOVERS = (
         ("transformers.trainer",),
     ),
     Takeover("transformers.trainer", "Trainer._get_learning_rate", ("self",), "trainer_rate"),
+    Takeover(
+        "transformers.trainer",
+        "Trainer.create_accelerator_and_postprocess",
+        ("self",),
+        "trainer_best",
+        maker="around_start",
+    ),
+    Takeover("transformers.trainer", "Trainer._load_best_model", ("self",), "trainer_best", maker="around_loading"),
     Takeover("transformers.generation.utils", "is_fsdp_managed_module", ("module",), "generation_sync"),
     Takeover(
         _TRAINER,
