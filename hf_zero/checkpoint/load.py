@@ -268,6 +268,7 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     for number, shard in enumerate(updater.shards):
         group = plan.groups[shard.group]
         if group is None:
+            _start_anew(updater, number)
             continue
         common = group.scalars.get(ds.STEP)
         if common is not None:
@@ -275,6 +276,8 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
         if view.shard_states:
             _write_bound_state(updater, shard, view, names)
         elif not (updater.keeps_everything_whole and _restores_whole(updater, view)):
+            if not (view.states() or group.scalars):  # saved before the first update
+                _start_anew(updater, number)
             with updater.shelf.opened(number, changes=True):
                 _write_shard_state(subject, shard, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
@@ -286,6 +289,16 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     if steps:
         updater.restore_steps(steps)
     _write_whole_states(subject, plan)
+
+
+def _start_anew(updater: Updater, number: int) -> None:
+    """A shard without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
+    with updater.shelf.opened(number, changes=True):
+        for tensor in updater.shards[number].tensors:
+            for value in updater.optimizer.state.pop(tensor.parameter, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()  # its memory may be used again
+    updater.shelf.forget_states(number)
 
 
 def _write_shard_state(

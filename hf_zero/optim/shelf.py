@@ -68,6 +68,9 @@ class Shelf:
         """Whether masters and states can be used at any time."""
         return True
 
+    def forget_states(self, index: int) -> None:  # noqa: B027
+        """The optimizer has no states for this shard any more."""
+
     def flush(self) -> None:
         """Return when everything is where it belongs."""
 
@@ -103,6 +106,7 @@ class WorkingShelf(Shelf):
         self._optimizer = optimizer
         self._vectors = tuple(vectors)
         self._states: tuple[dict[tuple[int, str], Vector], ...] = tuple({} for _ in self.shards)
+        self._reserved: set[tuple[int, int, str]] = set()  # shard, tensor, name
         self._reads_ahead = reads_ahead
         self._writes_behind = writes_behind
 
@@ -115,6 +119,7 @@ class WorkingShelf(Shelf):
                 dtype = dtype or tensor.parameter.dtype
                 numel, label = tensor.parameter.numel(), self._name(index, name)
                 self._states[index][position, name] = store.keep(label, numel, dtype, zeros=True)
+                self._reserved.add((index, position, name))
 
     # Walking
 
@@ -193,6 +198,11 @@ class WorkingShelf(Shelf):
     @property
     def always_at_hand(self) -> bool:
         return all(vector.resident is not None for index in range(len(self.shards)) for vector in self._kept(index))
+
+    def forget_states(self, index: int) -> None:
+        states = self._states[index]
+        for position, name in [place for place in states if (index, *place) not in self._reserved]:
+            states.pop((position, name)).free()
 
     def flush(self) -> None:
         for index in range(len(self.shards)):

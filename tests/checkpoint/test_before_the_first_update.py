@@ -1,0 +1,50 @@
+"""A checkpoint that was saved before the first update brings back an optimizer that has seen none.
+
+It holds no states, so loading it in the middle of a run left the moments as they were: weights of step 0 with the
+moments of step 3, and without a word another course of training than the first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks import run_ranks
+from tests.zero.test_outside_forward import engine_of, step
+
+
+def _back_to_the_start(rank: int, folder: str, stage: int, optimizer: dict[str, Any], offload: bool) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    engine = engine_of({}, optimizer=optimizer, zero_optimization={"stage": stage, **zero})
+    engine.save_checkpoint(folder)
+
+    def three_steps() -> dict[str, Tensor]:
+        for seed in range(3):
+            step(engine, seed)
+        return {name: value.clone() for name, value in engine.module_state_dict().items()}
+
+    first = three_steps()
+    engine.load_checkpoint(folder, tag="global_step0")
+    assert engine.global_steps == 0
+    again = three_steps()
+    assert [name for name in first if not torch.equal(first[name], again[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "offload"),
+    [
+        ("Adam", 0, False),
+        ("Adam", 3, True),
+        ("RMSprop", 2, True),
+        ("RMSprop", 3, False),
+        ("Lamb", 2, False),
+        ("Muon", 3, False),
+        ("Adagrad", 2, True),
+    ],
+)
+def test_its_moments_are_gone_too(tmp_path: Path, kind: str, stage: int, offload: bool) -> None:
+    run_ranks(_back_to_the_start, 2, str(tmp_path), stage, {"type": kind, "params": {"lr": 1e-2}}, offload)
