@@ -34,7 +34,7 @@ LADDER = (
     ("integration",),
     ("explain",),
     ("launch",),
-    ("__main__", "zero_to_fp32"),
+    ("__main__", "ds_to_universal", "zero_to_fp32"),
 )
 RUNG = {room: height for height, rooms in enumerate(LADDER) for room in rooms}
 SELF_CONTAINED = {"errors", "last_words", "log", "timing", "rank_variables", "network", "versions", "kernels", "config"}

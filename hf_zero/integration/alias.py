@@ -82,7 +82,7 @@ class GeneratedLoader:
 
     def get_code(self, name: str) -> object:
         """What `python -m` runs: the module's main()."""
-        return compile(f"from {name} import main\nmain()", name, "exec")
+        return compile(f"import sys\nfrom {name} import main\nsys.exit(main())", name, "exec")
 
 
 def generated_spec(name: str) -> ModuleSpec | None:

@@ -134,6 +134,7 @@ HOMES: dict[str, Homes] = {
     "accelerator.real_accelerator": _ACCELERATOR,
     "accelerator.xpu_accelerator": _from(f"{_HERE}.accelerator", "XPU_Accelerator"),
     "checkpoint.constants": _CHECKPOINT_KEYS,
+    "checkpoint.ds_to_universal": _from("hf_zero.ds_to_universal", "main parse_arguments"),
     "checkpoint.utils": _from(f"{_HERE}.helpers", "clone_tensors_for_torch_save"),
     "comm": _COMM,
     "comm.comm": _COMM,

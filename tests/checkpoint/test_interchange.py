@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero import ds_to_universal
 from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support.launch import launch
 from tests.support.oracle import oracle_environment
@@ -108,13 +109,17 @@ def assert_same_state(
         assert torch.equal(value, ours[name]), name
 
 
+@pytest.mark.parametrize("converter", ["ours", "theirs"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_universal_checkpoint_of_ours_and_theirs(stage: int, tmp_path: Path, oracle: str) -> None:
-    """DeepSpeed converts our files without a flag; both of us resume from the result."""
+def test_a_universal_checkpoint_of_ours_and_theirs(stage: int, converter: str, tmp_path: Path, oracle: str) -> None:
+    """DeepSpeed converts our files without a flag, and so do we; both of us resume from either result."""
     saved = run(saving(stage, "fp32", tmp_path), tmp_path, 2, None)
     words = ["--input_folder", str(tmp_path / "ckpt" / f"global_step{SAVED}")]
     words += ["--output_folder", str(tmp_path / "ckpt" / "universal")]
-    ask(oracle, "-m", "deepspeed.checkpoint.ds_to_universal", *words)
+    if converter == "theirs":
+        ask(oracle, "-m", "deepspeed.checkpoint.ds_to_universal", *words)
+    else:
+        assert ds_to_universal.main(words) == 0
     case = loading(stage, "fp32", tmp_path, config={"checkpoint": {"load_universal": True}})
     assert_continues(saved, run(case, tmp_path, 2, None), "fp32")
     # DeepSpeed does not restore frozen weights from this form, so its model has to start with the right ones.

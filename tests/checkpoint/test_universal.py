@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_zero import ds_to_universal
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.folder import find
 from hf_zero.checkpoint.verify import check_together
@@ -62,3 +66,53 @@ def test_a_flipped_byte_is_named(universal: tuple[Path, Contents], name: str) ->
     (folder / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=name):
         check_together(find(folder.parent, folder.name), LoneCollectives())
+
+
+# Writing the form
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_converting_keeps_every_value(stage: int, tmp_path: Path) -> None:
+    """Every state of every rank's files is in the folders, whole; the command is DeepSpeed's, and so are its flags."""
+    contents = example()
+    folder = write(tmp_path, contents, Setting(stage, 2))
+    words = ["--input_folder", str(folder), "--output_folder", str(tmp_path / "universal"), "--num_merge_workers", "2"]
+    assert ds_to_universal.main(words) == 0
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    before, after = open_checkpoint(folder), open_checkpoint(tmp_path / "universal")
+    assert after.shapes == before.shapes and set(after.states()) == set(before.states()) != set()
+    for name in before.shapes:
+        for kind in before.lines:
+            assert torch.equal(after.read(name, kind), before.read(name, kind)), (name, kind)
+    assert [group.names for group in after.groups] == [group.names for group in before.groups]
+    assert [group.options["weight_decay"] for group in after.groups] == [
+        group.options["weight_decay"] for group in before.groups
+    ]
+    assert [group.scalars["step"] for group in after.groups] == [group.scalars["step"] for group in before.groups]
+    assert not list(tmp_path.glob(".universal*"))
+
+
+def test_what_has_no_universal_form_is_refused_and_nothing_is_left(
+    universal: tuple[Path, Contents], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = universal
+    words = ["--input_folder", str(folder), "--output_folder", str(tmp_path / "again")]
+    assert ds_to_universal.main(words) == 1
+    assert "ds_to_universal: " in (said := capsys.readouterr().err) and "is universal already" in said
+    whole = write(tmp_path / "whole", example(), Setting(0, 1))
+    assert ds_to_universal.main(["--input_folder", str(whole), "--output_folder", str(tmp_path / "again")]) == 1
+    assert "is of stage 0" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*again*")) and not (tmp_path / "latest_universal").exists()
+
+
+def test_the_command_is_found_under_deepspeeds_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, example(), Setting(2, 2))
+    words = ["--input_folder", str(folder), "--output_folder", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_ZERO": "1"}, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "out" / "zero" / "mlp.weight" / "fp32.pt").is_file(), done.stderr
+    missing = subprocess.run(
+        [*command[:3], "--input_folder", str(tmp_path / "no"), "--output_folder", str(tmp_path / "out")],
+        capture_output=True, text=True, env={**os.environ, "HF_ZERO": "1"}, timeout=120,
+    )  # fmt: skip
+    assert missing.returncode == 1 and "is not a folder" in missing.stderr
