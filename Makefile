@@ -6,6 +6,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 ARGS    ?=
+SETS    ?=
 FOLDER  ?= /tmp
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,7 +27,7 @@ NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld 
 PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-multinode oracle test-oracle bench bench-offload check format wheel clean
+.PHONY: help venv demo test test-all test-multinode test-versions oracle test-oracle bench bench-offload check format wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
@@ -67,6 +68,10 @@ test-multinode: venv ## several nodes on one machine, made of network namespaces
 	@echo "Starting jobs on two nodes in every way there is, one test after the other."
 	@$(TEST_ENV) $(BIN)/python -m pytest -q -m multinode tests/multinode $(ARGS)
 
+test-versions: venv ## the oldest and newest versions of torch, transformers, ...: SETS="oldest newest", or all of them
+	@echo "Running the chosen tests with each set of versions, in environments under .versions (docs/versions.md)."
+	@TORCH='$(TORCH)' $(TEST_ENV) $(BIN)/python -m tests.versions $(SETS) --pytest="-n $(WORKERS) $(ARGS)"
+
 oracle: $(ORACLE_OK) ## set up .oracle: a real DeepSpeed, for comparison only
 
 $(ORACLE_OK): $(READY)
@@ -103,6 +108,6 @@ format: venv ## sort imports, fix what can be fixed, lay the code out (ruff)
 wheel: venv ## build dist/hf_zero-*.whl
 	@$(BIN)/python -m build --wheel --outdir dist .
 
-clean: ## remove caches and built files (.venv and .oracle stay; delete them by hand)
+clean: ## remove caches and built files (.venv, .oracle and .versions stay; delete them by hand)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -127,7 +127,6 @@ class Case:
             "weight_decay": WEIGHT_DECAY,
             "adam_epsilon": EPS,
             "lr_scheduler_type": "linear",
-            "train_sampling_strategy": "sequential",
             "logging_steps": 1,
             "save_strategy": "no",
             "report_to": "none",

@@ -42,6 +42,13 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
         return self.rows[index]
 
 
+class InOrder(Trainer):
+    """Trains on the rows in the order of the file (which not every transformers has an argument for)."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+
 def main(words: Sequence[str]) -> None:
     """Run, and leave the process group that Trainer has joined."""
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))  # type: ignore[arg-type]
@@ -56,7 +63,7 @@ def run(script: ScriptArguments, training: TrainingArguments) -> None:
     model = AutoModelForCausalLM.from_pretrained(script.model)
     if int(os.environ.get("RANK", "0")) == script.fail_on_rank:
         fail_in_third_forward(model)
-    trainer = Trainer(
+    trainer = InOrder(
         model=model, args=training, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator
     )
     trainer.train()

@@ -40,6 +40,8 @@ class Site:
     def borrow_libraries(self) -> Site:
         """Add this test run's torch, transformers, ... without its .pth files (so without its own hf_zero)."""
         paths = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+        # An environment of `make test-versions` has most of its libraries from another one, behind its own.
+        paths |= dict.fromkeys(path for path in sys.path if Path(path).name == "site-packages")
         (self.packages / "zz_borrowed.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import logging
 import sys
@@ -13,10 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from hf_zero.last_words import listen
+from hf_zero.log import log_dist
 
-logger = logging.getLogger("hf_zero")
 _HERE = __name__
 MARK = "_hf_zero_original"
+
+
+class Misfit(Exception):
+    """Upstream has another shape than the one that a takeover was written for."""
 
 
 @dataclass(frozen=True)
@@ -29,39 +34,50 @@ class Takeover:
     home: str  # our file; its `around(original)` makes the replacement
     importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
     maker: str = "around"  # in our file
+    unless: str = ""  # a place of newer versions, which need ours no more
 
-    def find(self, module: ModuleType) -> tuple[Any, str, Callable[..., Any]] | None:
-        """The holder, the name and the original; None when upstream has changed shape."""
-        *parents, name = self.place.split(".")
-        holder: Any = module
-        for parent in parents:
-            holder = getattr(holder, parent, None)
-        original = getattr(holder, name, None)
-        if not callable(original) or tuple(inspect.signature(original).parameters) != self.parameters:
-            return None
+    def find(self, module: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
+        """The holder, the name and the original.
+
+        Raises:
+            Misfit: the name is not there, or takes other parameters.
+        """
+        holder, name, original = _look(module, self.place)
+        if not callable(original):
+            raise Misfit("is not there")
+        found = tuple(inspect.signature(original).parameters)
+        if found != self.parameters:
+            raise Misfit(f"takes ({', '.join(found)}), not ({', '.join(self.parameters)})")
         return holder, name, original
 
-    def put_in_place(self, module: ModuleType) -> bool:
-        """Whether ours is in force now. Where upstream has moved on, its own behaviour stays."""
-        found = self.find(module)
-        if found is None:
-            logger.warning(
-                "%s.%s has changed and is left as it is: messages about ds.json are those of that library there",
-                self.module,
-                self.place,
-            )
-            return False
-        holder, name, original = found
-        if not hasattr(original, MARK):
-            maker = getattr(import_module(f"{_HERE}.{self.home}"), self.maker)
-            replacement = functools.wraps(original)(maker(original))
-            setattr(replacement, MARK, original)
-            is_static = isinstance(inspect.getattr_static(holder, name), staticmethod)
-            setattr(holder, name, staticmethod(replacement) if is_static else replacement)
-            for importer in map(sys.modules.get, self.importers):
-                if getattr(importer, name, None) is original:
-                    setattr(importer, name, replacement)
-        return True
+    def is_needed(self, module: ModuleType) -> bool:
+        """Whether upstream does not do by itself what ours is for."""
+        return not self.unless or _look(module, self.unless)[2] is None
+
+    def put_in_place(self, module: ModuleType) -> None:
+        """Ours is in force afterwards, where it is needed."""
+        if not self.is_needed(module):
+            return
+        holder, name, original = self.find(module)
+        if hasattr(original, MARK):
+            return
+        maker = getattr(import_module(f"{_HERE}.{self.home}"), self.maker)
+        replacement = functools.wraps(original)(maker(original))
+        setattr(replacement, MARK, original)
+        is_static = isinstance(inspect.getattr_static(holder, name), staticmethod)
+        setattr(holder, name, staticmethod(replacement) if is_static else replacement)
+        for importer in map(sys.modules.get, self.importers):
+            if getattr(importer, name, None) is original:
+                setattr(importer, name, replacement)
+
+
+def _look(module: ModuleType, place: str) -> tuple[Any, str, Any]:
+    """The holder of a place, the name there, and what has it: None if nothing does."""
+    *parents, name = place.split(".")
+    holder: Any = module
+    for parent in parents:
+        holder = getattr(holder, parent, None)
+    return holder, name, getattr(holder, name, None)
 
 
 _CONFIG, _PLUGIN, _PREPARE = "accelerate.utils.deepspeed", "accelerate.utils.dataclasses", "accelerate.accelerator"
@@ -179,6 +195,25 @@ TAKEOVERS = (
     ),
     Takeover(
         "transformers.modeling_utils",
+        "PreTrainedModel.save_pretrained",
+        (
+            "self",
+            "save_directory",
+            "is_main_process",
+            "state_dict",
+            "push_to_hub",
+            "max_shard_size",
+            "variant",
+            "token",
+            "save_peft_format",
+            "save_original_format",
+            "kwargs",
+        ),
+        "one_writer",
+        unless="PreTrainedModel.should_save_on_this_rank",
+    ),
+    Takeover(
+        "transformers.modeling_utils",
         "revert_weight_conversion",
         ("model", "state_dict"),
         "weight_conversion",
@@ -209,9 +244,41 @@ TAKEOVERS = (
 )
 
 
+# What goes without hf_zero where a takeover does not fit: the end of the line that says so.
+WITHOUT = {
+    "client_optimizer": "under offload, accelerate exchanges the script's optimizer for another",
+    "clipping": "a clip_grad_norm_ with another limit than ds.json's is not reported",
+    "complete_checkpoints": "a checkpoint that was being written when the job died may be taken for the newest",
+    "cpu_ranks": "ranks on CPUs may each believe themselves alone",
+    "generation_sync": "ranks whose texts end at different lengths may wait for each other in generate() at stage 3",
+    "launch_conflict": "settings given beside a config file are reported in accelerate's words",
+    "launch_flag": "`accelerate launch` may lack --use_hf_zero",
+    "mixed_precision": "a precision that contradicts ds.json is reported in accelerate's words",
+    "model_loading": "an unfinished batch equation in ds.json may stop the loading of a model",
+    "no_sync": "backward() inside no_sync() may make an update",
+    "one_writer": "save_pretrained(is_main_process=False) writes weights all the same",
+    "peft_copies": "modules_to_save may not work at stage 3",
+    "peft_merging": "merging adapters may not work at stage 3",
+    "plugin_fill": 'messages do not say who filled an "auto"',
+    "prepare": "ds.json is not checked by prepare(), which takes one model only",
+    "reading": "ds.json is read as plain JSON, and messages name no lines of it",
+    "several_models": "prepare() takes one model only",
+    "trainer_evaluation": "evaluate() without train() works at stage 3 alone",
+    "trainer_finalize": "sizes and numbers of steps in ds.json are filled, and not checked, by transformers",
+    "trainer_groups": "an optimizer of ds.json decays biases and norms too",
+    "trainer_process": "ds.json is filled by transformers, and its contradictions are reported in transformers' words",
+    "trainer_rate": "learning rates in the log are those of the next update",
+    "unexpected_keys": "keys of a checkpoint that the model does not have are passed over in silence at stage 3",
+    "unexpected_report": "keys of a checkpoint that the model does not have are passed over in silence at stage 3",
+    "user_step": "the update is made in backward(), not in the script's optimizer.step()",
+    "weight_conversion": "checkpoints of experts one by one may not be loaded or saved at stage 3",
+    "weight_norm": "weights behind a parametrization may start with other values at stage 3",
+}
+
+
 def stepped_aside(place: str, error: Exception) -> None:
     """A takeover met objects that it does not know: upstream goes on alone, and somebody should look at ours."""
-    logger.warning("%s: hf_zero steps aside (%s); autos and messages are those of that library", place, error)
+    _warn(f"{place}: hf_zero steps aside ({error}); autos and messages are those of that library")
 
 
 def of_module(name: str) -> Iterator[Takeover]:
@@ -225,5 +292,23 @@ def take_over(module: ModuleType) -> None:
     for takeover in of_module(module.__name__):
         try:
             takeover.put_in_place(module)
-        except Exception:
-            logger.warning("%s.%s is left as it is", takeover.module, takeover.place, exc_info=True)
+        except Misfit as misfit:
+            _leave_alone(takeover, str(misfit))
+        except Exception as error:
+            _leave_alone(takeover, f"is not taken over ({type(error).__name__}: {error})")
+
+
+def _leave_alone(takeover: Takeover, reason: str) -> None:
+    """The one line by which users learn that their version of a library does not go with all of ours."""
+    library = takeover.module.partition(".")[0]
+    try:
+        version = importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        version = "of an unknown version"
+    place = f"{takeover.module}.{takeover.place}"
+    _warn(f"{library} {version}: {place} {reason}; hf_zero leaves it as it is: {WITHOUT[takeover.home]}")
+
+
+def _warn(message: str) -> None:
+    """Once, not by every rank."""
+    log_dist(" ".join(message.split()), level=logging.WARNING)

@@ -27,7 +27,8 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     homeless = set()
     for key in keys:
-        renamed, _ = rename_source_key(key, renamings, converters, base_model_prefix=prefix, meta_state_dict=known)
+        # By position: the parameter of the prefix was called otherwise at first.
+        renamed, _ = rename_source_key(key, renamings, converters, prefix, known)
         if renamed not in known and f"{prefix}.{renamed}" not in known:
             homeless.add(key)
     return homeless

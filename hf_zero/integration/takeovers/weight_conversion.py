@@ -6,6 +6,7 @@ The way back, when a model is saved, is left out on ranks that have no values to
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,21 @@ from hf_zero.memory.host_heap import trim
 from hf_zero.zero.released import ReleasedView
 
 
-def around(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def around(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a version that gives one group of weights after the other, or of an older one that gives all in one dict."""
+    return _in_groups(original) if inspect.isgeneratorfunction(original) else _at_once(original)
+
+
+def _at_once(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def _apply_weight_conversions_to_state_dict(model: Any, state_dict: Any, weight_mapping: Any) -> dict[str, Any]:
+        converted = original(model, state_dict, [_in_one_go(entry) for entry in weight_mapping])
+        trim()
+        return converted
+
+    return _apply_weight_conversions_to_state_dict
+
+
+def _in_groups(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def _apply_weight_conversions_to_state_dict(model: Any, state_dict: Any, weight_mapping: Any) -> Iterator[Any]:
         for held in map(_boxed, original(model, state_dict, [_in_one_go(entry) for entry in weight_mapping])):
             trim()
