@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.parity import SCRIPT, Case, assert_parity, outcome, run_case
+from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT
 from tests.support.launch import launch
 
 # Every pair of settings meets at least once.
@@ -64,6 +65,7 @@ def test_the_script_through_real_launchers(processes: int | None, stage: int, tm
     assert_parity(case, outcome(tmp_path))
 
 
+@pytest.mark.skipif(not PLAIN_TRAINER_ACCUMULATES, reason=WHY_NOT)
 def test_the_harness_itself_without_an_engine(tmp_path: Path) -> None:
     case = Case(stage=None, processes=2, accumulation=4)
     words = case.words(tmp_path)
