@@ -16,7 +16,7 @@ import hf_zero
 hf_zero.install()
 
 from hf_zero import ConfigError  # noqa: E402
-from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT
+from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
 from .flows import ADAMW, BASE, WARMUP_DECAY, arguments, clean, heard, trainer, write  # noqa: E402
