@@ -263,6 +263,7 @@ WITHOUT = {
     "prepare": "ds.json is not checked by prepare(), which takes one model only",
     "reading": "ds.json is read as plain JSON, and messages name no lines of it",
     "several_models": "prepare() takes one model only",
+    "trainer_best": "save_only_model does not go with load_best_model_at_end",
     "trainer_evaluation": "evaluate() without train() works at stage 3 alone",
     "trainer_finalize": "sizes and numbers of steps in ds.json are filled, and not checked, by transformers",
     "trainer_groups": "an optimizer of ds.json decays biases and norms too",
