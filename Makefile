@@ -5,6 +5,8 @@ ORACLE  ?= .oracle
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
+# What `make test-frameworks` sets up and tests, each in .frameworks/NAME.
+FRAMEWORKS ?= lightning sentence_transformers llamafactory swift ray
 ARGS    ?=
 SETS    ?=
 FOLDER  ?= /tmp
@@ -23,11 +25,12 @@ SOURCES    := $(wildcard hf_zero tests examples bench packaging)
 RUFF_CHECK := --line-length 120 --target-version py310 --select E,F,W,I,UP,B,C4 --ignore B905
 # Ranks of a test share the machine: more threads per rank only makes them wait for each other.
 TEST_ENV   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+FRAMEWORKS_OK := $(FRAMEWORKS:%=.frameworks/%/.ready-$(TORCH_KEY))
 NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2
 PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-multinode test-versions oracle test-oracle bench bench-offload check format wheel clean
+.PHONY: help venv demo test test-all test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
@@ -53,12 +56,12 @@ demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let
 
 test: venv ## set up and run the tests (a few minutes)
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
-	@$(PYTEST) -m "not slow and not oracle and not multinode" $(ARGS)
+	@$(PYTEST) -m "not slow and not oracle and not multinode and not frameworks" $(ARGS)
 
 test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's schemas for those of the examples)
 	@$(BIN)/python -m pip install -qq -e '.[examples,dev,clusters]'
 	@echo "Running all tests but the DeepSpeed comparisons on $(WORKERS) workers."
-	@$(PYTEST) -m "not oracle and not multinode" $(ARGS)
+	@$(PYTEST) -m "not oracle and not multinode and not frameworks" $(ARGS)
 
 test-multinode: venv ## several nodes on one machine, made of network namespaces (as root on Debian or Ubuntu; installs ssh, MPI, Slurm)
 	@test "$$(id -u)" = 0 || { echo "make test-multinode makes network namespaces and must be run as root."; exit 1; }
@@ -71,6 +74,22 @@ test-multinode: venv ## several nodes on one machine, made of network namespaces
 test-versions: venv ## the oldest and newest versions of torch, transformers, ...: SETS="oldest newest", or all of them
 	@echo "Running the chosen tests with each set of versions, in environments under .versions (docs/versions.md)."
 	@TORCH='$(TORCH)' $(TEST_ENV) $(BIN)/python -m tests.versions $(SETS) --pytest="-n $(WORKERS) $(ARGS)"
+
+test-frameworks: venv $(FRAMEWORKS_OK) ## train with Lightning, LLaMA-Factory, ms-swift and others (FRAMEWORKS="lightning ray" chooses)
+	@echo "Training with each framework, one test after the other: $(FRAMEWORKS)."
+	@HF_ZERO_FRAMEWORKS="$(FRAMEWORKS)" $(TEST_ENV) $(BIN)/python -m pytest -q -m frameworks tests/frameworks $(ARGS)
+
+# requirements/NAME.txt is installed as it stands; what NAME.alone.txt lists comes without its requirements, because some of
+# them (torchaudio, torchvision) have no build for a CPU torch and are not needed to train a language model: NAME.txt then
+# lists the others.
+.frameworks/%/.ready-$(TORCH_KEY): tests/frameworks/requirements/%.txt setup.cfg packaging/backend.py packaging/hf_zero.pth
+	@echo "Setting up .frameworks/$*: two to five minutes."
+	@test -x .frameworks/$*/bin/python || $(PYTHON) -m venv .frameworks/$*
+	@printf '%s\n' '$(TORCH)' | xargs .frameworks/$*/bin/python -m pip install -qq --no-compile
+	@.frameworks/$*/bin/python -m pip freeze | grep -iE '^torch==' > .frameworks/$*/constraints.txt
+	@.frameworks/$*/bin/python -m pip install -qq --no-compile -c .frameworks/$*/constraints.txt -r $< -e .
+	@test ! -f $(<:.txt=.alone.txt) || .frameworks/$*/bin/python -m pip install -qq --no-compile --no-deps -r $(<:.txt=.alone.txt)
+	@rm -f .frameworks/$*/.ready-* && touch $@
 
 oracle: $(ORACLE_OK) ## set up .oracle: a real DeepSpeed, for comparison only
 

@@ -28,10 +28,11 @@ class PreparedEngine:
         self.engine = engine
         self._updates_at_step = updates_at_step
         self._has_stepped = self._has_told = self._has_told_of_kept = False
+        self._waits = False  # an accumulation has ended, and its gradients wait for the script's step()
         _PREPARED[engine.optimizer] = weakref.ref(self)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        if self._is_due and not (self._has_stepped or self._has_told) and self._updates_at_step:
+        if self._waits and not (self._has_stepped or self._has_told):
             self._has_told = True
             logger.warning(
                 "accelerator.backward() again before the first optimizer.step(): gradients add up, and step() applies "
@@ -46,6 +47,7 @@ class PreparedEngine:
             if sync_gradients is None and self.engine.optimizer.has_gradients:
                 self.engine.step()  # counts the micro-batch
         elif self._updates_at_step:
+            self._waits = True
             self.engine.optimizer.foresee_norm()
         else:
             self.engine.step()
@@ -57,13 +59,14 @@ class PreparedEngine:
 
     def step(self) -> None:
         """The script's optimizer.step()."""
-        self._has_stepped = True
+        self._has_stepped, self._waits = True, False
         if self._is_due:
             self.engine.step()
 
     def zero_grad(self) -> None:
         """The script's optimizer.zero_grad()."""
         if self._is_due:
+            self._waits = False
             self.engine.zero_grad()
         elif self.engine.optimizer.has_gradients and not self._has_told_of_kept:
             self._has_told_of_kept = True

@@ -199,13 +199,22 @@ def _converted(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> An
     with torch._C.DisableTorchFunctionSubclass():
         # On a tensor without elements the same call tells what would come out of it.
         probe = tensor.detach().as_strided((0,), (1,))
-        result = func(probe, *args[1:], **kwargs)
+        result = func(
+            probe, *map(_without_number, args[1:]), **{key: _without_number(value) for key, value in kwargs.items()}
+        )
     if result is probe and func is not Tensor.contiguous:
         return tensor
     if isinstance(result, str):
         return result  # type() without arguments
     read = func is Tensor.contiguous or result.dtype == tensor.dtype and result.device == tensor.device
     _refuse(handle, "read" if read else "converted", func, READ_FIX if read else REPLACE_FIX)
+
+
+def _without_number(value: Any) -> Any:
+    """There is one CPU; yet asked for number 0 of it, `Tensor.to` copies what is there already."""
+    if isinstance(value, torch.device) and value.type == "cpu" or value == "cpu:0":
+        return torch.device("cpu")
+    return value
 
 
 def _set_data(args: _Arguments, handle: Any) -> None:

@@ -227,6 +227,19 @@ def test_dropping_gradients_before_the_last_micro_batch_is_said_and_not_done() -
     assert_same_weights(dict(engine.module_state_dict()), dict(model.state_dict()), TOLERANCE)
 
 
+def test_the_second_micro_batch_of_an_accumulation_is_no_missing_step() -> None:
+    """Every run of Trainer with accumulation was told, wrongly, that it called backward() again before step();
+    LLaMA-Factory and ms-swift said so on each rank."""
+    one, engine, steps = prepared(gradient_accumulation_steps=2)
+    with heard() as said:
+        for step in range(4):
+            one.gradient_state._set_sync_gradients(step % 2 == 1)
+            one.backward(loss(engine, step))
+            if step % 2 == 1:
+                steps.step()
+    assert engine.global_steps == 2 and not said
+
+
 def test_another_limit_than_the_configs_is_said_once() -> None:
     one, engine, _ = prepared()
     one.backward(loss(engine))

@@ -387,3 +387,20 @@ def test_complex_parameters_are_refused_by_name() -> None:
     for said in (line for run in run_ranks(run_complex, 2) for line in run):
         assert "1 trainable parameters are complex" in said and "spectrum (torch.complex64)" in said
         assert "torch.view_as_real" in said
+
+
+def run_moves(rank: int) -> None:
+    engine = engine_of(NOTHING_STAYS)
+    weight = engine.module.first.weight
+    assert engine.module.to(torch.device("cpu", 0)) is engine.module and weight.to("cpu:0") is weight
+    assert weight.to(device="cpu:0") is weight and engine.module.first.weight is weight
+    with pytest.raises(RuntimeError, match="cannot be converted here"):
+        weight.to("cpu:0", torch.float16)
+    with pytest.raises(RuntimeError, match="cannot be read here"):
+        weight.to("cpu:0", copy=True)
+
+
+def test_a_module_moves_to_the_number_of_the_cpu_that_it_is_on() -> None:
+    """Lightning's Fabric moves every module to its device, `cpu:0` for one; torch copies tensors for that, though there
+    is no other place, and at stage 3 the copy was refused: "parameter of shape (61, 15) cannot be read here"."""
+    run_ranks(run_moves, 2)

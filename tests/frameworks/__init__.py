@@ -1,0 +1,1 @@
+"""Other people's frameworks, unmodified, each in an environment of its own (make test-frameworks)."""
