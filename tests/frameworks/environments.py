@@ -32,7 +32,7 @@ def run(
     *,
     ranks: int | None = RANKS,
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = 240,
+    timeout_s: float = 600,
 ) -> Finished:
     """Run a script of this folder (or an absolute path) in the framework's environment; fail if it does."""
     python = interpreter(name)

@@ -12,7 +12,7 @@ import torch
 from tests.frameworks.environments import RANKS, run
 from tests.support.reference import assert_same_numbers, assert_same_weights
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
 STEPS = 8
 TOLERANCE = 1e-5
 FABRIC, TRAINER = "lightning_fabric_script.py", "lightning_trainer_script.py"

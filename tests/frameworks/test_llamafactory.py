@@ -16,7 +16,7 @@ from tests.frameworks.material import write_instructions, write_language_model
 from tests.frameworks.runs import STEPS, assert_same_runs, flags, left_by
 from tests.support.launch import a_port
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
 STAND_INS = Path(__file__).parent / "stand_ins"
 LAST = f"checkpoint-{STEPS}"
 METHODS: dict[str, dict[str, object]] = {

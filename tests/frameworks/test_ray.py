@@ -14,7 +14,7 @@ from tests.frameworks.runs import STEPS, assert_same_runs, flags, left_by
 from tests.support.launch import ROOT
 from tests.support.models import tiny_llama, token_rows
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
 LAST = f"checkpoint-{STEPS}"
 

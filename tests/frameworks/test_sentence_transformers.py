@@ -15,15 +15,15 @@ from tests.frameworks.material import write_instructions, write_language_model
 from tests.frameworks.runs import STEPS, Left, assert_same_runs, flags
 from tests.support.reference import assert_same_numbers
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
-# MultipleNegativesRankingLoss multiplies similarities by 20, and rounding with them.
-TOLERANCE = 1e-4
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
+# MultipleNegativesRankingLoss multiplies similarities by 20, and rounding with them: Adam must not do so once more.
+TOLERANCE, EPS = 1e-4, 1e-3
 
 
 def train(folder: Path, stage: int | None, resume: Path | None = None, **options: object) -> Path:
     """A run of the script on two ranks; the folder that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = {**flags(folder, stage, resume), **options}
+    chosen = {**flags(folder, stage, resume), "adam_epsilon": EPS, **options}
     words = [word for name, value in chosen.items() for word in (f"--{name}", value)]
     model, texts = write_language_model(folder / "model"), write_instructions(folder / "texts.json")
     run("sentence_transformers", "sentence_transformers_script.py", [model, texts, *words])

@@ -13,7 +13,7 @@ from tests.frameworks.material import write_instructions, write_language_model
 from tests.frameworks.runs import STEPS, assert_same_runs, flags, left_by
 from tests.support.launch import a_port
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
 LAST = f"checkpoint-{STEPS}"
 METHODS: dict[str, dict[str, object]] = {
     "full": {"tuner_type": "full"},
@@ -33,6 +33,8 @@ def train(folder: Path, method: str, deepspeed: str | None, resume: Path | None 
         "dataset": write_instructions(folder / "rows.json"),
         "split_dataset_ratio": 0,
         "torch_dtype": "float32",
+        "fp16": False,  # otherwise it trains a model in fp32 with autocast
+        "bf16": False,
         "add_version": False,
         **METHODS[method],
         **flags(folder, None, resume),
