@@ -34,7 +34,11 @@ engine.backward(engine(torch.zeros(1, 2)).sum())
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [("ours", "zero_optimization.stagee"), ("theirs", "KeyError: 'no such column'")]
+    ("kind", "cause"),
+    [
+        ("ours", "zero_optimization.stagee"),
+        pytest.param("theirs", "KeyError: 'no such column'", marks=pytest.mark.slow),
+    ],
 )
 def test_torchrun_ends_with_the_cause(tmp_path: Path, kind: str, cause: str) -> None:
     script = tmp_path / "script.py"
