@@ -1,0 +1,65 @@
+"""Twenty steps of Trainer give the bits that they gave before: losses, norms and weights, as digests.
+
+Bits of matrix products differ between processors and versions of torch, so every digest is kept under both, and the
+tests skip where none was made. `python -m tests.end_to_end.test_same_bits` makes the missing ones for this machine; a
+digest that is there stays, and is only taken out together with the reason why the bits had to change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.parity import Case, run_case
+
+KEPT = Path(__file__).parent / "same_bits.json"
+CASES = [
+    Case(stage=0, processes=2),
+    Case(stage=1, processes=2, accumulation=4, bf16=True),
+    Case(stage=2, processes=2),
+    Case(stage=3, processes=2, accumulation=4),
+    Case(stage=3, processes=2, bf16=True, offload="nvme"),
+    Case(stage=2, processes=2, offload="cpu", optimizer=True, scheduler=True),
+]
+
+
+def here() -> str:
+    """What bits depend on besides our code."""
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def digest(case: Case, folder: Path) -> str:
+    result = run_case(case, folder)
+    found = hashlib.sha256(repr((result.losses, result.norms, result.rates)).encode())
+    for name, weight in sorted(result.weights.items()):
+        found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        found.update(weight.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_bits_have_not_changed(case: Case, tmp_path: Path) -> None:
+    kept = json.loads(KEPT.read_text()).get(here())
+    if kept is None:
+        pytest.skip(f"no digests for {here()}")
+    assert digest(case, tmp_path) == kept[str(case)]
+
+
+def main() -> None:
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    mine = kept.setdefault(here(), {})
+    for case in CASES:
+        if str(case) not in mine:
+            with tempfile.TemporaryDirectory() as folder:
+                mine[str(case)] = digest(case, Path(folder))
+    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
