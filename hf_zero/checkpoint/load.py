@@ -304,15 +304,17 @@ def _start_anew(updater: Updater, number: int) -> None:
 def _write_shard_state(
     subject: Subject, shard: MasterShard, group: Group, view: CheckpointView, steps: Mapping[int, int]
 ) -> None:
-    optimizer, names = subject.assembly.optimizer.updater.optimizer, subject.names
+    updater, names = subject.assembly.optimizer.updater, subject.names
+    optimizer = updater.optimizer
     options = subject.assembly.optimizer.param_groups[shard.group]
-    wanted = subject.assembly.optimizer.updater.state_names(options)
+    wanted = updater.state_names(options)
     kinds = [kind for kind in view.states() if wanted is None or kind in wanted]
     for tensor in shard.tensors:
         state: dict[str, Any] = {}
         inside = [piece for piece in shard.pieces if tensor.interval.start <= piece.in_shard < tensor.interval.stop]
         for kind in kinds:
-            dtype = getattr(optimizer, "state_dtype", None)
+            form = updater.form_of(kind)
+            dtype = getattr(optimizer, "state_dtype", None) if form is None else torch.float32
             value = torch.zeros_like(tensor.parameter, dtype=dtype, memory_format=torch.contiguous_format)
             flat = value.view(-1)
             for piece in inside:
@@ -320,7 +322,7 @@ def _write_shard_state(
                 if name in view.indices:
                     target = flat.narrow(0, piece.in_shard - tensor.interval.start, piece.numel)
                     view.read_into(target, name, kind, piece.in_parameter)
-            state[kind] = value
+            state[kind] = value if form is None else form.store(flat)
         if kinds or group.scalars:
             state.update(group.scalars)
         if ds.STEP in state:

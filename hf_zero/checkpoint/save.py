@@ -15,6 +15,7 @@ from hf_zero.checkpoint.exchange import Exchange, join
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
     ShardState,
+    Stored,
     buffers_of,
     read_shards,
     summarise,
@@ -88,6 +89,11 @@ class _Collected:
         """Whether states fit the shards of this very layout only: on some rank, so on all."""
         return any(group.is_bound for group in self.groups)
 
+    @property
+    def has_forms(self) -> bool:
+        """Whether this rank has states in forms of their own."""
+        return any(isinstance(moment, Stored) for state in self.states for moment in state.moments.values())
+
     def part(self, subject: Subject) -> OptimizerPart:
         """What the groups of all files share."""
         names = subject.names
@@ -144,8 +150,9 @@ def _group_states(
         wanted: what lies where in the targets of all ranks; buffers are numbered as `targets`.
 
     Returns:
-        Where something has to travel between ranks, the groups hold `Awaited` tensors, which the second value brings
-        about, one kind of state at a time: all kinds at once would take as much memory as the shards themselves.
+        Where something has to travel between ranks, or to be made of another form, the groups hold `Awaited` tensors,
+        which the second value brings about, one kind of state at a time: all kinds at once would take as much memory as
+        the shards themselves.
     """
     assembly, collectives = subject.assembly, subject.collectives
     sharded = assembly.optimizer.sharding.shards_optimizer
@@ -157,16 +164,17 @@ def _group_states(
     ]
     exchange = Exchange(reshard(source, wanted), collectives)
     lines = _lines(subject, collected, targets)
+    comes_later = not exchange.is_local or collected.has_forms
     found: list[list[Awaited | Streamed]] = []
     for line in lines:
-        local = line.fill(exchange) if exchange.is_local else None
+        local = None if comes_later else line.fill(exchange)
         found.append([Awaited(line.dtype, (numel,)) for numel in line.lengths] if local is None else list(local))
     groups = []
     for number, target in enumerate(targets):
         known = collected.groups[target.group]
         moments = {line.kind: found[i][number] for i, line in enumerate(lines) if i and line.kind in known.kinds}
         groups.append(GroupState(found[0][number], moments, _scalars(subject, known.scalars)))
-    if exchange.is_local:
+    if not comes_later:
         return groups, None
     return groups, (_batch(line, exchange, awaited, groups) for line, awaited in zip(lines, found, strict=True))
 
@@ -285,6 +293,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     states: dict[str, GroupState] = {}
     for shard, state in zip(shards, collected.states, strict=True):
         group = collected.groups[shard.group]
+        elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
         for piece in shard.pieces:
             name, shape = names[piece.parameter], shapes[piece.parameter]
             master = shard.master.narrow(0, piece.in_shard, piece.numel).view(shape)
@@ -292,8 +301,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
                 states[name] = _whole_state(subject, master, collected.whole.get(piece.parameter, {}))
                 continue
             moments = {
-                kind: tensor.narrow(0, piece.in_shard, piece.numel).view(shape)
-                for kind, tensor in state.moments.items()
+                kind: values.narrow(0, piece.in_shard, piece.numel).view(shape) for kind, values in elements.items()
             }
             scalars = {**state.scalars}
             if piece.parameter in group.steps:

@@ -14,7 +14,22 @@ from hf_zero.checkpoint.plain import plain
 from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.comm import Collectives
 from hf_zero.optim import MasterShard, MasterTensor, Updater
+from hf_zero.optim.stored import StateForm
 from hf_zero.optim.updater import OF_WHOLE_TENSORS
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A state in a form of its own, which becomes one value per element when it is asked for."""
+
+    tensor: Tensor
+    form: StateForm
+    numel: int
+
+    dtype = torch.float32
+
+    def values(self) -> Tensor:
+        return self.form.values(self.tensor, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +40,14 @@ class ShardState:
         is_bound: the optimizer has states for this flat shard that are neither; they fit this very shard only.
     """
 
-    moments: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor | Stored]
     scalars: Mapping[str, Any]
     is_bound: bool = False
+
+    def values(self, kind: str) -> Tensor | None:
+        """One value per element, 1-D; None where there is no such state."""
+        found = self.moments.get(kind)
+        return found.values() if isinstance(found, Stored) else found
 
 
 @dataclass(slots=True)
@@ -60,31 +80,39 @@ def read_shards(updater: Updater) -> list[ShardState]:
     """State of every shard of this rank, but for what belongs to whole tensors."""
     if updater.keeps_everything_whole and updater.whole_states():
         return [ShardState({}, {}) for _ in updater.shards]
-    return [_read(updater.optimizer, shard) for shard in updater.shards]
+    return [_read(updater, shard) for shard in updater.shards]
 
 
-def _has_other_shapes(optimizer: torch.optim.Optimizer, tensor: MasterTensor) -> bool:
-    """Whether any state with dimensions does not hold one value per element."""
+def _has_other_shapes(updater: Updater, tensor: MasterTensor) -> bool:
+    """Whether any state with dimensions neither holds one value per element nor has a form that gives them."""
     return any(
-        isinstance(value, Tensor) and value.ndim and not is_per_element(kind, value, tensor.parameter)
-        for kind, value in optimizer.state.get(tensor.parameter, {}).items()
+        isinstance(value, Tensor)
+        and value.ndim
+        and not is_per_element(kind, value, tensor.parameter)
+        and updater.form_of(kind) is None
+        for kind, value in updater.optimizer.state.get(tensor.parameter, {}).items()
     )
 
 
-def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
-    moments: dict[str, Tensor] = {}
+def _read(updater: Updater, shard: MasterShard) -> ShardState:
+    moments: dict[str, Tensor | Stored] = {}
     scalars: dict[str, Any] = {}
     for tensor in shard.tensors:
-        if _has_other_shapes(optimizer, tensor):
+        if _has_other_shapes(updater, tensor):
             return ShardState({}, {}, is_bound=True)
-        state = optimizer.state.get(tensor.parameter, {})
+        state = updater.optimizer.state.get(tensor.parameter, {})
         for kind, value in state.items():
-            if is_per_element(kind, value, tensor.parameter):
+            form = updater.form_of(kind)
+            if form is not None:
+                assert tensor.interval.numel == shard.master.numel(), "states in forms belong to flat shards"
+                moments[kind] = Stored(value.detach(), form, shard.master.numel())
+            elif is_per_element(kind, value, tensor.parameter):
                 flat = value.detach().reshape(-1)
                 if tensor.interval.numel == shard.master.numel():
                     moments[kind] = flat
                 else:
                     whole = moments.setdefault(kind, torch.zeros_like(shard.master, dtype=value.dtype))
+                    assert isinstance(whole, Tensor)
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
             elif OF_WHOLE_TENSORS not in state:  # which has the step of every parameter
                 found = _number(value)
@@ -113,7 +141,7 @@ def summarise(
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
     for shard, state in zip(updater.shards, states, strict=True):
-        kinds = {kind: tensor.dtype for kind, tensor in state.moments.items()}
+        kinds = {kind: moment.dtype for kind, moment in state.moments.items()}
         steps = {}
         if STEP in state.scalars:
             steps = {p.parameter: counted.get(p.parameter, int(state.scalars[STEP])) for p in shard.pieces}
@@ -132,7 +160,7 @@ def buffers_of(
     """One kind of state of all shards; where there is none yet, zeros without memory."""
     found = []
     for shard, state in zip(shards, states, strict=True):
-        value = state.moments.get(kind)
+        value = state.values(kind)
         if value is None:
             value = torch.zeros(1, dtype=dtype, device=shard.master.device).expand(shard.master.numel())
         found.append(value.to(dtype))

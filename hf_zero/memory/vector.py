@@ -161,5 +161,9 @@ def at_hand_or_absent(vector: Vector) -> Tensor:
 
 
 def absent(numel: int, dtype: torch.dtype) -> Tensor:
-    """NaN in the true length, without memory: what is computed from it is unmistakable, and writing into it raises."""
-    return torch.full((), float("nan"), dtype=dtype).expand(numel)
+    """NaN in the true length, without memory: what is computed from it is unmistakable, and writing into it raises.
+
+    Bytes are all ones, as those of a NaN are.
+    """
+    fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.full((), fill, dtype=dtype).expand(numel)

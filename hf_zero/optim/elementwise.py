@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Interval, Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
+from hf_zero.optim.stored import StateForm
 from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
 
 
@@ -45,11 +46,18 @@ class Family(ABC):
     ) -> None:
         """Run the kernel with the group's present hyper-parameters (schedulers change them between steps)."""
 
+    def form_of(self, name: str) -> StateForm | None:
+        """How this state is stored; None: one value per element."""
+        return None
+
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The parameter's state, made at its first update: `step` (0-dim fp32) and zeros under each name."""
         state: dict[str, Any] = optimizer.state[parameter]
         for name in self.state_names(group):
-            if state.get(name) is None:
+            form = self.form_of(name)
+            if state.get(name) is None and form is not None:
+                state[name] = form.zeros(parameter.numel(), parameter.device)
+            elif state.get(name) is None:
                 dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if "step" not in state:
@@ -181,6 +189,9 @@ class ElementwiseUpdater(Updater):
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._family.state_names(group)
+
+    def form_of(self, name: str) -> StateForm | None:
+        return self._family.form_of(name)
 
     def parameter_steps(self) -> dict[int, int]:
         counted = zip(self.shards, self._counters, strict=True)

@@ -101,9 +101,18 @@ def _without_what_is_so_anyway(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def states_per_element(optimizer: torch.optim.Optimizer) -> int:
-    """States that an optimizer keeps for every element; a guess (Adam's two) for those that only know themselves."""
+    """Values that an optimizer keeps for every element; a guess (Adam's two) for those that only know themselves."""
     family = family_of(optimizer)
-    return 2 if family is None else len(family.state_names(optimizer.param_groups[0]))
+    if family is None:
+        return 2
+    return sum(family.form_of(name) is None for name in family.state_names(optimizer.param_groups[0]))
+
+
+def stored_bytes_per_element(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of the states that have a form of their own, for one element among many."""
+    family, many = family_of(optimizer), 1 << 20
+    forms = [] if family is None else [family.form_of(name) for name in family.state_names(optimizer.param_groups[0])]
+    return sum(form.stored_numel(many) * form.dtype.itemsize for form in forms if form is not None) / many
 
 
 def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int) -> None:
@@ -134,5 +143,5 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
     dtype = None if precision.narrow_states else torch.float32
     optimizer.state_dtype = dtype  # type: ignore[attr-defined]
     for state in optimizer.state.values():  # that of an optimizer which makes it at birth
-        for kind in family.state_names(optimizer.param_groups[0]):
+        for kind in filter(lambda kind: family.form_of(kind) is None, family.state_names(optimizer.param_groups[0])):
             state[kind] = state[kind].to(dtype or state[kind].dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_zero.memory.store import Store
 from hf_zero.memory.vector import Vector, absent
 from hf_zero.optim.shards import MasterShard
+from hf_zero.optim.stored import FormOf, plain
 
 WritesAll = Callable[[int], bool]
 COUNTERS = ("step",)
@@ -110,15 +111,16 @@ class WorkingShelf(Shelf):
         self._reads_ahead = reads_ahead
         self._writes_behind = writes_behind
 
-    def reserve(self, index: int, names: Sequence[str], dtype: torch.dtype | None) -> None:
-        """Make room for states that the optimizer is known to have: zeros, one per element."""
+    def reserve(self, index: int, names: Sequence[str], dtype: torch.dtype | None, form_of: FormOf = plain) -> None:
+        """Make room for states that the optimizer is known to have: zeros, one per element or in their own form."""
         store = self._vectors[index].states
         for position, tensor in enumerate(self.shards[index].tensors if store is not None else ()):
             for name in names:
                 assert store is not None
-                dtype = dtype or tensor.parameter.dtype
-                numel, label = tensor.parameter.numel(), self._name(index, name)
-                self._states[index][position, name] = store.keep(label, numel, dtype, zeros=True)
+                numel, kind, form = tensor.parameter.numel(), dtype or tensor.parameter.dtype, form_of(name)
+                if form is not None:
+                    numel, kind = form.stored_numel(numel), form.dtype
+                self._states[index][position, name] = store.keep(self._name(index, name), numel, kind, zeros=True)
                 self._reserved.add((index, position, name))
 
     # Walking
@@ -231,7 +233,9 @@ class WorkingShelf(Shelf):
             parameter = shard.tensors[position].parameter
             is_known = name in self._optimizer.state.get(parameter, {})
             if (is_known and vector.resident is None) or (begins and not is_known):
-                self._optimizer.state[parameter][name] = values(vector).view(parameter.shape)
+                found = values(vector)
+                is_form = found.numel() != parameter.numel()
+                self._optimizer.state[parameter][name] = found if is_form else found.view(parameter.shape)
 
     def _settle(self, index: int, *, changed: bool) -> None:
         """Take over states that were made or replaced since they were fetched, and release."""
@@ -250,9 +254,9 @@ class WorkingShelf(Shelf):
         states = self._states[index]
         for position, tensor in enumerate(self.shards[index].tensors):
             for name, value in self._optimizer.state.get(tensor.parameter, {}).items():
-                if not _is_per_element(name, value, tensor.parameter):
-                    continue
                 known = states.get((position, name))
+                if not (_is_per_element(name, value, tensor.parameter) or (index, position, name) in self._reserved):
+                    continue
                 if known is None or known.dtype != value.dtype:
                     states[position, name] = store.adopt(self._name(index, name), value.reshape(-1))
                 elif known.take().data_ptr() != value.data_ptr():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_zero.layout import Interval
 from hf_zero.optim.shards import MasterShard, MasterTensor
 from hf_zero.optim.shelf import Shelf
+from hf_zero.optim.stored import StateForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,10 @@ class Updater(ABC):
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         """Per-element states of a parameter of this group; None where only the optimizer itself knows."""
+        return None
+
+    def form_of(self, name: str) -> StateForm | None:
+        """How the state of a flat shard is stored that `state_names` names; None: one value per element."""
         return None
 
     def parameter_steps(self) -> dict[int, int]:

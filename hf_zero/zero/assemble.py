@@ -16,7 +16,7 @@ from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, pl
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.registry import refuse_unfit, states_per_element, suit_precision
+from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
 from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.precision import Precision
 from hf_zero.zero.flat_parameters import FlatParameters
@@ -119,7 +119,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
         longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-        sizes = Sizes(num_states, longest, plan.precision)
+        sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
         needs = needs_of(trained.specs, plan.zero, sharding, plan.device, sizes)
         check_needs(needs, plan.zero, plan.device, collectives)
     store: ParameterStore

@@ -124,7 +124,16 @@ class Fragments:
         @contextmanager
         def opened(shard: int, changes: bool) -> Iterator[Tensor | None]:
             with optimizer.updater.shelf.opened(shard, changes=changes):
-                yield optimizer.optimizer_state(optimizer.shards[shard], key)
+                form = optimizer.updater.form_of(key)
+                if form is None:
+                    yield optimizer.optimizer_state(optimizer.shards[shard], key)
+                    return
+                (tensor,) = optimizer.shards[shard].tensors
+                stored = optimizer.state.get(tensor.parameter, {}).get(key)
+                values = None if stored is None else form.values(stored, tensor.interval.numel)
+                yield values
+                if changes and values is not None:
+                    stored.copy_(form.store(values))
 
         return opened
 

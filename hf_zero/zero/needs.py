@@ -44,13 +44,15 @@ class Sizes:
     """What decides the needs, besides the parameters.
 
     Attributes:
-        num_states: optimizer states per element.
+        num_states: values that the optimizer keeps per element.
+        stored_bytes: of its states that are stored otherwise, per element.
         longest: elements of the largest bucket that is reduced, and at stage 3 gathered, as one.
     """
 
     num_states: int
     longest: int
     precision: Precision
+    stored_bytes: float = 0.0
 
 
 def needs_of(
@@ -70,7 +72,7 @@ def needs_of(
     master_bytes, state_bytes = WIDE, NARROW if sizes.precision.narrow_states else WIDE
     if sizes.precision.narrow_masters:  # the weights themselves, unless those are wanted on another device
         master_bytes = NARROW if place is not None and device.type != "cpu" else 0
-    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - wide)
+    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - wide) + round(sizes.stored_bytes * numel)
     kept = states + weights  # gradients are as large as weights
     far = 0 if place is None else round(kept * place.ratio)
     near, host, disk = kept - far, 0, 0

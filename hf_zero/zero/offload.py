@@ -122,7 +122,7 @@ def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, p
         names = updater.state_names(updater.optimizer.param_groups[shard.group]) or ()
         if policy is not None and vectors[index].states is not None:
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
-        updater.shelf.reserve(index, names, getattr(updater.optimizer, "state_dtype", None))
+        updater.shelf.reserve(index, names, getattr(updater.optimizer, "state_dtype", None), updater.form_of)
     for bucket in reducer.buckets:
         bucket.reserve()
 
