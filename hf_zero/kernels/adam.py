@@ -10,6 +10,7 @@ Source: Kingma and Ba 2015 (arXiv 1412.6980), Loshchilov and Hutter 2019 (arXiv 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,13 +72,20 @@ def adam(
 
         adam_on_gpu(vectors, rule, step, scale, overflow, seed)
         return
-    # PyTorch's vectorised Adam on chunks that stay in cache: whole-vector casts before and after would move 40 bytes
-    # per parameter instead of 28.
+    # On chunks that stay in cache: whole-vector casts before and after would move 40 bytes per parameter instead of 28.
+    scale, divisor = divided_inside(vectors, scale)
+    update = chunk_update(rule, step, vectors.weight.device, divisor)
+    for part in wide_chunks(vectors, scale, overflow, seed):
+        update(part)
+
+
+def chunk_update(rule: AdamRule, step: int, device: torch.device, divisor: Tensor | None) -> Callable[[Vectors], None]:
+    """PyTorch's vectorised Adam on vectors of one dtype, at least fp32; gradients are divided by `divisor` in place."""
     update = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     count = float(step) if rule.bias_correction else _STEP_WITHOUT_BIAS
-    steps = [torch.full((), count, device=vectors.weight.device)]  # filled there: a copy would wait for the device
-    scale, divisor = _divided_inside(vectors, scale)
-    for part in wide_chunks(vectors, scale, overflow, seed):
+    steps = [torch.full((), count, device=device)]  # filled there: a copy would wait for the device
+
+    def run(part: Vectors) -> None:
         update(
             [part.weight],
             [part.gradient],
@@ -95,8 +103,10 @@ def adam(
             grad_scale=divisor,
         )
 
+    return run
 
-def _divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
+
+def divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
     """(factor left for the chunks, what PyTorch's kernel divides the gradient by).
 
     Its kernel writes the divided gradient back, so this is only for gradients that are copied anyway; it saves a pass

@@ -39,7 +39,11 @@ class Vectors:
 
 
 def wide_chunks(
-    vectors: Vectors, scale: Tensor | float = 1.0, overflow: Tensor | None = None, seed: int | None = None
+    vectors: Vectors,
+    scale: Tensor | float = 1.0,
+    overflow: Tensor | None = None,
+    seed: int | None = None,
+    times: int = 1,
 ) -> Iterator[Vectors]:
     """Walk `vectors` so that casts stay in cache: the parts have one dtype, at least fp32, and a scaled gradient.
 
@@ -51,6 +55,7 @@ def wide_chunks(
         overflow: one element; when it is not zero nothing changes. On a CPU there are no parts then; elsewhere, where
             reading it would wait for the device, what parts have changed is put back.
         seed: round stochastically to 16 bits, with this seed; None: to nearest.
+        times: parts are so many times as long as usual on a CPU.
     """
     if overflow is not None and _is_at_hand(overflow):
         if bool(overflow):
@@ -60,10 +65,10 @@ def wide_chunks(
     wide = torch.promote_types(weight.dtype, torch.float32)
     length = weight.numel()
     is_scaled = isinstance(scale, Tensor) or scale != 1.0
-    gradient_scratch = _scratch(vectors.gradient, wide, length, always=is_scaled)
-    scratches = [_scratch(vector, wide, length) for vector in (weight, *vectors.states)]
+    gradient_scratch = _scratch(vectors.gradient, wide, length, times, always=is_scaled)
+    scratches = [_scratch(vector, wide, length, times) for vector in (weight, *vectors.states)]
     generator = None if seed is None else generator_for(weight.device, seed)
-    for start, count in chunks(length, weight.device):
+    for start, count in chunks(length, weight.device, times):
         part = vectors.part(start, count)
         gradient = part.gradient
         if gradient_scratch is not None:
@@ -103,7 +108,7 @@ class _Kept:
             torch.where(self._undoes, before, vector, out=vector)
 
 
-def _scratch(vector: Tensor, wide: torch.dtype, numel: int, *, always: bool = False) -> Tensor | None:
+def _scratch(vector: Tensor, wide: torch.dtype, numel: int, times: int, *, always: bool = False) -> Tensor | None:
     if vector.dtype == wide and not always:
         return None
-    return scratch_like(vector.device, numel).to(wide)
+    return scratch_like(vector.device, numel, times).to(wide)
