@@ -15,8 +15,8 @@ from hf_zero.config.torch_names import OPTIMIZERS, is_class_of, nearest
 _TYPES = {
     name.lower(): name
     for name in (
-        "Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "Lion", "FusedLion",
-        "CPULion", "DeepSpeedCPULion", "Muon", "Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad",
+        "Adam", "AdamW", "Adam8bit", "AdamW8bit", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb",
+        "Lion", "FusedLion", "CPULion", "DeepSpeedCPULion", "Muon", "Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad",
         "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
     )
 }  # fmt: skip
@@ -129,6 +129,12 @@ def _above_zero(value: object) -> float:
     return number
 
 
+def _block_size(value: object) -> int:
+    if value != 256:
+        raise ValueError("is always 256 here")
+    return 256
+
+
 def _always_true(value: object) -> bool:
     if not as_flag(value):
         raise ValueError("is always true here")
@@ -158,6 +164,11 @@ _NAMED_ADAM = {name: check for name, check in _OUR_ADAM.items() if name not in (
 _CPU_ADAM = {
     **{name: check for name, check in _OUR_ADAM.items() if name not in ("torch_adam", "set_grad_none")},
     "adamw_mode": as_flag,
+}
+_ADAM_8BIT: dict[str, Check] = {
+    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay")},
+    "bias_correction": as_flag,
+    "block_size": _block_size,
 }
 _LAMB: dict[str, Check] = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay")},
@@ -201,6 +212,8 @@ _ZERO_ONE_ADAM: dict[str, Check] = {
     **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), steps),
 }
 _TABLES: dict[str, dict[str, Check]] = {
+    "Adam8bit": _ADAM_8BIT,
+    "AdamW8bit": _ADAM_8BIT,
     "FusedAdam": _NAMED_ADAM,
     "CPUAdam": _CPU_ADAM,
     "DeepSpeedCPUAdam": _CPU_ADAM,

@@ -2,6 +2,7 @@
 
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon
@@ -13,6 +14,8 @@ from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, Updater, Who
 from hf_zero.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "Adam8bit",
+    "AdamW8bit",
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",

@@ -10,6 +10,7 @@ import torch
 from hf_zero.config import ConfigError, OptimizerPolicy, Problem
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon, muon_groups
@@ -21,6 +22,8 @@ from hf_zero.precision import Precision
 
 # By lower-case type; the names that ds.json and DeepSpeed's own classes use. Adam and AdamW are a matter of their own.
 _BY_TYPE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam8bit": Adam8bit,
+    "adamw8bit": AdamW8bit,
     "fusedadam": FusedAdam,
     "cpuadam": DeepSpeedCPUAdam,
     "deepspeedcpuadam": DeepSpeedCPUAdam,

@@ -13,6 +13,7 @@ from hf_zero.optim.adafactor import AdafactorUpdater
 from hf_zero.optim.adafactor_flavours import flavour_of
 from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import AdamFamily, DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.adam8 import Adam8bit, Adam8Family, AdamW8bit
 from hf_zero.optim.compressing import CompressingUpdater, Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.lamb import FusedLamb, LambUpdater
@@ -113,6 +114,8 @@ def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     kind = type(optimizer)
     if kind in (FusedAdam, DeepSpeedCPUAdam):
         return AdamFamily()
+    if kind in (AdamW8bit, Adam8bit):
+        return Adam8Family()
     if kind in (FusedLion, DeepSpeedCPULion):
         return LionFamily()
     if kind is DeepSpeedCPUAdagrad:

@@ -1,0 +1,144 @@
+"""AdamW8bit and Adam8bit alone: close to torch's, small, saved and restored to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.config import ConfigError, OptimizerPolicy, resolve
+from hf_zero.optim import Adam8bit, AdamW8bit, FusedAdam, runs_natively
+from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
+from hf_zero.optim.stored import StateForm, plain
+from tests.optim.shards import run_sharded
+
+
+def losses_with(kind: Any, **options: Any) -> list[float]:
+    """A little regression."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 20, generator=generator)
+    y = torch.sin(x @ torch.randn(20, 3, generator=generator))
+    optimizer, losses = kind(model.parameters(), **options), []
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (AdamW8bit, torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1}),
+        (Adam8bit, torch.optim.Adam, {"lr": 3e-3, "weight_decay": 1e-4}),
+        (AdamW8bit, torch.optim.AdamW, {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.0}),
+    ],
+)
+def test_it_learns_as_with_states_of_32_bits(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+    found, expected = losses_with(ours, **options), losses_with(theirs, **options)
+    assert found == pytest.approx(expected, rel=0.05) and found != expected
+    assert found[-1] < 0.2 * found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_of_its_states(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(300, 1001, dtype=dtype))
+    optimizer = AdamW8bit([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    assert sum(value.nbytes for value in state.values()) <= 2.1 * parameter.numel()
+    assert stored_bytes_per_element(optimizer) == 2 * 260 / 256 and states_per_element(optimizer) == 0
+    assert stored_bytes_per_element(FusedAdam([parameter])) == 0 and states_per_element(FusedAdam([parameter])) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_its_state_can_be_restored(dtype: torch.dtype) -> None:
+    """load_state_dict of torch casts every tensor of a state to the parameter's dtype."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(700).to(dtype))
+    optimizer = AdamW8bit([parameter], lr=0.1)
+    parameter.grad = torch.randn(700).to(dtype)
+    optimizer.step()
+    other = nn.Parameter(parameter.detach().clone())
+    restored = AdamW8bit([other], lr=0.1)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, value in optimizer.state[parameter].items():
+        assert torch.equal(restored.state[other][name], value) and restored.state[other][name].dtype == value.dtype
+    gradient = torch.randn(700).to(dtype)
+    for candidate, runner in ((parameter, optimizer), (other, restored)):
+        candidate.grad = gradient.clone()
+        runner.step()
+    assert torch.equal(parameter, other)
+
+
+def test_a_parameter_that_is_not_contiguous() -> None:
+    ordinary, transposed = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.arange(6.0).view(2, 3))
+    transposed.data = torch.arange(6.0).view(2, 3).t().contiguous().t()
+    for parameter in (ordinary, transposed):
+        parameter.grad = torch.arange(6.0).view(2, 3) + 1
+        AdamW8bit([parameter], lr=0.1).step()
+    torch.testing.assert_close(ordinary.detach(), transposed.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_on_shards_closely_as_alone(world: int) -> None:
+    """Blocks lie otherwise on every number of ranks, so that codes differ, but not what is learned."""
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(shape, generator=generator) for shape in ((30, 20), (50,), (1,))]
+    steps = [[torch.randn(weight.shape, generator=generator) + 0.3 for weight in weights] for _ in range(50)]
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    found = run_sharded(AdamW8bit, options, weights, steps, world)
+    exact = run_sharded(FusedAdam, options, weights, steps, world)
+    moved = torch.cat([(one - weight).reshape(-1) for one, weight in zip(exact, weights, strict=True)])
+    apart = torch.cat([(one - other).reshape(-1) for one, other in zip(found, exact, strict=True)])
+    assert float(apart.norm() / moved.norm()) < 0.03
+
+
+def test_by_its_names() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(3))]}]
+    for name, kind, decoupled in (("AdamW8bit", AdamW8bit, True), ("adam8bit", Adam8bit, False)):
+        policy = OptimizerPolicy(type=name, params={"lr": 0.1, "betas": [0.8, 0.9], "block_size": 256})
+        optimizer = build_optimizer(policy, groups)
+        assert type(optimizer) is kind and optimizer.adam_w_mode is decoupled and runs_natively(optimizer)
+
+
+def test_blocks_have_256_elements() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match="AdamW8bit has blocks of 256 elements, got block_size=64"):
+        AdamW8bit(parameters, block_size=64)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW8bit", "params": {"block_size": 2048}}}
+    with pytest.raises(ConfigError, match=r"(?s)optimizer\.params\.block_size = 2048.*is always 256 here"):
+        resolve(config, world_size=1)
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.min_8bit_size"):
+        config["optimizer"] = {"type": "Adam8bit", "params": {"min_8bit_size": 4096}}
+        resolve(config, world_size=1)
+
+
+class Halves(StateForm):
+    """Another form, as a family to come may have it: fp16 in one tensor."""
+
+    dtype = torch.float16
+
+    def stored_numel(self, numel: int) -> int:
+        return numel + 1
+
+    def values(self, stored: torch.Tensor, numel: int) -> torch.Tensor:
+        return stored[:numel].float()
+
+    def store(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values.half(), torch.zeros(1, dtype=torch.float16)])
+
+
+def test_zeros_of_a_form() -> None:
+    zeros = Halves().zeros(5, torch.device("cpu"))
+    assert zeros.dtype == torch.float16 and torch.equal(Halves().values(zeros, 5), torch.zeros(5))
+    assert plain("exp_avg") is None
