@@ -28,11 +28,12 @@ from tests.support.oracle import oracle_environment
 
 RESULTS = Path(__file__).parent / "results"
 OURS, FLOOR, DEEPSPEED = "hf_zero, one pass", "same traffic without arithmetic", "DeepSpeedCPUAdam and its casts"
+OURS_8, FLOOR_8 = "hf_zero, one pass, 8-bit states", "traffic of 8-bit states without arithmetic"
 FUSED, FOREACH = "torch fused AdamW and its casts", "torch foreach AdamW and its casts"
 SCALE = 0.5  # every step has a factor for the mean over ranks and clipping; ours folds it in, others take a pass for it
 COPY = "copy of fp32 (8 bytes)"
 # Bytes that each way moves per parameter: read and write of every array it touches, casts included.
-BYTES = {FLOOR: 28, OURS: 28, COPY: 8, FUSED: 48, DEEPSPEED: 48, FOREACH: 120}
+BYTES = {FLOOR: 28, OURS: 28, FLOOR_8: 16, OURS_8: 16, COPY: 8, FUSED: 48, DEEPSPEED: 48, FOREACH: 120}
 Step = Callable[[], object]
 
 
@@ -52,20 +53,25 @@ def timed(step: Step) -> tuple[float, float]:
 def contenders(numel: int) -> dict[str, Step]:
     """All ways over one set of arrays: what is measured does not depend on the values in them."""
     from hf_zero.kernels.adam import AdamRule, adam
+    from hf_zero.kernels.adam8 import BlockVectors, adam8
+    from hf_zero.kernels.dynamic8 import packed_bytes
     from hf_zero.kernels.vectors import Vectors
 
     master, m, v, wide = (torch.zeros(numel) for _ in range(4))
-    gradient, narrow = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    gradient = torch.randn(numel).mul_(0.01).bfloat16()  # tables are read where the codes are: they must differ
+    narrow = torch.zeros(numel, dtype=torch.bfloat16)
+    packed = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8) for _ in range(2))
     rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
     vectors = Vectors(weight=master, gradient=gradient, states=(m, v), narrow=narrow)
+    blocks = BlockVectors(weight=master, gradient=gradient, states=packed, narrow=narrow)
 
-    def floor() -> None:
-        """Reads the gradient, reads and writes three arrays, writes the weight: chunk by chunk, as the kernel does."""
+    def floor(*states: torch.Tensor) -> None:
+        """Reads the gradient, reads and writes states and masters, writes the weight: in chunks, as the kernel does."""
         chunk = 1 << 18
         for start in range(0, numel, chunk):
             length = min(chunk, numel - start)
             part = wide[:length].copy_(gradient.narrow(0, start, length))
-            for array in (m, v, master):
+            for array in (*states, master):
                 array.narrow(0, start, length).neg_()
             narrow.narrow(0, start, length).copy_(part)
 
@@ -84,8 +90,10 @@ def contenders(numel: int) -> dict[str, Step]:
 
     return {
         COPY: lambda: wide.copy_(master),
-        FLOOR: floor,
+        FLOOR: lambda: floor(m, v),
         OURS: lambda: adam(vectors, rule, 5, SCALE),
+        FLOOR_8: lambda: floor(*packed),
+        OURS_8: lambda: adam8(blocks, rule, 5, SCALE),
         FUSED: torch_adam(fused=True),
         FOREACH: torch_adam(foreach=True),
     }
@@ -202,13 +210,16 @@ def table(found: dict[str, list[tuple[float, float]]]) -> str:
     copy = BYTES[COPY] / statistics.median(walls[COPY])
     for name, times in found.items():
         speed = BYTES[name] / statistics.median(walls[name])
-        of_floor = [floor / wall for floor, wall in zip(walls[FLOOR], walls[name], strict=True)]
+        least = walls[FLOOR_8 if name == OURS_8 else FLOOR]
+        of_floor = [floor / wall for floor, wall in zip(least, walls[name], strict=True)]
         to_ours = [wall / ours for ours, wall in zip(walls[OURS], walls[name], strict=True)]
         cpu = spread([cpu for _, cpu in times])
         lines.append(
             f"| {name} | {BYTES[name]} | {spread(walls[name])} | {cpu} | {spread(of_floor)} | {speed:.1f} "
             f"| {speed / copy:.2f} | {spread(to_ours)} |"
         )
+    of_cpu = [eight / full for (_, eight), (_, full) in zip(found[OURS_8], found[OURS], strict=True)]
+    lines += ["", f"CPU time of 8-bit states to that of fp32 states, round by round: {spread(of_cpu)}."]
     return "\n".join(lines)
 
 
