@@ -17,12 +17,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_zero.kernels.adam import AdamRule, adam
+from hf_zero.kernels.adam8 import BlockVectors, adam8
+from hf_zero.kernels.dynamic8 import packed_bytes
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.lion import LionRule, lion
 from hf_zero.kernels.norm import sum_of_squares
@@ -30,7 +33,7 @@ from hf_zero.kernels.quantize import dequantize, quantize
 from hf_zero.kernels.signs import pack_signs, unpack_signs
 from hf_zero.kernels.unscale import unscale_and_check
 from hf_zero.kernels.vectors import Vectors
-from tests.kernels import cases
+from tests.kernels import adam8_cases, cases
 
 FORM = cases.Form(device="cuda")
 SIZES = (1, 1000, 3 * 1024 + 17, (1 << 20) + 5)
@@ -53,6 +56,14 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
             )
         yield f"{name} overflow flag", lambda n=name: cases.check_overflow_flag(n, FORM)
         yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, FORM)
+    for rule in adam8_cases.RULES:
+        for numel, types in product(SIZES, cases.MIXTURES):
+            yield (
+                f"adam8 {numel} {types}",
+                lambda r=rule, s=numel, t=types: adam8_cases.check(
+                    FORM, adam8_cases.vectors_for(s, t, FORM.device, 40, 8), r, 0.125
+                ),
+            )
     for dtype in cases.DTYPES:
         for numel in SIZES:
             yield f"sum of squares {numel} {dtype}", lambda s=numel, d=dtype: cases.check_sum_of_squares(s, d, FORM)
@@ -146,6 +157,9 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
         lamb_apply(two, lamb_rule, ratios * 1e-3, segments)
 
     flag, packed = torch.zeros(1, device="cuda"), torch.empty(numel // 8, dtype=torch.uint8, device="cuda")
+    states = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8, device="cuda") for _ in range(2))
+    eight = BlockVectors(weight, gradient, states, narrow)
+    yield "adam with 8-bit states", 16.06, lambda: adam8(eight, RULE, 5)
     yield "lion", 20, lambda: lion(one, lion_rule)
     yield "lamb, 64 tensors", 40, lamb
     yield "sum of squares, bf16", 2, lambda: sum_of_squares(gradient)

@@ -17,7 +17,6 @@ from hf_zero.kernels.chunks import chunk_numel
 from hf_zero.kernels.dispatch import runs_on_gpu
 from hf_zero.kernels.dynamic8 import (
     BLOCK,
-    Blocks,
     Coder,
     blocks_of,
     dequantize_reference,
@@ -47,12 +46,6 @@ class BlockVectors(Vectors):
             narrow=None if self.narrow is None else self.narrow.narrow(0, start, length),
             start=self.start + start,
         )
-
-    def blocks(self, start: int, length: int) -> tuple[list[Blocks], int]:
-        """Of both states the blocks around elements [start, start + length), and the place of the first in them."""
-        first = start // BLOCK
-        count = num_blocks(start + length) - first
-        return [blocks_of(state).part(first, count) for state in self.states], start - first * BLOCK
 
 
 def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
@@ -94,36 +87,33 @@ def adam8(
 def _in_chunks(
     vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
 ) -> None:
+    """The update of weights that begin with a block, or lie in one."""
     weight = vectors.weight
     scale, divisor = divided_inside(vectors, scale)
     update = chunk_update(rule, step, weight.device, divisor)
-    longest = num_blocks(min(chunk_numel(weight.device, _TIMES), weight.numel()))
-    coder = Coder(longest, weight.device)
-    scratches = [torch.empty(longest * BLOCK, device=weight.device) for _ in vectors.states]
-    start = vectors.start
+    first, begin = divmod(vectors.start, BLOCK)
+    length = min(chunk_numel(weight.device, _TIMES), weight.numel())
+    last = num_blocks(vectors.start + weight.numel())
+    runs = [blocks_of(state).runs(first, last, num_blocks(begin + length)) for state in vectors.states]
+    coders: list[Coder] = []
     stateless = Vectors(weight=weight, gradient=vectors.gradient, narrow=vectors.narrow)
-    for part in wide_chunks(stateless, scale, overflow, seed, _TIMES):
-        length = part.weight.numel()
-        states, begin = vectors.blocks(start, length)
+    for number, part in enumerate(wide_chunks(stateless, scale, overflow, seed, _TIMES)):
+        mine, length = [both[number] for both in runs], part.weight.numel()
+        if not coders or mine[0].codes.numel() != coders[0].values.numel():
+            count = mine[0].scales.numel()
+            coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
         # Where nobody can look at the flag; `wide_chunks` does the same for the weights.
         may_undo = overflow is not None and not walking._is_at_hand(overflow)
-        kept = [Blocks(*(one.clone() for one in blocks)) for blocks in states] if may_undo else None
-        values = [scratch[: blocks.codes.numel()] for scratch, blocks in zip(scratches, states, strict=True)]
-        for index, (own, blocks) in enumerate(zip(values, states, strict=True)):
-            coder.decode(blocks, own, signed=index == 0)
-        moments = tuple(own.narrow(0, begin, length).to(part.weight.dtype) for own in values)
-        update(Vectors(part.weight, part.gradient, moments))
-        for index, (own, blocks) in enumerate(zip(values, states, strict=True)):
-            if moments[index].dtype != own.dtype:
-                own.narrow(0, begin, length).copy_(moments[index])
-            coder.encode(own, blocks, signed=index == 0)
-        if kept is not None and overflow is not None:
-            _put_back(states, kept, overflow)
-        start += length
-
-
-def _put_back(states: list[Blocks], kept: list[Blocks], overflow: Tensor) -> None:
-    undoes = overflow.view(()) != 0
-    for blocks, before in zip(states, kept, strict=True):
-        for now, then in zip(blocks, before, strict=True):
-            torch.where(undoes, then, now, out=now)
+        kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
+        for coder, run in zip(coders, mine, strict=True):
+            coder.decode(run)
+        held = [coder.values.narrow(0, begin, length) for coder in coders]
+        moments = [values.to(part.weight.dtype) for values in held]
+        update(Vectors(part.weight, part.gradient, tuple(moments)))
+        for coder, run, values, moment in zip(coders, mine, held, moments, strict=True):
+            if moment is not values:
+                values.copy_(moment)
+            coder.encode(run)
+        for run, before in zip(mine, kept, strict=False):
+            for now, then in zip((run.codes, run.scales), before, strict=True):
+                torch.where(overflow.view(()) != 0, then, now, out=now)  # type: ignore[union-attr]

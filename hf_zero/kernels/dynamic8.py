@@ -18,17 +18,18 @@ Three rules go beyond rounding to the nearest value:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BLOCK = 256  # elements that share a scale
 BLOCK_BYTES = BLOCK + 4
-TINY = 2.0**-114  # 2 ** 14 / scale is finite from here on
+TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
 _DECADES = 7
-_LIFT = 2.0**14  # keeps every value of the code among fp16's normal numbers
 _BLOCKS_AT_ONCE = 1 << 10
 _CPU = torch.device("cpu")
 
@@ -39,8 +40,20 @@ class Blocks(NamedTuple):
     codes: Tensor
     scales: Tensor
 
-    def part(self, first: int, count: int) -> Blocks:
-        return Blocks(self.codes.narrow(0, first * BLOCK, count * BLOCK), self.scales.narrow(0, first, count))
+    def runs(self, first: int, last: int, count: int) -> list[Run]:
+        """Blocks [first, last), `count` at a time."""
+        codes, scales = self.codes[first * BLOCK : last * BLOCK], self.scales[first:last].unsqueeze(1)
+        pairs = codes.view(torch.uint16)
+        parts = codes.split(count * BLOCK), pairs.split(count * BLOCK // 2), scales.split(count)
+        return [Run(*views) for views in zip(*parts, strict=True)] if len(scales) else []
+
+
+class Run(NamedTuple):
+    """Some blocks: codes, two and two of them as uint16, and scales (blocks, 1)."""
+
+    codes: Tensor
+    pairs: Tensor
+    scales: Tensor
 
 
 def num_blocks(numel: int) -> int:
@@ -105,6 +118,8 @@ def dequantize_reference(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
 
 # In PyTorch's operations both ways are tables: no arithmetic would take as few passes.
 
+_DROPPED_BITS = 12  # of fp32: sign, exponent and 11 bits of the mantissa choose the code
+
 
 @functools.cache
 def _pair_values(signed: bool, device: torch.device) -> Tensor:
@@ -115,89 +130,78 @@ def _pair_values(signed: bool, device: torch.device) -> Tensor:
 
 @functools.cache
 def _nearest_codes(signed: bool, device: torch.device) -> Tensor:
-    """By the bits of 2 ** 14 * element / scale in fp16: the code (65,536); 0 for what is not finite."""
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    ratios = bits.view(torch.float16).double() / _LIFT
+    """By the upper 20 bits of element / scale in fp32: the code of their middle; 0 for what is not finite."""
+    bits = (torch.arange(1 << 20, dtype=torch.int64) << _DROPPED_BITS) + (1 << (_DROPPED_BITS - 1))
+    ratios = bits.to(torch.uint32).view(torch.float32).double()
+    ratios[0] = ratios[1 << 19] = 0.0
     codes, limits = code_order(signed)
-    ratios = ratios.masked_fill(~torch.isfinite(ratios), 0.0)
-    return codes[torch.bucketize(ratios, limits)].to(device)
+    return codes[torch.bucketize(ratios.masked_fill(~torch.isfinite(ratios), 0.0), limits)].to(device)
 
 
 class Coder:
-    """Quantises and dequantises runs of blocks, with scratch memory for at most `most` of them.
+    """Dequantises runs of `count` blocks into `values` (fp32, 1-D), and quantises what is there.
 
-    What is quantised is first rounded to fp16, so an element within 1/28 of a step of a limit may get either neighbour,
-    and an unsigned one below 2 ** -39 of its scale 0.
+    Quantising looks at 12 bits of the mantissa: an element within 1/28 of a step of a limit may get either code. All
+    views are made once: beside runs that stay in cache each call would count.
     """
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        self._device = device
-        self._lift = torch.tensor(_LIFT, device=device)
-        self._factors = torch.empty(most, device=device)
-        self._halves = torch.empty(most * BLOCK, dtype=torch.float16, device=device)
-        self._indices = torch.empty(most * BLOCK, dtype=torch.int32, device=device)
+    def __init__(self, count: int, device: torch.device, *, signed: bool) -> None:
+        self.values = torch.empty(count * BLOCK, device=device)
+        self._signed = signed
+        self._rows, self._doubles = self.values.view(count, BLOCK), self.values.view(torch.float64)
+        self._bits = self.values.view(torch.int32)
+        self._indices = torch.empty(count * BLOCK // 2, dtype=torch.int32, device=device)
+        self._factors = torch.empty(count, 1, device=device)
+        self._pair_values, self._nearest_codes = _pair_values(signed, device), _nearest_codes(signed, device)
 
-    def decode(self, blocks: Blocks, out: Tensor, *, signed: bool) -> None:
-        """Write the fp32 values into `out`, 1-D."""
-        pairs = blocks.codes.view(torch.uint16)
-        indices = self._indices[: pairs.numel()].copy_(pairs)
-        look_up(_pair_values(signed, self._device), indices, out.view(torch.float64))
-        out.view(-1, BLOCK).mul_(blocks.scales.unsqueeze(1))
+    def decode(self, run: Run) -> None:
+        """Write the values of `run`."""
+        self._indices.copy_(run.pairs)
+        _on_threads(_select, self._pair_values, self._indices, self._doubles)
+        self._rows.mul_(run.scales)
 
-    def encode(self, values: Tensor, blocks: Blocks, *, signed: bool) -> None:
-        """Quantise fp32 `values`, 1-D, which are overwritten."""
-        rows, count = values.view(-1, BLOCK), blocks.scales.numel()
-        if signed:
-            largest, smallest = torch.amax(rows, dim=1), torch.amin(rows, dim=1)
-            torch.where(largest + smallest >= 0, largest, smallest, out=blocks.scales)
+    def encode(self, run: Run) -> None:
+        """Quantise the values, which are lost, into `run`."""
+        if self._signed:
+            largest, smallest = (reduce(self._rows, dim=1, keepdim=True) for reduce in (torch.amax, torch.amin))
+            torch.where(largest + smallest >= 0, largest, smallest, out=run.scales)
         else:
-            torch.amax(rows, dim=1, out=blocks.scales)
+            torch.amax(self._rows, dim=1, keepdim=True, out=run.scales)
         # A scale below TINY makes the factor infinite and every product infinite or NaN, whose code is 0. One that is
         # not finite stands in the block and makes every element NaN, whatever the codes.
-        factors = torch.div(self._lift, blocks.scales, out=self._factors[:count])
-        rows.mul_(factors.unsqueeze(1))
-        halves = self._halves[: values.numel()].copy_(values)
-        indices = self._indices[: values.numel()].copy_(halves.view(torch.uint16))
-        look_up(_nearest_codes(signed, self._device), indices, blocks.codes)
+        self._rows.mul_(torch.reciprocal(run.scales, out=self._factors))
+        _on_threads(_select_by_top_bits, self._nearest_codes, self._bits, run.codes)
 
 
-def quantize(values: Tensor, *, signed: bool) -> Tensor:
-    """A vector of any length and dtype as one packed tensor."""
-    packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
-    blocks, numel = blocks_of(packed), values.numel()
-    most = min(_BLOCKS_AT_ONCE, num_blocks(numel))
-    coder, scratch = Coder(most, values.device), torch.empty(most * BLOCK, device=values.device)
-    for first in range(0, num_blocks(numel), max(1, most)):
-        start, count = first * BLOCK, min(most, num_blocks(numel) - first)
-        part = values.narrow(0, start, min(count * BLOCK, numel - start))
-        scratch.zero_()[: part.numel()].copy_(part)
-        coder.encode(scratch[: count * BLOCK], blocks.part(first, count), signed=signed)
-    return packed
+def _select(table: Tensor, indices: Tensor, out: Tensor) -> None:
+    torch.index_select(table, 0, indices, out=out)
 
 
-def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """The first `numel` values of a packed tensor, fp32, 1-D."""
-    blocks, total = blocks_of(packed), packed.numel() // BLOCK_BYTES
-    out = torch.empty(total * BLOCK, device=packed.device)
-    most = min(_BLOCKS_AT_ONCE, total)
-    coder = Coder(most, packed.device)
-    for first in range(0, total, max(1, most)):
-        count = min(most, total - first)
-        coder.decode(blocks.part(first, count), out.narrow(0, first * BLOCK, count * BLOCK), signed=signed)
-    return out[:numel]
+def _select_by_top_bits(table: Tensor, bits: Tensor, out: Tensor) -> None:
+    """The bits of fp32 values become indices in place: one array less to go through the cache."""
+    if bits.device.type == "cpu":
+        unsigned = bits.numpy().view(np.uint32)  # PyTorch has no logical shift
+        np.right_shift(unsigned, _DROPPED_BITS, out=unsigned)
+    else:
+        bits.bitwise_right_shift_(_DROPPED_BITS).bitwise_and_((1 << 20) - 1)
+    torch.index_select(table, 0, bits, out=out)
 
 
-def look_up(table: Tensor, indices: Tensor, out: Tensor) -> None:
-    """out[i] = table[indices[i]]: PyTorch's fastest gather, which works on one thread, on as many as there are."""
-    threads = torch.get_num_threads() if indices.device.type == "cpu" else 1
-    if threads == 1 or indices.numel() < _WORTH_A_THREAD * threads:
-        torch.index_select(table, 0, indices, out=out)
+def _on_threads(work: Callable[[Tensor, Tensor, Tensor], None], table: Tensor, source: Tensor, out: Tensor) -> None:
+    """`work` on a part of source and out for each of PyTorch's threads: a gather of its own runs on one."""
+    threads = torch.get_num_threads() if out.device.type == "cpu" else 1
+    if threads == 1 or out.numel() < _WORTH_A_THREAD * threads:
+        work(table, source, out)
         return
-    step = -(-indices.numel() // threads)
-    starts = range(0, indices.numel(), step)
-    parts = [(indices[start : start + step], out[start : start + step]) for start in starts]
-    done = [_helpers(threads).submit(_select, table, *part) for part in parts[1:]]
-    _select(table, *parts[0])
+    step = -(-out.numel() // threads)
+    parts = [(source[start : start + step], out[start : start + step]) for start in range(0, out.numel(), step)]
+
+    def run(part: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():  # which is a matter of each thread
+            work(table, *part)
+
+    done = [_helpers(threads).submit(run, part) for part in parts[1:]]
+    run(parts[0])
     for one in done:
         one.result()
 
@@ -205,11 +209,38 @@ def look_up(table: Tensor, indices: Tensor, out: Tensor) -> None:
 _WORTH_A_THREAD = 1 << 15
 
 
-def _select(table: Tensor, indices: Tensor, out: Tensor) -> None:
-    with torch.no_grad():  # which is a matter of each thread
-        torch.index_select(table, 0, indices, out=out)
-
-
 @functools.cache
 def _helpers(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="hf_zero_look_up")
+
+
+def quantize(values: Tensor, *, signed: bool) -> Tensor:
+    """A vector of any length and dtype as one packed tensor."""
+    packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    for coder, run, start in _runs(packed, signed=signed):
+        part = values.narrow(0, start, min(coder.values.numel(), values.numel() - start))
+        coder.values[: part.numel()].copy_(part)
+        coder.values[part.numel() :].zero_()
+        coder.encode(run)
+    return packed
+
+
+def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
+    """The first `numel` values of a packed tensor, fp32, 1-D."""
+    out = torch.empty(numel, device=packed.device)
+    for coder, run, start in _runs(packed, signed=signed):
+        coder.decode(run)
+        part = out.narrow(0, start, min(coder.values.numel(), numel - start))
+        part.copy_(coder.values[: part.numel()])
+    return out
+
+
+def _runs(packed: Tensor, *, signed: bool) -> Iterator[tuple[Coder, Run, int]]:
+    """All of a packed tensor: a coder, a run of blocks for it, and where the run's first element is."""
+    coders: dict[int, Coder] = {}
+    blocks = blocks_of(packed)
+    for number, run in enumerate(blocks.runs(0, blocks.scales.numel(), _BLOCKS_AT_ONCE)):
+        count = run.scales.numel()
+        if count not in coders:
+            coders[count] = Coder(count, packed.device, signed=signed)
+        yield coders[count], run, number * _BLOCKS_AT_ONCE * BLOCK

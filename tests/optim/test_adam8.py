@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from hf_zero.optim.registry import build_optimizer, states_per_element, stored_b
 from hf_zero.optim.stored import StateForm, plain
 from tests.optim.shards import run_sharded
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def losses_with(kind: Any, **options: Any) -> list[float]:
     """A little regression."""
@@ -24,7 +30,7 @@ def losses_with(kind: Any, **options: Any) -> list[float]:
     x = torch.randn(256, 20, generator=generator)
     y = torch.sin(x @ torch.randn(20, 3, generator=generator))
     optimizer, losses = kind(model.parameters(), **options), []
-    for _ in range(100):
+    for _ in range(60):
         optimizer.zero_grad()
         loss = (model(x) - y).square().mean()
         loss.backward()
@@ -44,7 +50,7 @@ def losses_with(kind: Any, **options: Any) -> list[float]:
 def test_it_learns_as_with_states_of_32_bits(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
     found, expected = losses_with(ours, **options), losses_with(theirs, **options)
     assert found == pytest.approx(expected, rel=0.05) and found != expected
-    assert found[-1] < 0.2 * found[0]
+    assert found[-1] < 0.5 * found[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -142,3 +148,15 @@ def test_zeros_of_a_form() -> None:
     zeros = Halves().zeros(5, torch.device("cpu"))
     assert zeros.dtype == torch.float16 and torch.equal(Halves().values(zeros, 5), torch.zeros(5))
     assert plain("exp_avg") is None
+
+
+@pytest.mark.slow
+def test_held_out_loss_of_the_demos_model() -> None:
+    """60 steps; docs/offload.md has the figures of 800."""
+    found = {}
+    for kind in ("AdamW", "AdamW8bit"):
+        words = [sys.executable, "-m", "bench.one_bit", "--steps", "60", "--only", kind]
+        finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        found[kind] = json.loads(finished.stdout[finished.stdout.index("{") :])[kind]["loss"]
+    assert found["AdamW8bit"] == pytest.approx(found["AdamW"], rel=0.02)

@@ -25,7 +25,9 @@ from tests.zero.test_offload import CPU, on_drive
 
 EIGHT: dict[str, Any] = {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}
 WHOLE_BLOCKS = {"sub_group_size": 256}  # portions of other sizes have other blocks
-BF16 = {"bf16": {"enabled": True}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+NARROW_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 
 
 def losses_of(rank: int, world: int, stage: int, sections: dict[str, Any]) -> list[float]:
@@ -35,8 +37,8 @@ def losses_of(rank: int, world: int, stage: int, sections: dict[str, Any]) -> li
 
 @pytest.mark.parametrize(
     ("stage", "world", "precision"),
-    [(0, 1, {}), (0, 2, BF16), (1, 2, {}), (2, 2, BF16), (3, 2, {}), (3, 1, BF16)],
-    ids=lambda value: ("bf16" if value else "fp32") if isinstance(value, dict) else None,
+    [(0, 1, {}), (0, 2, BF16), (1, 2, {}), (2, 2, BF16), (3, 2, {}), (3, 1, BF16), (2, 2, NARROW_MASTERS)],
+    ids=["0-1-fp32", "0-2-bf16", "1-2-fp32", "2-2-bf16", "3-2-fp32", "3-1-bf16", "2-2-bf16-alone"],
 )
 def test_every_stage_trains_as_with_32_bits(stage: int, world: int, precision: dict[str, Any]) -> None:
     ours = run_ranks(losses_of, world, world, stage, {**EIGHT, **precision})[0]
@@ -128,25 +130,30 @@ def test_files_hold_fp32(tmp_path: Path) -> None:
         assert any(bool(view.read(name, "exp_avg_sq").any()) for name in view.shapes)
 
 
-def wide_engine(stage: int, **zero: Any) -> Any:
+def wide_engine(stage: int, precision: dict[str, Any] = BF16, **zero: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 1000), nn.Tanh(), nn.Linear(1000, 300))
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, **zero},
         "optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-3, "block_size": 256}},
-        **BF16,
+        **precision,
     }
     engine = initialize(model=model, config=config)[0]
-    for _ in range(2):
-        engine.backward(engine(torch.ones(2, 300, dtype=torch.bfloat16)).float().square().mean())
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for _ in range(3):
+        loss = engine(torch.ones(2, 300, dtype=dtype)).float().sub(1).square().mean()
+        engine.backward(loss)
         engine.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
     return engine
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_bytes_per_parameter(stage: int) -> None:
-    engine = wide_engine(stage)
+@pytest.mark.parametrize(("stage", "precision"), [(0, {}), (1, BF16), (2, FP16), (3, NARROW_MASTERS)], ids=str)
+def test_bytes_per_parameter(stage: int, precision: dict[str, Any]) -> None:
+    engine = wide_engine(stage, precision)
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
     states = engine._assembly.optimizer.state.values()
     held = sum(value.untyped_storage().nbytes() for state in states for value in state.values())

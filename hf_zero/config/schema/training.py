@@ -26,9 +26,7 @@ _ACTIVATIONS = "Hugging Face models recompute through gradient_checkpointing (--
 class Optimizer(Section):
     """The optimizer that the engine builds when the script brings none."""
 
-    type: str | None = honoured(
-        None, "Adam, AdamW, AdamW8bit, Lion ..., or the name of a torch.optim class."
-    )
+    type: str | None = honoured(None, "Adam, AdamW, AdamW8bit, Lion ..., or the name of a torch.optim class.")
     params: Free | None = honoured(None, "Its keyword arguments.")
     legacy_fusion: Flag = unbuilt(False, "Step signature of old Apex.", why="there is one step signature")
 
