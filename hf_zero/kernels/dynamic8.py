@@ -12,12 +12,13 @@ Three rules go beyond rounding to the nearest value:
 - The scale of a signed block has the sign of its largest element. The code has 1 and not -1, so that element is exact
   either way, and what was dequantised quantises to the very same codes and scales.
 - A positive element of an unsigned block is not rounded to 0: Adam divides by its root.
-- A block whose largest element is below `TINY` is zeros; one with an element that is not finite is NaN.
+- A block whose largest element is below `TINY` may become zeros; one with an element that is not finite is NaN.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -31,6 +32,7 @@ BLOCK_BYTES = BLOCK + 4
 TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
 _DECADES = 7
 _BLOCKS_AT_ONCE = 1 << 10
+_WORTH_A_THREAD = 1 << 15
 _CPU = torch.device("cpu")
 
 
@@ -167,8 +169,8 @@ class Coder:
             torch.where(largest + smallest >= 0, largest, smallest, out=run.scales)
         else:
             torch.amax(self._rows, dim=1, keepdim=True, out=run.scales)
-        # A scale below TINY makes the factor infinite and every product infinite or NaN, whose code is 0. One that is
-        # not finite stands in the block and makes every element NaN, whatever the codes.
+        # A scale well below TINY makes the factor infinite and every product infinite or NaN, whose code is 0. One that
+        # is not finite stands in the block and makes every element NaN, whatever the codes.
         self._rows.mul_(torch.reciprocal(run.scales, out=self._factors))
         _on_threads(_select_by_top_bits, self._nearest_codes, self._bits, run.codes)
 
@@ -206,12 +208,12 @@ def _on_threads(work: Callable[[Tensor, Tensor, Tensor], None], table: Tensor, s
         one.result()
 
 
-_WORTH_A_THREAD = 1 << 15
-
-
 @functools.cache
 def _helpers(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="hf_zero_look_up")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # where its threads are gone
 
 
 def quantize(values: Tensor, *, signed: bool) -> Tensor:
