@@ -69,6 +69,18 @@ def test_deepspeed_resumes_from_our_checkpoint(stage: int, dtype: str, tmp_path:
     assert_same_state(ours, theirs_to_fp32(tmp_path / "ckpt", oracle, tmp_path))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_goes_on_with_adam_from_states_of_8_bits(stage: int, tmp_path: Path, oracle: str) -> None:
+    """They stand in the files as fp32, under Adam's names."""
+    eight = {"config": {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}}
+    saved = run(saving(stage, "fp32", tmp_path, **eight), tmp_path, 2, None)
+    found = run(loading(stage, "fp32", tmp_path), tmp_path, 2, oracle)
+    assert found["losses"][0] == pytest.approx(saved["losses"][SAVED], rel=1e-5)
+    assert found["losses"] == pytest.approx(saved["losses"][SAVED:], rel=0.01)
+    ours = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
+    assert_same_state(ours, theirs_to_fp32(tmp_path / "ckpt", oracle, tmp_path))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_takes_the_weights_beside_states_of_whole_matrices(stage: int, tmp_path: Path, oracle: str) -> None:
     """Its keys have no room for Adafactor's rows and columns: it reads the rest, and its optimizer begins anew."""

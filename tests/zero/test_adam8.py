@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.opening import open_checkpoint
+from hf_zero.checkpoint.universal import convert_to_universal
 from hf_zero.entry import initialize
 from hf_zero.kernels.dynamic8 import blocks_of, dequantize
 from hf_zero.memory.swap_store import SwappedVector
@@ -128,6 +129,9 @@ def test_files_hold_fp32(tmp_path: Path) -> None:
                 values = view.read(name, kind)
                 assert values.dtype == torch.float32 and values.numel() == math.prod(shape)
         assert any(bool(view.read(name, "exp_avg_sq").any()) for name in view.shapes)
+    convert_to_universal(root / "global_step4", root / "universal")
+    folder = root / "universal" / "zero" / "inner.weight"
+    assert {file.stem for file in folder.glob("*.pt")} >= {"fp32", "exp_avg", "exp_avg_sq"}
 
 
 def wide_engine(stage: int, precision: dict[str, Any] = BF16, **zero: Any) -> Any:
