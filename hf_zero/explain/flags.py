@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_zero.config import ConfigError, Problem, TrainingView
 from hf_zero.config.errors import ABSENT
-from hf_zero.integration.views import training_view
+from hf_zero.integration.huggingface.views import training_view
 
 
 def training_view_from_flags(flags: Sequence[str]) -> tuple[TrainingView | None, list[str]]:

@@ -96,7 +96,7 @@ def check(config: dict[Any, Any], around: tuple[Any, Any, Any] = (None, None, No
 
 
 def prepare_like_the_flows(config: dict[Any, Any], around: tuple[Any, Any, Any]) -> None:
-    """What the takeovers do to a config in place: fill, drop what is left over, put into form."""
+    """What the patches do to a config in place: fill, drop what is left over, put into form."""
     training, accelerator, model = around
     try:
         own = load_config(config)

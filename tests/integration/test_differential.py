@@ -27,8 +27,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig  # noqa
 from hf_zero.config import ConfigError, ModelView, Views, load_config, resolve  # noqa: E402
 from hf_zero.config.canonical import normalise  # noqa: E402
 from hf_zero.config.fill import apply, fill  # noqa: E402
-from hf_zero.integration.takeovers import MARK  # noqa: E402
-from hf_zero.integration.views import training_view  # noqa: E402
+from hf_zero.integration.huggingface.views import training_view  # noqa: E402
+from hf_zero.integration.patches import MARK  # noqa: E402
 from tests.config.deepspeed_answers import ask_deepspeed  # noqa: E402
 from tests.config.test_published import ACCEPTED, REFUSED  # noqa: E402
 

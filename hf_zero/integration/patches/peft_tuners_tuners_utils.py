@@ -1,4 +1,4 @@
-"""Around PEFT's merging of adapters at stage 3: a layer is gathered while it is merged, and what is merged is kept.
+"""peft.tuners.tuners_utils: merging adapters at stage 3. A layer is gathered while it is merged, and the result kept.
 
 PEFT writes into the base layer's weights, which are there only between an evaluation and the next training step.
 """
@@ -12,14 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.integration.patches import Patches
 from hf_zero.zero.cutting import make_whole
 from hf_zero.zero.gathered import GatheredParameters
 from hf_zero.zero.sharded_parameter import of
 
+PATCHES = Patches("peft.tuners.tuners_utils")
 logger = logging.getLogger("hf_zero")
+_NO_MERGE = "merging adapters may not work at stage 3"
 
 
-def around_layer(
+@PATCHES.add("onload_layer(layer)", without=_NO_MERGE, until="PEFT gathers the layer itself, as it does for copies")
+def around_onload_layer(
     original: Callable[[Any], AbstractContextManager[Any]],
 ) -> Callable[[Any], AbstractContextManager[Any]]:
     """Around `onload_layer`, the context in which PEFT merges and unmerges a layer. Collective at stage 3."""
@@ -39,7 +43,12 @@ def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter, handle in handles if handle is not None and not handle.holds]
 
 
-def around_model(original: Callable[..., Any]) -> Callable[..., Any]:
+@PATCHES.add(
+    "BaseTuner.merge_and_unload(self, progressbar, safe_merge, adapter_names)",
+    without=_NO_MERGE,
+    until="nothing: a model that leaves PEFT has to know what of it stage 3 may keep unsharded",
+)
+def around_merge_and_unload(original: Callable[..., Any]) -> Callable[..., Any]:
     """The merged model stands alone: as long as stage3_max_live_parameters allows, its parameters are plain ones."""
 
     def merge_and_unload(

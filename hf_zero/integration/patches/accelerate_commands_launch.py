@@ -1,4 +1,4 @@
-"""Around `accelerate launch`: --use_hf_zero, or `use_hf_zero: true`, is DeepSpeed's integration with our engine."""
+"""accelerate.commands.launch: --use_hf_zero, or `use_hf_zero: true`, is DeepSpeed's integration with our engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_zero.config import ConfigError, Problem, load_config
+from hf_zero.integration.patches import Patches
 from hf_zero.integration.startup import FINDER
 from hf_zero.log import logger
+
+PATCHES = Patches("accelerate.commands.launch")
+NO_FLAG = "`accelerate launch` may lack --use_hf_zero"
+NO_NEED = "accelerate lets packages add a flag of their own to its launcher"
 
 KEY = "use_hf_zero"
 GROUP = "hf_zero Arguments"
@@ -19,14 +24,16 @@ HELP = (
     "wins over an installed DeepSpeed. With --cpu, ranks train on CPUs. In a config file: `use_hf_zero: true`."
 )
 _OTHERS = ("use_fsdp", "use_megatron_lm", "use_parallelism_config", "tpu", "tpu_use_cluster", "multi_gpu")
-_OTHER_TYPES = ("FSDP", "MEGATRON_LM", "XLA", "TP")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _DEVICES = ("none", "cpu", "nvme")
 # Who else may answer them: the script.
 _MAY_BE_AUTO = {"gradient_accumulation_steps": int, "gradient_clipping": float}
 
 
+@PATCHES.add("launch_command_parser(subparsers)", without=NO_FLAG, until=NO_NEED)
 def around_parser(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
+    """The flag, its group in --help, and "auto" for what Trainer or the script may answer."""
+
     def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser = original(subparsers)
         group = parser.add_argument_group(GROUP, "Arguments of ZeRO training without DeepSpeed.")
@@ -59,22 +66,10 @@ def _or_auto(kind: type) -> Callable[[str], Any]:
     return value
 
 
-def around_config_file(original: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    # Where accelerate's own settings for DeepSpeed are, the key travels with them.
-    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        if _is_true(config_dict.pop(KEY, False)):
-            kind = config_dict.get("distributed_type", "DEEPSPEED")
-            if kind in _OTHER_TYPES:
-                rule = f"{KEY}: true is a way to train of its own"
-                raise ConfigError(Problem("distributed_type", str(kind), rule, f"write DEEPSPEED, or drop {KEY}"))
-            config_dict["distributed_type"] = "DEEPSPEED"
-            config_dict["deepspeed_config"] = {**(config_dict.get("deepspeed_config") or {}), KEY: True}
-        return original(config_dict)
-
-    return process_config
-
-
+@PATCHES.add("_validate_launch_command(args)", without=NO_FLAG, until=NO_NEED)
 def around_validation(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Ours is --use_deepspeed with HF_ZERO=1; wrong values are named before ranks start, all at once."""
+
     def _validate_launch_command(args: Any) -> Any:
         if not _asked_for(args, sys.modules[original.__module__]):
             validated = original(args)
@@ -108,7 +103,7 @@ def _asked_for(args: Any, launch: Any) -> bool:
     if args.config_file is None and (args.cpu or not os.path.isfile(launch.default_config_file)):
         return False
     settings = getattr(launch.load_config_from_file(args.config_file), "deepspeed_config", None) or {}
-    return _is_true(settings.get(KEY, False))
+    return is_true(settings.get(KEY, False))
 
 
 def _accept(args: Any, problems: list[Problem]) -> None:
@@ -158,7 +153,14 @@ def _at_least(value: object, kind: type) -> bool:
         return False
 
 
+@PATCHES.add(
+    "prepare_deepspeed_cmd_env(args)",
+    without="folders for NVMe offload, and training on CPUs, may not reach the ranks of `accelerate launch`",
+    until="accelerate hands these settings on with DeepSpeed, too",
+)
 def around_environment(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Adds the variables that accelerate leaves out, and starts several machines by our launcher."""
+
     def prepare_deepspeed_cmd_env(args: Any) -> tuple[Any, dict[str, str]]:
         command, environment = original(args)
         if FINDER.answers():
@@ -181,5 +183,5 @@ def _left_out(args: Any) -> Iterator[tuple[str, str]]:
         yield "OMP_NUM_THREADS", str(args.num_cpu_threads_per_process)
 
 
-def _is_true(value: object) -> bool:
+def is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")

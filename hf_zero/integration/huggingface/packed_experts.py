@@ -1,62 +1,17 @@
-"""Around the conversion of checkpoints (experts into packs) at stage 3: a pack is made where its parameter lies.
-
-The way back, when a model is saved, is left out on ranks that have no values to convert.
-"""
+"""Checkpoints with experts one by one, read into a model that packs them: a pack is made where its parameter lies."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.memory.host_heap import trim
-from hf_zero.zero.released import ReleasedView
 
-
-def around(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a version that gives one group of weights after the other, or of an older one that gives all in one dict."""
-    return _in_groups(original) if inspect.isgeneratorfunction(original) else _at_once(original)
-
-
-def _at_once(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def _apply_weight_conversions_to_state_dict(model: Any, state_dict: Any, weight_mapping: Any) -> dict[str, Any]:
-        converted = original(model, state_dict, [_in_one_go(entry) for entry in weight_mapping])
-        trim()
-        return converted
-
-    return _apply_weight_conversions_to_state_dict
-
-
-def _in_groups(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    def _apply_weight_conversions_to_state_dict(model: Any, state_dict: Any, weight_mapping: Any) -> Iterator[Any]:
-        for held in map(_boxed, original(model, state_dict, [_in_one_go(entry) for entry in weight_mapping])):
-            trim()
-            yield held.pop()  # no reference stays here while the next group is made
-            trim()
-
-    return _apply_weight_conversions_to_state_dict
-
-
-def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # Of a rank that writes nothing, or is about to be refused.
-        if any(isinstance(value, ReleasedView) for value in state_dict.values()):
-            return state_dict
-        return original(model, state_dict)
-
-    return revert_weight_conversion
-
-
-def _boxed(group: Any) -> list[Any]:
-    return [group]
-
-
-def _in_one_go(entry: Any) -> Any:
+def in_one_go(entry: Any) -> Any:
     """`entry`, stacking and concatenating in one operation where those are the two it has."""
     operations = getattr(entry, "operations", [])
     if [type(operation).__name__ for operation in operations] != ["MergeModulelist", "Concatenate"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,13 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from hf_zero.config import ConfigError, Problem
+from hf_zero.log import log_dist
+
+
+def stepped_aside(place: str, error: Exception) -> None:
+    """A patch met objects that it does not know: upstream goes on alone, and somebody should look at ours."""
+    line = f"{place}: hf_zero steps aside ({error}); autos and messages are those of that library"
+    log_dist(" ".join(line.split()), level=logging.WARNING)
 
 
 def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoReturn:

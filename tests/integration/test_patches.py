@@ -1,9 +1,10 @@
-"""The functions that hf_zero takes over: upstream has the shape we know, ours are in force, a change is harmless."""
+"""The functions that hf_zero patches: upstream has the shape we know, ours are in force, a change is harmless."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import logging
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,28 +17,32 @@ import hf_zero
 hf_zero.install()
 
 from hf_zero.integration import startup  # noqa: E402
-from hf_zero.integration.takeovers import MARK, TAKEOVERS, WITHOUT, Takeover, take_over  # noqa: E402
-from hf_zero.integration.takeovers.one_writer import around as around_saving  # noqa: E402
-from hf_zero.integration.takeovers.unexpected_keys import NOTED  # noqa: E402
-from hf_zero.integration.takeovers.unexpected_keys import around as around_loading  # noqa: E402
+from hf_zero.integration.patches import MARK, Patch, Patches, patch, patches_of  # noqa: E402
+from hf_zero.integration.patches.transformers_integrations_deepspeed import around_loading  # noqa: E402
+from hf_zero.integration.patches.transformers_modeling_utils import NOTED, around_save_pretrained  # noqa: E402
 from hf_zero.zero.sharded_parameter import HANDLE  # noqa: E402
 from tests.integration.sites import Site  # noqa: E402
 
+ALL = [one for module in sorted(startup.PATCHED) for one in patches_of(module)]
 
-@pytest.mark.parametrize("takeover", TAKEOVERS, ids=lambda takeover: takeover.place)
-def test_upstream_has_the_shape_we_know_and_ours_is_in_force(takeover: Takeover) -> None:
-    """When this fails, upstream has moved: read its new code, then adapt the file `takeover.home`."""
-    module = pytest.importorskip(takeover.module)
-    if takeover.is_needed(module):
-        assert hasattr(takeover.find(module)[2], MARK), "upstream's own function is in force"
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.module}.{one.place}")
+def test_upstream_has_the_shape_we_know_and_ours_is_in_force(one: Patch) -> None:
+    """When this fails, upstream has moved: read its new code, then adapt our file of that module."""
+    module = pytest.importorskip(one.module)
+    if one.is_needed(module):
+        assert hasattr(one.find(module)[2], MARK), "upstream's own function is in force"
 
 
 def test_the_import_hook_knows_the_modules() -> None:
-    assert {takeover.module for takeover in TAKEOVERS} == set(startup.TAKEN_OVER)
+    files = {path.stem for path in Path(inspect.getfile(Patches)).parent.glob("*.py")} - {"__init__"}
+    assert files == {module.replace(".", "_") for module in startup.PATCHED}
+    assert all(patches_of(module).module == module for module in startup.PATCHED)
 
 
-def test_every_takeover_says_what_goes_without_it() -> None:
-    assert {takeover.home for takeover in TAKEOVERS} == set(WITHOUT)
+@pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.module}.{one.place}")
+def test_every_patch_says_why_it_is_there_and_what_goes_without_it(one: Patch) -> None:
+    assert one.make.__doc__ and one.without and one.until and one.since
 
 
 def test_trainer_itself_calls_ours() -> None:
@@ -64,17 +69,17 @@ class Heard(logging.Handler):
 
 
 def lines_about(module: ModuleType) -> dict[str, str]:
-    """Take over in there; place -> what the log says about it, one line each."""
+    """Patch it; place -> what the log says about it, one line each."""
     heard = Heard()
     logger = logging.getLogger("hf_zero")
     logger.addHandler(heard)
     try:
-        take_over(module)
+        patch(module)
     finally:
         logger.removeHandler(heard)
     messages = [record.getMessage() for record in heard.records]
     assert all("\n" not in message and record.exc_info is None for message, record in zip(messages, heard.records))
-    places = [takeover.place for takeover in TAKEOVERS if takeover.module == module.__name__]
+    places = [one.place for one in patches_of(module.__name__)]
     found = {place: [message for message in messages if f".{place} " in message] for place in places}
     assert all(len(about) <= 1 for about in found.values()), found
     return {place: about[0] for place, about in found.items() if about}
@@ -89,7 +94,7 @@ def test_other_parameters_are_left_alone() -> None:
     assert module.deepspeed_init is deepspeed_init
     assert f"transformers {importlib.metadata.version('transformers')}: " in line
     assert "takes (trainer, something_new), not (trainer, num_training_steps, inference)" in line
-    assert line.endswith(WITHOUT["trainer_evaluation"])
+    assert line.endswith("evaluate() without train() works at stage 3 alone")
 
 
 def test_a_module_without_the_function_is_left_alone() -> None:
@@ -101,24 +106,36 @@ def test_a_module_without_the_function_is_left_alone() -> None:
     lines = lines_about(module)
     assert vars(module)["HfTrainerDeepSpeedConfig"] is None
     assert "HfTrainerDeepSpeedConfig.trainer_config_process is not there" in " ".join(lines.values())
-    missing = {takeover.place for takeover in TAKEOVERS if takeover.module == module.__name__}
+    missing = {one.place for one in patches_of(module.__name__)}
     assert set(lines) == missing - {"initialize_weights_zero3"}
     assert hasattr(module.initialize_weights_zero3, MARK)
 
 
-def test_a_takeover_that_breaks_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_that_breaks_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(original: object) -> None:
         raise ImportError("cannot import name 'gone'\nfrom 'upstream'")
 
     def initialize_weights_zero3(model: Any) -> None: ...
 
-    monkeypatch.setattr("hf_zero.integration.takeovers.weight_norm.around", raises)
+    broken = Patches("transformers.integrations.deepspeed")
+    broken.add("initialize_weights_zero3(model)", without="", until="")(raises)  # type: ignore[arg-type]
+    monkeypatch.setattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES", broken)
     module = imitation(initialize_weights_zero3=initialize_weights_zero3)
     line = lines_about(module)["initialize_weights_zero3"]
-    assert (
-        "is not taken over (ImportError: cannot import name 'gone' from 'upstream'); hf_zero leaves it as it is" in line
-    )
+    assert "is not patched (ImportError: cannot import name 'gone' from 'upstream'); hf_zero leaves it as it is" in line
     assert module.initialize_weights_zero3 is initialize_weights_zero3
+
+
+def test_a_file_of_patches_that_cannot_be_loaded_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES")
+    heard = Heard()
+    logging.getLogger("hf_zero").addHandler(heard)
+    try:
+        patch(imitation())
+    finally:
+        logging.getLogger("hf_zero").removeHandler(heard)
+    (record,) = heard.records
+    assert "transformers.integrations.deepspeed is not patched (AttributeError: " in record.getMessage()
 
 
 def test_only_one_rank_says_that_something_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +163,7 @@ def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bo
     """`save_pretrained(..., is_main_process=False, state_dict=None)` of transformers up to 5.14 wrote on every rank: at
     stage 3, one without a state dict met released weights."""
     calls: list[Any] = []
-    save = around_saving(lambda *arguments, **options: calls.append((arguments, options)))
+    save = around_save_pretrained(lambda *arguments, **options: calls.append((arguments, options)))
     model = SimpleNamespace(parameters=lambda: [SimpleNamespace(**{HANDLE: None}) if sharded else object()])
     save(model, "folder", is_main_process, None, token="t")
     expected = ((model, "folder", is_main_process, None), {"token": "t"})
@@ -155,20 +172,20 @@ def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bo
 
 @pytest.mark.parametrize("upstream_asks", [False, True])
 def test_what_newer_versions_do_themselves_is_left_to_them_in_silence(upstream_asks: bool) -> None:
-    (takeover,) = (takeover for takeover in TAKEOVERS if takeover.unless)
+    (one,) = (one for one in ALL if one.unless)
     namespace: dict[str, Any] = {"save_pretrained": lambda self, something_new: None}
     if upstream_asks:
         namespace["should_save_on_this_rank"] = lambda self, is_main_process: is_main_process
-    module = ModuleType(takeover.module)
+    module = ModuleType(one.module)
     vars(module).update(PreTrainedModel=type("PreTrainedModel", (), namespace))
-    assert (takeover.place in lines_about(module)) is not upstream_asks
+    assert (one.place in lines_about(module)) is not upstream_asks
     assert not hasattr(namespace["save_pretrained"], MARK)
 
 
-def test_taking_over_twice_wraps_once() -> None:
+def test_patching_twice_wraps_once() -> None:
     module = importlib.import_module("accelerate.utils.deepspeed")
     before = module.HfDeepSpeedConfig.__init__
-    take_over(module)
+    patch(module)
     assert module.HfDeepSpeedConfig.__init__ is before
 
 
@@ -195,9 +212,9 @@ def test_arguments_of_an_unknown_shape_go_to_upstream(caplog: pytest.LogCaptureF
     assert "hf_zero steps aside" in caplog.text
 
 
-def test_switched_off_nothing_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ZERO", "0")
-    for name in startup.TAKEN_OVER:
+    for name in startup.PATCHED:
         assert startup.FINDER.find_spec(name, None) is None
 
 

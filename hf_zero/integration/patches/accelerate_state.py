@@ -1,8 +1,4 @@
-"""Around accelerate's choice of device and back-end: with our engine, ranks on CPUs are ranks, joined by gloo.
-
-It is also the moment before anybody asks which rank this is: what mpirun or srun have said is put into torchrun's
-words, and gloo told which interface to use where it would choose one that leads nowhere.
-"""
+"""accelerate.state: the choice of device and back-end. With our engine, ranks on CPUs are ranks, joined by gloo."""
 
 from __future__ import annotations
 
@@ -11,15 +7,27 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.integration.patches import Patches
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_variables import adopt_seat
 
+PATCHES = Patches("accelerate.state")
 _USE_CPU = "ACCELERATE_USE_CPU"
 _PORT = 29500
 
 
-def around_backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
+@PATCHES.add(
+    "PartialState._prepare_backend(self, cpu, sagemaker_dp, backend)",
+    without="ranks on CPUs may each believe themselves alone",
+    until="accelerate takes gloo for DeepSpeed where there is no accelerator, and reads MPI's and Slurm's variables",
+)
+def around_prepare_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
+
+    It is also the moment before anybody asks which rank this is: what mpirun or srun have said is put into torchrun's
+    variables, and gloo is told which interface to use where it would choose one that leads nowhere.
+    """
+
     def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
         if _engine_is_wanted():
             adopt_seat(os.environ, _PORT)
@@ -32,8 +40,14 @@ def around_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     return _prepare_backend
 
 
+@PATCHES.add(
+    "AcceleratorState.__init__(self, mixed_precision, cpu, dynamo_plugin, deepspeed_plugin, fsdp_plugin, "
+    "torch_tp_plugin, megatron_lm_plugin, parallelism_config, _from_accelerator, kwargs)",
+    without="ranks that are told to use the CPU train with DDP, and not with ds.json",
+    until="accelerate keeps to DeepSpeed under `cpu=True`",
+)
 def around_state(original: Callable[..., None]) -> Callable[..., None]:
-    # Upstream leaves DeepSpeed aside when it is told to use the CPU, and trains with DDP.
+    """Upstream leaves DeepSpeed aside when it is told to use the CPU, and trains with DDP."""
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,4 @@
-"""Around transformers' search for the newest checkpoint: one that was being written when the job died is passed over.
-
-Trainer writes trainer_state.json last, and cannot resume without it.
-"""
+"""transformers.trainer_utils: the search for the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +8,24 @@ import os
 import re
 from collections.abc import Callable
 
+from hf_zero.integration.patches import Patches
+
+PATCHES = Patches("transformers.trainer_utils")
 logger = logging.getLogger("hf_zero")
 _STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def around(original: Callable[[str], str | None]) -> Callable[[str], str | None]:
+@PATCHES.add(
+    "get_last_checkpoint(folder)",
+    without="a checkpoint that was being written when the job died may be taken for the newest",
+    until="get_last_checkpoint passes over folders without trainer_state.json",
+    importers=("transformers", "transformers.trainer"),
+)
+def around_get_last_checkpoint(original: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Passes over a checkpoint that was being written when the job died: Trainer writes trainer_state.json last, and
+    cannot resume without it."""
+
     def get_last_checkpoint(folder: str) -> str | None:
         newest = original(folder)
         if newest is None or os.path.exists(os.path.join(newest, _STATE)):

@@ -8,7 +8,7 @@ from typing import Any
 from hf_zero.config import Other, Problem
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.sources import is_auto, source_in
-from hf_zero.integration.views import is_dummy
+from hf_zero.integration.huggingface.views import is_dummy
 
 
 def object_problems(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Around Accelerator.prepare: several models in one call, each with its own optimizer and schedule, or with neither."""
+"""What `Accelerator.prepare` is given, and ds.json: autos filled from it, and several models in one call."""
 
 from __future__ import annotations
 
@@ -9,29 +9,55 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_zero.config import ConfigError, Problem, Views, examine
+from hf_zero.config.canonical import normalise
+from hf_zero.config.fill import apply, drop_strays, fill
 from hf_zero.entry import initialize
-from hf_zero.integration.takeovers.prepare import fill_autos, is_schedule
-from hf_zero.integration.views import is_dummy
+from hf_zero.integration.huggingface.objects import object_problems
+from hf_zero.integration.huggingface.upstream_errors import stepped_aside
+from hf_zero.integration.huggingface.views import accelerator_view, is_dummy
+from hf_zero.model_view import model_view
 
 _TRAINING_ONLY = ("optimizer", "scheduler")
 
 
-def around(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(self: Any, *args: Any, device_placement: Any = None) -> Any:
-        several = sum(isinstance(thing, nn.Module) for thing in args) > 1
-        if not several or self.distributed_type != "DEEPSPEED" or device_placement is not None:
-            return original(self, *args, device_placement=device_placement)
+def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) -> None:
+    """Fill the accelerator's ds.json from the objects given to `prepare`; raise ConfigError for what is wrong."""
+    optimizer = next((x for x in objects if isinstance(x, Optimizer) or is_dummy(x, "DummyOptim")), None)
+    scheduler = next((x for x in objects if is_schedule(x)), None)
+    try:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        views = Views(
+            world_size=accelerator.num_processes,
+            accelerator=accelerator_view(accelerator, objects, optimizer, scheduler),
+            model=model_view(model),
+        )
+    except AttributeError as error:  # an Accelerator of a shape that we do not know: it fills its own autos
+        stepped_aside("Accelerator._prepare_deepspeed", error)
+        return
+    problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
+    problems += examine(config, views).problems
+    if problems:
+        raise ConfigError(problems)
+    apply(config, fill(config, views))
+    drop_strays(config)
+    normalise(config)
 
-        def prepare_some(things: Sequence[Any]) -> tuple[Any, ...]:
-            result = original(self, *things)
-            return result if len(things) > 1 else (result,)
 
-        return _prepare_each(self, args, prepare_some)
+def is_schedule(thing: Any) -> bool:
+    """Whether `prepare` treats this as a learning rate schedule."""
+    from torch.optim.lr_scheduler import LRScheduler
 
-    return prepare
+    from hf_zero.schedules import VALID_LR_SCHEDULES
+
+    return (
+        isinstance(thing, LRScheduler)
+        or is_dummy(thing, "DummyScheduler")
+        or type(thing).__name__ in VALID_LR_SCHEDULES
+    )
 
 
-def _prepare_each(
+def prepare_each(
     accelerator: Any, things: Sequence[Any], prepare: Callable[[Sequence[Any]], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
     """Loaders first (they tell the batch size), then what is trained, then what only runs forward."""
