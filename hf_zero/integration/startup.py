@@ -69,9 +69,9 @@ class AliasFinder:
             return []
         if not self.answers():
             return []
-        from hf_zero.integration.distribution import AliasDistribution
+        from hf_zero.integration.names.distribution import AliasDistribution
 
-        return [AliasDistribution()]
+        return [AliasDistribution(ALIAS_FOLDER)]
 
     def invalidate_caches(self) -> None:
         """Nothing is cached: part of the protocol of sys.meta_path."""
@@ -189,7 +189,7 @@ def _alias_spec() -> ModuleSpec | None:
 
 
 def _submodule_spec(name: str) -> ModuleSpec:
-    from hf_zero.integration.alias import generated_spec, missing_module
+    from hf_zero.integration.names.alias import generated_spec, missing_module
 
     spec = generated_spec(name)
     if spec is None:

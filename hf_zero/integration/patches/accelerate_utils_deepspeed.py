@@ -16,9 +16,7 @@ PATCHES = Patches("accelerate.utils.deepspeed")
 # takes a file without them for one that says 1 and 1.0.
 _STATED_ELSEWHERE = (STEPS, "gradient_clipping")
 _IN_BACKWARD = "the update is made in backward(), not in the script's optimizer.step()"
-_STEP_WORKS = (
-    "DeepSpeedEngineWrapper.backward no longer steps, and the optimizer's step() and zero_grad() do"
-)
+_STEP_WORKS = "DeepSpeedEngineWrapper.backward no longer steps, and the optimizer's step() and zero_grad() do"
 
 
 @PATCHES.add(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.integration.op_builders import NO_OPERATORS
+from hf_zero.integration.compat.op_builders import NO_OPERATORS
 from hf_zero.versions import GIT_BRANCH, GIT_HASH, VERSION
 
 version, git_hash, git_branch = VERSION, GIT_HASH, GIT_BRANCH

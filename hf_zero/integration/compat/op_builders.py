@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from hf_zero.integration.unsupported import refusal
+from hf_zero.integration.names.unsupported import refusal
 
 # Class -> the operator's name, under which `__compatible_ops__` and `installed_ops` list it.
 OPERATORS = {

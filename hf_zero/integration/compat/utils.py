@@ -1,4 +1,4 @@
-"""Small functions and classes that programs import from deepspeed.runtime and deepspeed.utils."""
+"""Small functions and classes that programs import from deepspeed, deepspeed.runtime and deepspeed.utils."""
 
 from __future__ import annotations
 
@@ -7,15 +7,83 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.integration.accelerator import get_accelerator
+from hf_zero.integration.compat.accelerator import get_accelerator
 from hf_zero.precision import ForwardPrecision
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copy every tensor inside nested dicts, lists and tuples, so that a view is saved without its whole storage.
+
+    Tied tensors (the same elements of the same memory) are one tensor in the copy, too: whoever writes it to a file
+    tells by that what has to be written once.
+    """
+    return _clone(item, device, {})
+
+
+def _clone(item: Any, device: torch.device | str, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        return _clone_tensor(item, device, copies)
+    if isinstance(item, dict):
+        copied = item.copy()
+        copied.update((key, _clone(value, device, copies)) for key, value in item.items())
+        return copied
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_clone(value, device, copies) for value in item))
+    if isinstance(item, list | tuple):
+        return type(item)(_clone(value, device, copies) for value in item)
+    return item
+
+
+def _clone_tensor(tensor: Tensor, device: torch.device | str, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    place: tuple[Any, ...] = (id(tensor),)  # memory that is empty or elsewhere says nothing
+    if tensor.layout is torch.strided and tensor.numel() and tensor.data_ptr():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if place not in copies:
+        # A parameter that is a view of a flat buffer would drag that buffer into the file: hence always a copy.
+        copies[place] = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    return copies[place]
+
+
+class RepeatingLoader(Iterable[T]):
+    """A data loader that starts over when it is exhausted."""
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+        return next(self._batches)
+
+
+@contextlib.contextmanager
+def OnDevice(dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> Iterator[None]:
+    """Build modules on a device (by default without memory) and in a floating dtype."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
@@ -83,8 +151,6 @@ noop_context = contextlib.nullcontext
 
 def ensure_directory_exists(filename: str) -> None:
     """Make the folder that a file is going to lie in."""
-    from pathlib import Path
-
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hf_zero.config.load import load_config
-from hf_zero.integration.logs import warning_once
+from hf_zero.integration.compat.logs import warning_once
 
 _MODEL_PARALLEL = "model-parallel-rng"
 # What DeepSpeed does with saved activations, by argument and by key of the section activation_checkpointing.

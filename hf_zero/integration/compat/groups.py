@@ -187,7 +187,7 @@ def _no_group(kind: str) -> NoReturn:
 
 
 def __getattr__(name: str) -> object:
-    from hf_zero.integration.unsupported import find
+    from hf_zero.integration.names.unsupported import find
 
     try:
         return find("utils.groups", name)

@@ -8,8 +8,8 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hf_zero.integration.homes import HOMES, SAME_MODULE, homes_of
-from hf_zero.integration.unsupported import (
+from hf_zero.integration.names.homes import HOMES, SAME_MODULE, homes_of
+from hf_zero.integration.names.unsupported import (
     FEATURES,
     ROOT,
     children,

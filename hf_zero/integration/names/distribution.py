@@ -6,24 +6,28 @@ import os
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from hf_zero.integration.startup import ALIAS_FOLDER, NAME
 from hf_zero.versions import VERSION
 
+_NAME = "deepspeed"
 _FILES = {
     "METADATA": (
-        f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+        f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {VERSION}\n"
         "Summary: hf_zero answering as deepspeed\nLicense: Apache-2.0\n"
     ),
     "INSTALLER": "hf_zero\n",
-    "top_level.txt": f"{NAME}\n",
+    "top_level.txt": f"{_NAME}\n",
 }
 
 
 class AliasDistribution(Distribution):
     """A distribution that exists in memory only: nothing named deepspeed lies in site-packages."""
 
+    def __init__(self, folder: str) -> None:
+        """`folder`: where the alias package lies."""
+        self._root = os.path.dirname(folder)
+
     def read_text(self, filename: str) -> str | None:
         return _FILES.get(str(filename))
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        return Path(os.path.dirname(ALIAS_FOLDER), path)
+        return Path(self._root, path)

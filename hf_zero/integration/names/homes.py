@@ -6,7 +6,7 @@ Names that are not here but in DeepSpeed's modules can be imported and refuse to
 from __future__ import annotations
 
 Homes = dict[str, str]
-_HERE = "hf_zero.integration"
+_COMPAT = "hf_zero.integration.compat"
 
 
 def _from(home: str, names: str, **renamed: str) -> Homes:
@@ -21,9 +21,9 @@ _GATHER = _from("hf_zero.zero.gathered", "GatheredParameters")
 _STATUS = _from("hf_zero.zero.sharded_parameter", "ZeroParamStatus ZeroParamType")
 _EXTERNAL = _from("hf_zero.zero.external", "register_external_parameter unregister_external_parameter")
 _GENERATION = _from("hf_zero.zero.generation", "unwrap_model_for_generation")
-_OFFLOAD_HANDLE = _from(f"{_HERE}.kinds", "DeepSpeedZeRoOffload")
+_OFFLOAD_HANDLE = _from(f"{_COMPAT}.kinds", "DeepSpeedZeRoOffload")
 _ZERO = _INIT | _GATHER | _STATUS | _EXTERNAL | _GENERATION | _OFFLOAD_HANDLE
-_ACCELERATOR = _from(f"{_HERE}.accelerator", "get_accelerator set_accelerator is_current_accelerator_supported")
+_ACCELERATOR = _from(f"{_COMPAT}.accelerator", "get_accelerator set_accelerator is_current_accelerator_supported")
 _LEAVES = _from(
     "hf_zero.zero.leaves",
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
@@ -36,15 +36,15 @@ _FRAGMENTS = _from(
     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
 ) | _from("hf_zero.checkpoint.inert", "fragment_address")
-_LOADERS = _from(f"{_HERE}.helpers", "RepeatingLoader")
-_CONFIG = _from(f"{_HERE}.config_objects", "DeepSpeedConfig") | _from("hf_zero.config.errors", "DeepSpeedConfigError")
+_LOADERS = _from(f"{_COMPAT}.utils", "RepeatingLoader")
+_CONFIG = _from(f"{_COMPAT}.config_objects", "DeepSpeedConfig") | _from("hf_zero.config.errors", "DeepSpeedConfigError")
 _PRECISION = _from(
     "hf_zero.config.objects", "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
 )
 _ZERO_CONFIG = _from("hf_zero.config.objects", "DeepSpeedZeroConfig get_zero_config")
 _ZERO_STAGE = _from("hf_zero.checkpoint.inert", "ZeroStageEnum")
 _OFFLOAD_ENUMS = _from("hf_zero.zero.relief", "OffloadDeviceEnum OffloadStateTypeEnum")
-_NVTX = _from(f"{_HERE}.tools", "instrument_w_nvtx")
+_NVTX = _from(f"{_COMPAT}.utils", "instrument_w_nvtx")
 _GROUP_NAMES = (
     "_clone_world_group _create_expert_and_data_parallel _get_broadcast_src_rank _get_data_parallel_group "
     "_get_data_parallel_group_ranks _get_data_parallel_rank _get_data_parallel_world_size "
@@ -72,16 +72,16 @@ _COMM = _from(
     "initialize_mesh_device irecv is_available isend monitored_barrier mpi_discovery new_group recv reduce "
     "reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send",
 )
-_COMM |= _from(f"{_HERE}.helpers", "log_summary")
+_COMM |= _from(f"{_COMPAT}.logs", "log_summary")
 _BUILDERS = _from(
-    f"{_HERE}.op_builders",
+    f"{_COMPAT}.op_builders",
     "ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder DeepCompileBuilder "
     "EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder "
     "InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder PinMemoryBuilder "
     "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder "
     "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
 )
-_VERSIONS = f"{_HERE}.versions"
+_VERSIONS = f"{_COMPAT}.versions"
 _CHECKPOINT_KEYS = _from(
     "hf_zero.checkpoint.deepspeed_format",
     "AUTOEP_LAYERS_KEY AUTOEP_LAYERS_KEY_LEGACY AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY "
@@ -91,12 +91,12 @@ _CHECKPOINT_KEYS = _from(
     SINGLE_PARTITION_OF_FP32_GROUPS="FP32_PARTITIONS",
 )
 _RECOMPUTE = _from(
-    f"{_HERE}.checkpointing",
+    f"{_COMPAT}.activation_checkpointing",
     "CheckpointFunction CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker is_configured "
     "model_parallel_cuda_manual_seed non_reentrant_checkpoint partition_activations_in_checkpoint reset set_num_layers",
 )
 _EXPERTS = _from(
-    f"{_HERE}.experts",
+    f"{_COMPAT}.moe",
     "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
     "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
     "split_params_into_shared_and_expert_params",
@@ -107,12 +107,12 @@ HOMES: dict[str, Homes] = {
         **_ENGINE,
         **_from("hf_zero.entry", "initialize"),
         **_from("hf_zero.comm", "init_distributed"),
-        **_from(f"{_HERE}.arguments", "add_config_arguments"),
-        **_from(f"{_HERE}.tuning", "add_tuning_arguments"),
-        **_from(f"{_HERE}.helpers", "OnDevice"),
-        **_from(f"{_HERE}.kinds", "DeepSpeedOptimizer"),
+        **_from(f"{_COMPAT}.arguments", "add_config_arguments"),
+        **_from(f"{_COMPAT}.arguments", "add_tuning_arguments"),
+        **_from(f"{_COMPAT}.utils", "OnDevice"),
+        **_from(f"{_COMPAT}.kinds", "DeepSpeedOptimizer"),
         **_from("hf_zero.loader", "", DeepSpeedDataLoader="DataLoader"),
-        **_from(f"{_HERE}.tools", "set_optimizer_flags"),
+        **_from(f"{_COMPAT}.utils", "set_optimizer_flags"),
         **_from(_VERSIONS, "git_branch git_hash version", __git_hash__="git_hash", __git_branch__="git_branch"),
         **_from(
             _VERSIONS,
@@ -125,21 +125,21 @@ HOMES: dict[str, Homes] = {
         **_LOGGING,
         "get_accelerator": _ACCELERATOR["get_accelerator"],
     },
-    "accelerator": {**_ACCELERATOR, **_from(f"{_HERE}.accelerator", "DeepSpeedAccelerator")},
-    "accelerator.abstract_accelerator": _from(f"{_HERE}.accelerator", "DeepSpeedAccelerator"),
-    "accelerator.cpu_accelerator": _from(f"{_HERE}.accelerator", "CPU_Accelerator"),
-    "accelerator.cuda_accelerator": _from(f"{_HERE}.accelerator", "CUDA_Accelerator"),
-    "accelerator.hpu_accelerator": _from(f"{_HERE}.accelerator", "HPU_Accelerator"),
-    "accelerator.npu_accelerator": _from(f"{_HERE}.accelerator", "NPU_Accelerator"),
+    "accelerator": {**_ACCELERATOR, **_from(f"{_COMPAT}.accelerator", "DeepSpeedAccelerator")},
+    "accelerator.abstract_accelerator": _from(f"{_COMPAT}.accelerator", "DeepSpeedAccelerator"),
+    "accelerator.cpu_accelerator": _from(f"{_COMPAT}.accelerator", "CPU_Accelerator"),
+    "accelerator.cuda_accelerator": _from(f"{_COMPAT}.accelerator", "CUDA_Accelerator"),
+    "accelerator.hpu_accelerator": _from(f"{_COMPAT}.accelerator", "HPU_Accelerator"),
+    "accelerator.npu_accelerator": _from(f"{_COMPAT}.accelerator", "NPU_Accelerator"),
     "accelerator.real_accelerator": _ACCELERATOR,
-    "accelerator.xpu_accelerator": _from(f"{_HERE}.accelerator", "XPU_Accelerator"),
+    "accelerator.xpu_accelerator": _from(f"{_COMPAT}.accelerator", "XPU_Accelerator"),
     "checkpoint.constants": _CHECKPOINT_KEYS,
     "checkpoint.ds_to_universal": _from("hf_zero.ds_to_universal", "main parse_arguments"),
-    "checkpoint.utils": _from(f"{_HERE}.helpers", "clone_tensors_for_torch_save"),
+    "checkpoint.utils": _from(f"{_COMPAT}.utils", "clone_tensors_for_torch_save"),
     "comm": _COMM,
     "comm.comm": _COMM,
     "comm.reduce_op": _from("hf_zero.comm.mirror", "ReduceOp"),
-    "env_report": _from(f"{_HERE}.environment", "cli_main main"),
+    "env_report": _from(f"{_COMPAT}.env_report", "cli_main main"),
     "git_version_info": _from(
         _VERSIONS, "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info version"
     ),
@@ -147,7 +147,7 @@ HOMES: dict[str, Homes] = {
         _VERSIONS, "accelerator_name git_branch git_hash installed_ops torch_info version"
     ),
     "launcher.runner": {
-        **_from(f"{_HERE}.arguments", "DEEPSPEED_ENVIRONMENT_NAME"),
+        **_from(f"{_COMPAT}.arguments", "DEEPSPEED_ENVIRONMENT_NAME"),
         **_from(
             "hf_zero.launch.deepspeed_names",
             "DLTS_HOSTFILE EXPORT_ENVS encode_world_info fetch_hostfile main parse_args parse_inclusion_exclusion "
@@ -155,7 +155,7 @@ HOMES: dict[str, Homes] = {
         ),
     },
     "moe.utils": _EXPERTS,
-    "ops": _from(f"{_HERE}.op_builders", "", __compatible_ops__="NO_OPERATORS"),
+    "ops": _from(f"{_COMPAT}.op_builders", "", __compatible_ops__="NO_OPERATORS"),
     "ops.adagrad": _from("hf_zero.optim", "DeepSpeedCPUAdagrad"),
     "ops.adagrad.cpu_adagrad": _from("hf_zero.optim", "DeepSpeedCPUAdagrad"),
     "ops.adam": _from("hf_zero.optim", "DeepSpeedCPUAdam FusedAdam"),
@@ -167,37 +167,37 @@ HOMES: dict[str, Homes] = {
     "ops.lion.cpu_lion": _from("hf_zero.optim", "DeepSpeedCPULion"),
     "ops.lion.fused_lion": _from("hf_zero.optim", "FusedLion"),
     "runtime.activation_checkpointing.checkpointing": _RECOMPUTE,
-    "runtime.base_optimizer": _from(f"{_HERE}.kinds", "DeepSpeedOptimizer ZeROOptimizer"),
-    "runtime.bf16_optimizer": _from(f"{_HERE}.kinds", "BF16_Optimizer"),
-    "runtime.checkpoint_engine": _from(f"{_HERE}.checkpoint_files", "CheckpointEngine TorchCheckpointEngine"),
-    "runtime.checkpoint_engine.checkpoint_engine": _from(f"{_HERE}.checkpoint_files", "CheckpointEngine"),
-    "runtime.checkpoint_engine.torch_checkpoint_engine": _from(f"{_HERE}.checkpoint_files", "TorchCheckpointEngine"),
-    "runtime.compiler": _from(f"{_HERE}.tools", "is_compile_supported is_compiling", disable="disable_compile"),
+    "runtime.base_optimizer": _from(f"{_COMPAT}.kinds", "DeepSpeedOptimizer ZeROOptimizer"),
+    "runtime.bf16_optimizer": _from(f"{_COMPAT}.kinds", "BF16_Optimizer"),
+    "runtime.checkpoint_engine": _from(f"{_COMPAT}.checkpoint_files", "CheckpointEngine TorchCheckpointEngine"),
+    "runtime.checkpoint_engine.checkpoint_engine": _from(f"{_COMPAT}.checkpoint_files", "CheckpointEngine"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": _from(f"{_COMPAT}.checkpoint_files", "TorchCheckpointEngine"),
+    "runtime.compiler": _from(f"{_COMPAT}.utils", "is_compile_supported is_compiling", disable="disable_compile"),
     "runtime.config": {**_CONFIG, **_PRECISION, **_ZERO_CONFIG},
     "runtime.dataloader": {**_LOADERS, **_from("hf_zero.loader", "", DeepSpeedDataLoader="DataLoader")},
     "runtime.engine": _ENGINE,
-    "runtime.fp16.fused_optimizer": _from(f"{_HERE}.kinds", "FP16_Optimizer"),
+    "runtime.fp16.fused_optimizer": _from(f"{_COMPAT}.kinds", "FP16_Optimizer"),
     "runtime.fp16.loss_scaler": _from("hf_zero.checkpoint.inert", "DynamicLossScaler LossScaler"),
-    "runtime.fp16.unfused_optimizer": _from(f"{_HERE}.kinds", "FP16_UnfusedOptimizer"),
+    "runtime.fp16.unfused_optimizer": _from(f"{_COMPAT}.kinds", "FP16_UnfusedOptimizer"),
     "runtime.lr_schedules": {
         **_from("hf_zero.schedules", "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),
-        **_from(f"{_HERE}.tuning", "add_tuning_arguments get_config_from_args get_lr_from_config parse_arguments"),
+        **_from(f"{_COMPAT}.arguments", "add_tuning_arguments get_config_from_args get_lr_from_config parse_arguments"),
     },
     "runtime.precision_config": _PRECISION,
-    "runtime.torch_autocast": _from(f"{_HERE}.tools", "autocast_if_enabled"),
+    "runtime.torch_autocast": _from(f"{_COMPAT}.utils", "autocast_if_enabled"),
     "runtime.utils": {
         **_from(
-            f"{_HERE}.tools",
+            f"{_COMPAT}.utils",
             "DummyOptim autocast_if_enabled clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists "
             "get_global_norm get_ma_status get_only_unique_item move_to_device noop_context noop_decorator "
             "partition_uniform set_random_seed has_inf_or_nan",
         ),
         **_from(_VERSIONS, "required_torch_version"),
-        **_from(f"{_HERE}.helpers", "see_memory_usage"),
+        **_from(f"{_COMPAT}.logs", "see_memory_usage"),
     },
     "runtime.zero": _ZERO,
     "runtime.zero.config": {**_ZERO_STAGE, **_ZERO_CONFIG, **_OFFLOAD_ENUMS},
-    "runtime.zero.linear": _from(f"{_HERE}.tools", "LinearModuleForZeroStage3"),
+    "runtime.zero.linear": _from(f"{_COMPAT}.utils", "LinearModuleForZeroStage3"),
     "runtime.zero.muon.muon_optimizer": _from("hf_zero.optim.muon", "", MuonWithAuxAdam="Muon"),
     "runtime.zero.offload_config": _OFFLOAD_ENUMS,
     "runtime.zero.parameter_offload": _OFFLOAD_HANDLE,
@@ -206,13 +206,13 @@ HOMES: dict[str, Homes] = {
         **_GATHER,
         **_STATUS,
         **_EXTERNAL,
-        **_from(f"{_HERE}.constructors", "", _orig_torch_arange="torch_arange"),
-        **_from(f"{_HERE}.constructors", "", zero_wrapper_for_fp_tensor_constructor="unchanged_constructor"),
+        **_from(f"{_COMPAT}.kinds", "", _orig_torch_arange="torch_arange"),
+        **_from(f"{_COMPAT}.kinds", "", zero_wrapper_for_fp_tensor_constructor="unchanged_constructor"),
         "get_accelerator": _ACCELERATOR["get_accelerator"],
     },
-    "runtime.zero.stage3": {**_from(f"{_HERE}.kinds", "DeepSpeedZeroOptimizer_Stage3"), **_GENERATION},
-    "runtime.zero.stage_1_and_2": _from(f"{_HERE}.kinds", "DeepSpeedZeroOptimizer"),
-    "runtime.zero.utils": _from(f"{_HERE}.kinds", "is_zero_param is_zero_supported_optimizer"),
+    "runtime.zero.stage3": {**_from(f"{_COMPAT}.kinds", "DeepSpeedZeroOptimizer_Stage3"), **_GENERATION},
+    "runtime.zero.stage_1_and_2": _from(f"{_COMPAT}.kinds", "DeepSpeedZeroOptimizer"),
+    "runtime.zero.utils": _from(f"{_COMPAT}.kinds", "is_zero_param is_zero_supported_optimizer"),
     "utils": {
         **_FRAGMENTS,
         **_LEAVES,
@@ -220,21 +220,21 @@ HOMES: dict[str, Homes] = {
         **_LOGGING,
         **_NVTX,
         **_from("hf_zero.comm", "is_initialized"),
-        **_from(f"{_HERE}.groups", _GROUP_NAMES),
-        **_from(f"{_HERE}.helpers", "OnDevice"),
-        **_from(f"{_HERE}.logs", "log_dist_once set_log_level_from_string"),
-        **_from(f"{_HERE}.tools", "recursive_getattr recursive_setattr"),
+        **_from(f"{_COMPAT}.groups", _GROUP_NAMES),
+        **_from(f"{_COMPAT}.utils", "OnDevice"),
+        **_from(f"{_COMPAT}.logs", "log_dist_once set_log_level_from_string"),
+        **_from(f"{_COMPAT}.utils", "recursive_getattr recursive_setattr"),
     },
-    "utils.init_on_device": _from(f"{_HERE}.helpers", "OnDevice"),
+    "utils.init_on_device": _from(f"{_COMPAT}.utils", "OnDevice"),
     "utils.logging": {
         **_LOGGING,
         **_from(
-            f"{_HERE}.logs",
+            f"{_COMPAT}.logs",
             "LoggerFactory get_current_level get_log_level_from_string log_dist_once log_levels print_configuration "
             "print_dist print_json_dist set_log_level_from_string should_log_le warning_once",
         ),
     },
-    "utils.module_utils": _from(f"{_HERE}.tools", "recursive_getattr recursive_setattr"),
+    "utils.module_utils": _from(f"{_COMPAT}.utils", "recursive_getattr recursive_setattr"),
     "utils.nvtx": _NVTX,
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.timer": _from(
@@ -252,7 +252,7 @@ HOMES: dict[str, Homes] = {
             "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
         ),
         **_from(
-            f"{_HERE}.checkpoint_files",
+            f"{_COMPAT}.checkpoint_files",
             "ZERO_STAGE get_checkpoint_files get_model_state_file get_model_state_files get_optim_files",
         ),
     },
@@ -262,7 +262,7 @@ HOMES: dict[str, Homes] = {
 SAME_MODULE = {
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "dist": "deepspeed.comm",
-    "utils.groups": "hf_zero.integration.groups",
+    "utils.groups": "hf_zero.integration.compat.groups",
     "zero": "deepspeed.runtime.zero",
 }
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_zero.integration.alternatives import alternative
+from hf_zero.integration.names.alternatives import alternative
 
 ROOT = "deepspeed"
 # Gone from DeepSpeed 0.19.8, and still imported by programs.

@@ -36,7 +36,7 @@ def cli_main(words: Sequence[str] | None = None) -> None:
 def _rows() -> Iterator[tuple[str, str]]:
     import torch
 
-    from hf_zero.integration.versions import version as answered
+    from hf_zero.integration.compat.versions import version as answered
 
     yield "hf_zero", _version("hf-zero")
     loaded = sys.modules.get(NAME)
@@ -54,7 +54,7 @@ def _rows() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    from hf_zero.integration.accelerator import get_accelerator
+    from hf_zero.integration.compat.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     yield "device", f"{accelerator.device_name()}, {accelerator.communication_backend_name()} between ranks"

@@ -1,11 +1,14 @@
 """DeepSpeed's classes to ask isinstance about: what they say of the engine's one optimizer, by stage and precision.
 
-They have no methods; the optimizer itself does the work, whatever it is called.
+They have no methods; the optimizer itself does the work, whatever it is called. Below are the names around zero.Init.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+import torch
 
 from hf_zero.zero.optimizer import ZeroOptimizer
 from hf_zero.zero.parameter_offload import ParameterOffload
@@ -106,3 +109,12 @@ def is_zero_supported_optimizer(optimizer: Any) -> bool:
     except ConfigError:
         return False
     return True
+
+
+# Callers of zero.Init replace these for a while; our Init wraps no constructor.
+torch_arange = torch.arange
+
+
+def unchanged_constructor(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Callable[..., Any]:
+    """Constructors keep their dtype and device inside zero.Init, so there is nothing to wrap."""
+    return function
