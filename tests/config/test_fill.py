@@ -22,7 +22,7 @@ from hf_zero.config import (
     resolve,
 )
 from hf_zero.config.fill import apply, drop_strays, fill, same
-from hf_zero.config.model_size import hidden_size
+from hf_zero.config.offers import hidden_size
 
 DS_JSON = """{
     // comments and trailing commas are fine

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from hf_zero.config.load import load_config
+from hf_zero.config.reading.load import load_config
 from hf_zero.integration.compat.logs import warning_once
 
 _MODEL_PARALLEL = "model-parallel-rng"

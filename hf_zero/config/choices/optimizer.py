@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hf_zero.config.arguments import Check, at_least_zero, beta, betas, checked, count, steps, unknown_autos
+from hf_zero.config.choices.arguments import (
+    OPTIMIZERS,
+    Check,
+    at_least_zero,
+    beta,
+    betas,
+    checked,
+    count,
+    is_class_of,
+    nearest,
+    steps,
+    unknown_autos,
+)
 from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Edit, Problem
 from hf_zero.config.policies import OptimizerPolicy
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.schema.training import Optimizer
-from hf_zero.config.torch_names import OPTIMIZERS, is_class_of, nearest
 
 # Canonical name by lower-case type.
 _TYPES = {

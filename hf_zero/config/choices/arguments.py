@@ -1,10 +1,11 @@
-"""Keyword arguments of an optimizer or a schedule: names and values, checked against a table."""
+"""Types and keyword arguments of an optimizer or a schedule, checked against tables; those of torch without torch."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,29 @@ from hf_zero.config.schema.fields import as_number, as_whole
 Check = Callable[[object], object]
 Table = Mapping[str, Check]
 Checked = tuple[dict[str, object], list[Problem]]
+
+# The classes of torch.optim and torch.optim.lr_scheduler.
+OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+SCHEDULES = (
+    "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
+    "LRScheduler", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR",
+    "ReduceLROnPlateau", "SequentialLR", "StepLR",
+)  # fmt: skip
+
+
+def is_class_of(module: str, name: str, listed: Iterable[str]) -> bool:
+    """Whether torch has a class of this name, as far as can be said: one that is younger than the list counts, too."""
+    return name in listed or isinstance(getattr(sys.modules.get(module), name, None), type)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is spelled most like this one; "" where none is."""
+    by_lower = {entry.lower(): entry for entry in known}
+    close = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.7)
+    return by_lower[close[0]] if close else ""
 
 
 def unknown_autos(path: str, autos: Collection[str], table: Table | None) -> Iterator[Problem]:

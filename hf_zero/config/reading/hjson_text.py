@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hf_zero.config.jsonc import MAX_DEPTH, Document, Place, SyntaxProblem, repeated_key
+from hf_zero.config.reading.jsonc import MAX_DEPTH, Document, Place, SyntaxProblem, repeated_key
 
 # Text in quotes is kept, for it may hold what looks like a comment.
 _QUOTED_OR_COMMENT = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'''.*?'''|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)

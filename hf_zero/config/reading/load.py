@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_zero.config.errors import ConfigError, Problem
-from hf_zero.config.hjson_text import parse_hjson
-from hf_zero.config.jsonc import Document, SyntaxProblem, parse
+from hf_zero.config.reading.hjson_text import parse_hjson
+from hf_zero.config.reading.jsonc import Document, SyntaxProblem, parse
 from hf_zero.config.sources import ConfigDict, dotted
 
 _FORMS = "give a dict, the path of a JSON file, JSON text, or urlsafe-base64 of JSON text"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from hf_zero.config.arguments import (
+from hf_zero.config.choices.arguments import (
+    SCHEDULES,
     Check,
     at_least_zero,
     checked,
     count,
+    is_class_of,
+    nearest,
     optional_count,
     optional_rate,
     optional_stairs,
@@ -22,7 +25,6 @@ from hf_zero.config.errors import ABSENT, Edit, Problem
 from hf_zero.config.policies import SchedulerPolicy
 from hf_zero.config.schema.fields import as_flag, as_number, as_whole
 from hf_zero.config.schema.training import Scheduler
-from hf_zero.config.torch_names import SCHEDULES, is_class_of, nearest
 
 
 def resolve_scheduler(
