@@ -107,9 +107,9 @@ def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
 
 
 def _verdict_words(verdict: Verdict, stage: int) -> str:
-    if verdict.kind == "inert":
+    if verdict.kind == "ignored":
         return f"no effect: {verdict.why}"
-    if verdict.kind == "unbuilt":
+    if verdict.kind == "unsupported":
         return f"not available: {verdict.why}"
     if stage not in verdict.stages:
         stages = ", ".join(map(str, verdict.stages))

@@ -31,7 +31,7 @@ _TYPES = {
         "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
     )
 }  # fmt: skip
-_UNBUILT = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
+_UNSUPPORTED = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
 _PLAIN_ADAMS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 # Arguments that not all classes of torch.optim have.
 _TORCH_TAKERS = {
@@ -78,7 +78,7 @@ def is_adam(name: str) -> bool:
 
 
 def _optimizer_refusal(name: str) -> Problem | None:
-    known = _UNBUILT.get(name.lower())
+    known = _UNSUPPORTED.get(name.lower())
     if known is not None:
         fix = f'use "AdamW", a torch.optim class, or an optimizer of the script; see {FEATURES_PAGE}'
         return Problem("optimizer.type", name, f"the {known} optimizer is not built yet", fix)

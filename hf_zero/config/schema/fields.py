@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Kind = Literal["honoured", "inert", "unbuilt", "detail", "check"]
+Kind = Literal["supported", "ignored", "unsupported", "detail", "check"]
 ALL_STAGES = (0, 1, 2, 3)
 LARGEST = 2**63 - 1
 
@@ -23,29 +23,29 @@ class Verdict(BaseModel):
     """What setting a field does. Kept in the schema itself, so that documentation and checks cannot disagree."""
 
     kind: Kind
-    why: str = ""  # inert: why it changes nothing; unbuilt: what is missing
+    why: str = ""  # ignored: why it changes nothing; unsupported: what is missing
     stages: tuple[int, ...] = ALL_STAGES  # elsewhere the field changes nothing
     unit: str = ""
-    switch: str = "enabled"  # unbuilt section: the key that turns it on; "": any content does
+    switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
     met: bool = False  # where the field changes nothing, what it asks for holds all the same
-    off: tuple[int, ...] = ()  # unbuilt: further values that ask for nothing
+    off: tuple[int, ...] = ()  # unsupported: further values that ask for nothing
 
 
-def honoured(
+def supported(
     default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
     """The engine does what the field says; `why` is said at stages where it does not."""
-    return _field(default, doc, Verdict(kind="honoured", why=why, unit=unit, stages=stages, met=met))
+    return _field(default, doc, Verdict(kind="supported", why=why, unit=unit, stages=stages, met=met))
 
 
-def inert(
+def ignored(
     default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
     """Accepted, and changes nothing, for the reason given; the user is told when the key is set."""
-    return _field(default, doc, Verdict(kind="inert", why=why, unit=unit, stages=stages, met=met))
+    return _field(default, doc, Verdict(kind="ignored", why=why, unit=unit, stages=stages, met=met))
 
 
-def unbuilt(
+def unsupported(
     default: Any,
     doc: str,
     *,
@@ -55,7 +55,7 @@ def unbuilt(
     off: tuple[int, ...] = (),
 ) -> Any:
     """Refused by name unless it holds its default (for a section: unless it is switched off)."""
-    return _field(default, doc, Verdict(kind="unbuilt", why=why, switch=switch, stages=stages, off=off))
+    return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch, stages=stages, off=off))
 
 
 def detail(default: Any, doc: str, *, unit: str = "") -> Any:

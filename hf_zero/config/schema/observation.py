@@ -12,7 +12,7 @@ from hf_zero.config.schema.fields import (
     Section,
     Whole,
     detail,
-    inert,
+    ignored,
 )
 
 
@@ -72,8 +72,8 @@ class Comet(Section):
 class ThroughputTimer(Section):
     """Samples per second."""
 
-    enabled: Flag = inert(True, "Measure throughput.", why="there is no throughput line yet; Trainer reports its own")
-    synchronized: Flag = inert(True, "Synchronise the device first.", why="there is no throughput line yet")
+    enabled: Flag = ignored(True, "Measure throughput.", why="there is no throughput line yet; Trainer reports its own")
+    synchronized: Flag = ignored(True, "Synchronise the device first.", why="there is no throughput line yet")
 
 
 class Timers(Section):
