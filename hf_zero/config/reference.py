@@ -44,7 +44,7 @@ def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield _row(prefix + name, field)
         inner = subsection(field)
-        if inner is not None and verdict_of(field).kind != "unsupported" and inner.model_fields:
+        if inner is not None and inner.model_fields:
             below.append((f"{prefix}{name}", inner))
     yield ""
     for path, inner in below:

@@ -193,14 +193,18 @@ def test_all_problems_come_at_once() -> None:
     config = {
         "train_batch_size": 7,
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 5, "reduce_bucket_size": "many", "offload_param": {"device": "disk"}},
+        "zero_optimization": {
+            "stage": 5,
+            "reduce_bucket_size": "many",
+            "offload_param": {"device": "disk"},
+            "leaf_module": {"classes": [1, "a", 2]},
+        },
         "fp16": {"enabled": True, "loss_scale": -1},
         "bf16": {"enabled": True},
         "optimizer": {"type": "MuAdam"},
         "scheduler": {"type": "OneCycle"},
         "gradient_clipping": -1,
         "gradient_acumulation_steps": 1,
-        "elasticity": {"micro_batch_sizes": [1, "a", "b"]},
     }
     with pytest.raises(ConfigError) as caught:
         resolve(config, world_size=2)
@@ -216,8 +220,8 @@ def test_all_problems_come_at_once() -> None:
         "scheduler.params.cycle_max_lr",
         "gradient_clipping",
         "gradient_acumulation_steps",
-        "elasticity.micro_batch_sizes[1]",
-        "elasticity.micro_batch_sizes[2]",
+        "zero_optimization.leaf_module.classes[0]",
+        "zero_optimization.leaf_module.classes[2]",
     }
     message = str(caught.value)
     assert "(13 problems)" in message

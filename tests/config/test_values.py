@@ -127,7 +127,10 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("fp16.hysteresis", -1, "must be at least 0"),
     ("fp16.loss_scale_window", 0, "must be at least 1"),
     ("data_parallel_size", 4, "every rank is data parallel, and there are 1"),
-    ("tensorboard", {"output_path": None}, "must be text"),
+    ("optimizer", {"type": 3}, "must be text"),
+    ("tensorboard", {"enabled": "perhaps"}, "enabled must be true or false"),
+    ("tensorboard", {"enabeld": True}, 'did you mean "enabled"?'),
+    ("tensorboard", True, "must be an object"),
     ("timers.throughput.enabled", "?", "must be true or false"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from typing import Annotated, Any, Literal
@@ -140,6 +141,20 @@ def as_free(value: object) -> dict[str, Any]:
     return value
 
 
+def as_refused(value: object) -> dict[str, Any]:
+    """A section that is refused when it is switched on: of what is in it, only the switch matters."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object {...}")
+    if "enabled" in value:
+        try:
+            as_flag(value["enabled"])
+        except ValueError as error:
+            raise ValueError(f"enabled {error}") from None
+    elif misspelled := difflib.get_close_matches("enabled", map(str, value), n=1, cutoff=0.7):
+        raise ValueError(f'there is no such key {misspelled[0]!r} in it; did you mean "enabled"?')
+    return value
+
+
 _DTYPE_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
@@ -176,5 +191,6 @@ PositiveNumber = Annotated[float, BeforeValidator(as_number), Field(gt=0)]
 Fraction = Annotated[float, BeforeValidator(as_number), Field(ge=0, le=1)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(as_dtype)]
 Free = Annotated[dict[str, Any], BeforeValidator(as_free)]
+Refused = Annotated[dict[str, Any], BeforeValidator(as_refused)]
 PathText = Annotated[str, BeforeValidator(as_path)]
 Names = Annotated[list[str], BeforeValidator(as_names)]

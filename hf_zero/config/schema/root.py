@@ -14,6 +14,7 @@ from hf_zero.config.schema.fields import (
     NonNegative,
     Positive,
     PositiveNumber,
+    Refused,
     Section,
     as_whole,
     check,
@@ -22,19 +23,15 @@ from hf_zero.config.schema.fields import (
     supported,
     unsupported,
 )
-from hf_zero.config.schema.observation import Autotuning, Comet, CommsLogger, FileMonitor, FlopsProfiler, Timers, Wandb
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
     Checkpoint,
-    Curriculum,
-    DataEfficiency,
-    Elasticity,
     Optimizer,
     Scheduler,
-    SparseAttention,
     TensorParallel,
+    Timers,
 )
 from hf_zero.config.schema.zero import Zero
 
@@ -176,25 +173,23 @@ class Root(Section):
     activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 
-    flops_profiler: FlopsProfiler | None = unsupported(
-        None, "Operation counts.", why="torch.profiler counts operations"
-    )
-    comms_logger: CommsLogger | None = unsupported(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
-    tensorboard: FileMonitor | None = unsupported(None, "Monitor.", why=_OWN)
-    csv_monitor: FileMonitor | None = unsupported(None, "Monitor.", why=_OWN)
-    wandb: Wandb | None = unsupported(None, "Monitor.", why=_OWN)
-    comet: Comet | None = unsupported(None, "Monitor.", why=_OWN)
+    flops_profiler: Refused | None = unsupported(None, "Operation counts.", why="torch.profiler counts operations")
+    comms_logger: Refused | None = unsupported(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
+    tensorboard: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    csv_monitor: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    wandb: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    comet: Refused | None = unsupported(None, "Monitor.", why=_OWN)
 
-    autotuning: Autotuning | None = unsupported(None, "Configuration search.", why="there is no search")
-    data_efficiency: DataEfficiency | None = unsupported(
+    autotuning: Refused | None = unsupported(None, "Configuration search.", why="there is no search")
+    data_efficiency: Refused | None = unsupported(
         None, "Sampling and token dropping.", why="data is left to the script"
     )
-    curriculum_learning: Curriculum | None = unsupported(None, "Old curriculum.", why="data is left to the script")
-    sparse_attention: SparseAttention | None = unsupported(
+    curriculum_learning: Refused | None = unsupported(None, "Old curriculum.", why="data is left to the script")
+    sparse_attention: Refused | None = unsupported(
         None, "Sparse attention.", why="attention is left to the model (attn_implementation=...)", switch=""
     )
     compression_training: Free | None = unsupported(None, "Compression.", why="compression is not built")
-    elasticity: Elasticity | None = unsupported(None, "Elastic batch sizes.", why="batch sizes are taken as written")
+    elasticity: Refused | None = unsupported(None, "Elastic batch sizes.", why="batch sizes are taken as written")
     progressive_layer_drop: Free | None = unsupported(None, "Layer dropping.", why="it is not built")
     eigenvalue: Free | None = unsupported(None, "Eigenvalues of the Hessian.", why="it is not built")
     quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not built")

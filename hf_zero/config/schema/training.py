@@ -1,4 +1,4 @@
-"""Sections around the training loop: optimizer, scheduler, checkpoints, activations, data, parallelism."""
+"""Sections around the training loop: optimizer, scheduler, checkpoints, activations, parallelism, timers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hf_zero.config.schema.fields import (
     Free,
     Positive,
     Section,
-    Whole,
     detail,
     ignored,
     supported,
@@ -125,86 +124,14 @@ class TensorParallel(Section):
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.")
 
 
-class Elasticity(Section):
-    """Batch sizes that suit many world sizes."""
+class ThroughputTimer(Section):
+    """Samples per second."""
 
-    enabled: Flag = detail(False, "Choose the batch sizes from the world size.")
-    max_train_batch_size: Positive = detail(2000, "Largest batch.")
-    micro_batch_sizes: list[Positive] = detail([2, 4, 6], "Allowed micro batches.")
-    min_gpus: Positive = detail(1, "Fewest ranks.")
-    max_gpus: Positive = detail(10_000, "Most ranks.")
-    min_time: Whole = detail(0, "Shortest run.", unit="minutes")
-    prefer_larger_batch: Flag = detail(True, "Larger rather than smaller.")
-    ignore_non_elastic_batch_info: Flag = detail(False, "Override batch sizes given elsewhere.")
-    version: float = detail(0.2, "Version of the rules.")
-    num_gpus_per_node: Positive = detail(1, "Ranks per node.")
-    model_parallel_size: Positive = detail(1, "Model-parallel size.")
+    enabled: Flag = ignored(True, "Measure throughput.", why="there is no throughput line yet; Trainer reports its own")
+    synchronized: Flag = ignored(True, "Synchronise the device first.", why="there is no throughput line yet")
 
 
-class Curriculum(Section):
-    """Sequence-length curriculum of old releases."""
+class Timers(Section):
+    """Timers besides wall_clock_breakdown."""
 
-    enabled: Flag = detail(False, "Grow the difficulty during training.")
-    curriculum_type: str = detail("seqlen", "What grows.")
-    min_difficulty: Count | None = detail(None, "First difficulty.")
-    max_difficulty: Count | None = detail(None, "Last difficulty.")
-    schedule_type: str | None = detail(None, "Shape of growth.")
-    schedule_config: Free | None = detail(None, "Settings of that shape.")
-
-
-class DynamicBatching(Section):
-    """Batches by tokens."""
-
-    enabled: Flag = detail(False, "Batch by tokens.")
-    max_tokens: Positive | None = detail(None, "Tokens per batch.", unit="tokens")
-    lr_scaling_method: str = detail("linear", "How the learning rate follows.")
-    min_batch_size: Positive = detail(1, "Fewest samples.")
-    max_batch_size: Positive | None = detail(None, "Most samples.")
-    sequence_picking_order: str = detail("dataloader", "Order.")
-    verbose: Flag = detail(False, "Log batches.")
-    metrics_path: str | None = detail(None, "File of lengths.")
-
-
-class DataSampling(Section):
-    """Sampling for DeepSpeed's own loader."""
-
-    enabled: Flag = detail(False, "Sample by difficulty.")
-    num_epochs: Positive = detail(1000, "Epochs.")
-    num_workers: Count = detail(0, "Loader workers.")
-    pin_memory: Flag = detail(False, "Page-locked batches.")
-    curriculum_learning: Free | None = detail(None, "Curriculum metrics.")
-    dynamic_batching: DynamicBatching | None = detail(None, "Batches by tokens.")
-
-
-class DataRouting(Section):
-    """Token dropping."""
-
-    enabled: Flag = detail(False, "Route tokens.")
-    random_ltd: Free | None = detail(None, "Random layer-wise token dropping.")
-
-
-class DataEfficiency(Section):
-    """Curriculum sampling and token dropping."""
-
-    enabled: Flag = detail(False, "Main switch.")
-    seed: Whole = detail(1234, "Seed.")
-    data_sampling: DataSampling | None = detail(None, "Sampling.")
-    data_routing: DataRouting | None = detail(None, "Routing.")
-
-
-class SparseAttention(Section):
-    """Block-sparse attention modules of old releases."""
-
-    mode: str = detail("fixed", "Pattern.")
-    block: Positive = detail(16, "Block side.", unit="tokens")
-    different_layout_per_head: Flag = detail(False, "A layout per head.")
-    num_local_blocks: Count = detail(4, "Local blocks.")
-    num_global_blocks: Count = detail(1, "Global blocks.")
-    attention: str = detail("bidirectional", "Direction.")
-    horizontal_global_attention: Flag = detail(False, "Global rows too.")
-    num_different_global_patterns: Count = detail(1, "Global patterns.")
-    num_random_blocks: Count = detail(0, "Random blocks.")
-    local_window_blocks: list[Count] = detail([4], "Local windows.")
-    global_block_indices: list[Count] = detail([0], "Global blocks.")
-    global_block_end_indices: list[Count] | None = detail(None, "Ends of the global blocks.")
-    num_sliding_window_blocks: Count = detail(3, "Sliding window.")
+    throughput: ThroughputTimer | None = detail(None, "The throughput timer.")
