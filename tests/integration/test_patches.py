@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import logging
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from hf_zero.integration.patches import MARK, Patch, Patches, patch, patches_of 
 from hf_zero.integration.patches.transformers_integrations_deepspeed import around_loading  # noqa: E402
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED, around_save_pretrained  # noqa: E402
 from hf_zero.zero.sharded_parameter import HANDLE  # noqa: E402
+from tests.integration.flows import heard  # noqa: E402
 from tests.integration.sites import Site  # noqa: E402
 
 ALL = [one for module in sorted(startup.PATCHED) for one in patches_of(module)]
@@ -57,28 +57,11 @@ def imitation(**functions: Any) -> ModuleType:
     return module
 
 
-class Heard(logging.Handler):
-    """What a logger said, each record once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 def lines_about(module: ModuleType) -> dict[str, str]:
     """Patch it; place -> what the log says about it, one line each."""
-    heard = Heard()
-    logger = logging.getLogger("hf_zero")
-    logger.addHandler(heard)
-    try:
+    with heard() as messages:
         patch(module)
-    finally:
-        logger.removeHandler(heard)
-    messages = [record.getMessage() for record in heard.records]
-    assert all("\n" not in message and record.exc_info is None for message, record in zip(messages, heard.records))
+    assert not any("\n" in message for message in messages)
     places = [one.place for one in patches_of(module.__name__)]
     found = {place: [message for message in messages if f".{place} " in message] for place in places}
     assert all(len(about) <= 1 for about in found.values()), found
@@ -128,14 +111,10 @@ def test_a_patch_that_breaks_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch
 
 def test_a_file_of_patches_that_cannot_be_loaded_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES")
-    heard = Heard()
-    logging.getLogger("hf_zero").addHandler(heard)
-    try:
+    with heard() as said:
         patch(imitation())
-    finally:
-        logging.getLogger("hf_zero").removeHandler(heard)
-    (record,) = heard.records
-    assert "transformers.integrations.deepspeed is not patched (AttributeError: " in record.getMessage()
+    (line,) = said
+    assert "transformers.integrations.deepspeed is not patched (AttributeError: " in line
 
 
 def test_only_one_rank_says_that_something_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,27 +168,13 @@ def test_patching_twice_wraps_once() -> None:
     assert module.HfDeepSpeedConfig.__init__ is before
 
 
-class listening:
-    """hf_zero's logger does not propagate everything by itself under test runners: let the fixture hear it."""
-
-    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        self.caplog = caplog
-        self.logger = logging.getLogger("hf_zero")
-
-    def __enter__(self) -> None:
-        self.logger.addHandler(self.caplog.handler)
-
-    def __exit__(self, *_: object) -> None:
-        self.logger.removeHandler(self.caplog.handler)
-
-
-def test_arguments_of_an_unknown_shape_go_to_upstream(caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_of_an_unknown_shape_go_to_upstream() -> None:
     """Ours reads fields that these arguments lack; upstream then says what it thinks of them."""
     transformers_config = importlib.import_module("transformers.integrations.deepspeed")
     config = transformers_config.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}})
-    with listening(caplog), pytest.raises(AttributeError):
+    with heard() as said, pytest.raises(AttributeError):
         config.trainer_config_process(object())
-    assert "hf_zero steps aside" in caplog.text
+    assert any("hf_zero steps aside" in line for line in said)
 
 
 def test_switched_off_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
