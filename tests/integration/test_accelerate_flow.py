@@ -121,10 +121,10 @@ def test_several_wrong_objects_and_keys_are_named_together() -> None:
 # Autos
 
 
-def test_stray_autos_are_no_error() -> None:
-    strays = {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto", "reduce_bucket_size": "auto"}
+def test_unfilled_autos_are_no_error() -> None:
+    unfilled = {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto", "reduce_bucket_size": "auto"}
     types = {"keep_in_fp32_modules": "auto"}
-    given = one_step(zero_optimization=strays, fp16={"enabled": False, "loss_scale": "auto"}, data_types=types)
+    given = one_step(zero_optimization=unfilled, fp16={"enabled": False, "loss_scale": "auto"}, data_types=types)
     engine, _ = prepared(given, "real", None)
     # A model without config: 8 is what its matrices share.
     assert engine.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 64}

@@ -95,7 +95,7 @@ def test_all_problems_come_before_the_model_is_loaded(tmp_path: Path) -> None:
         assert words in message, words
 
 
-def test_stray_autos_train(tmp_path: Path) -> None:
+def test_unfilled_autos_train(tmp_path: Path) -> None:
     """Every one of these makes accelerate raise "not found in kwargs"."""
     config = {
         **BASE,

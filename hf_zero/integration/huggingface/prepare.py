@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
-from hf_zero.config.fill import apply, drop_strays, fill
+from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.entry import initialize
 from hf_zero.integration.huggingface.objects import object_problems
 from hf_zero.integration.huggingface.upstream_errors import stepped_aside
@@ -40,7 +40,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
     if problems:
         raise ConfigError(problems)
     apply(config, fill(config, views))
-    drop_strays(config)
+    drop_unfilled(config)
     normalise(config)
 
 

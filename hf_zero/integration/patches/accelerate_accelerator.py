@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from hf_zero.config import ConfigError
-from hf_zero.config.fill import strays
+from hf_zero.config.fill import unfilled_autos
 from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined
 from hf_zero.integration.huggingface.prepare import fill_autos, is_schedule, prepare_each
 from hf_zero.integration.huggingface.upstream_errors import no_engine, raise_both
@@ -91,7 +91,7 @@ def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -
     config = accelerator.deepspeed_plugin.deepspeed_config
     kept = copy.deepcopy(dict(config))
     # A size that nobody knows is no mistake here: the default holds.
-    for path in strays(config):
+    for path in unfilled_autos(config):
         if path[0] == "zero_optimization" and len(path) == 2:
             del config["zero_optimization"][path[1]]
     try:

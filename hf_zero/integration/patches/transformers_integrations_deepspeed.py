@@ -17,7 +17,7 @@ from hf_zero.comm import collectives_for, get_rank, local_device, set_timeout
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
-from hf_zero.config.fill import apply, drop_strays, fill
+from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.engine import ZeroEngine
 from hf_zero.integration.huggingface.output_folder import check_output_folder
 from hf_zero.integration.huggingface.packed_experts import in_one_go
@@ -148,7 +148,7 @@ def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
             raise_both(problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
         apply(self.config, fill(self.config, views))
         # A later train() knows the number of steps; until then the schedule keeps its autos.
-        drop_strays(self.config, keep="scheduler.params" if evaluates_only else "")
+        drop_unfilled(self.config, keep="scheduler.params" if evaluates_only else "")
         normalise(self.config)
 
     return trainer_config_finalize
