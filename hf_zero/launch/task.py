@@ -29,23 +29,23 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
 
 
-def rank_command(job: Job, seat: Seat | None) -> RankCommand:
-    """The process for a seat that MPI or Slurm has given.
+def rank_command(job: Job, given: Seat | None) -> RankCommand:
+    """The process for the rank environment that MPI or Slurm has given.
 
     Raises:
         LaunchError: when it has placed its processes otherwise than asked, so that ranks would share devices.
     """
-    if seat is None:
+    if given is None:
         raise LaunchError("neither mpirun nor srun has said which rank this is: no OMPI_*, PMI_* or SLURM_* variables")
-    if seat.world_size != job.world.num_ranks:
-        raise LaunchError(f"{seat.source} has started {seat.world_size} processes instead of {job.world.num_ranks}")
-    place = list(job.world.places())[seat.rank]
-    if seat.local_rank != place.local_rank:
+    if given.world_size != job.world.num_ranks:
+        raise LaunchError(f"{given.source} has started {given.world_size} processes instead of {job.world.num_ranks}")
+    place = list(job.world.places())[given.rank]
+    if given.local_rank != place.local_rank:
         raise LaunchError(
-            f"{seat.source} has put rank {seat.rank} in place {seat.local_rank} of its host, where place "
+            f"{given.source} has put rank {given.rank} in place {given.local_rank} of its host, where place "
             f"{place.local_rank} of {job.world.names[place.node_rank]} was asked for: leave placement to hf-zero launch"
         )
-    return job.of_rank(seat.rank, seat.first_host)
+    return job.of_rank(given.rank, given.first_host)
 
 
 if __name__ == "__main__":

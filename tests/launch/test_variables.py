@@ -1,4 +1,4 @@
-"""Variables that travel, cores that ranks share, and seats that MPI and Slurm give."""
+"""Variables that travel, cores that ranks share, and rank environments that MPI and Slurm give."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "seat"),
+    ("environment", "expected"),
     [
         ({}, None),
         (OPEN_MPI, Seat(3, 4, 1, 2, "Open MPI")),
@@ -92,11 +92,11 @@ SLURM = {
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, None),
     ],
 )
-def test_seats(environment: dict[str, str], seat: Seat | None) -> None:
-    assert find_seat(environment) == seat
+def test_rank_environments(environment: dict[str, str], expected: Seat | None) -> None:
+    assert find_seat(environment) == expected
 
 
-def test_a_seat_becomes_torchruns_variables() -> None:
+def test_a_rank_environment_becomes_torchruns_variables() -> None:
     environment = dict(SLURM)
     adopt_seat(environment, 29500)
     assert {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
@@ -112,7 +112,7 @@ def test_a_seat_becomes_torchruns_variables() -> None:
         adopt_seat(dict(OPEN_MPI), 1)
 
 
-def test_seats_that_cannot_be() -> None:
+def test_rank_environments_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4"):
         find_seat({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"})
     with pytest.raises(ValueError, match="PMI_RANK='x' should be a whole number"):

@@ -1,4 +1,7 @@
-"""MPICH's mpirun and Intel's, both Hydra: they only start the ranks."""
+"""mpirun of Open MPI, and of MPICH, Intel and MVAPICH, which are all Hydra.
+
+They only start the ranks: what these say to each other does not go through MPI.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,24 @@ from hf_zero.launch.backends.base import (
 )
 from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.job import Job
+
+
+class OpenMpi(Backend):
+    name = "openmpi"
+    programs = (("mpirun.openmpi", "mpirun"), ("ompi_info",))
+    package = "openmpi-bin"
+
+    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+        hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)
+        words = [programs[0], "-n", str(job.world.num_ranks), "--host", hosts]
+        # Ranks in the order of hosts, and their threads on all cores: bound to one core each they would crawl.
+        words += ["--map-by", "slot", "--bind-to", "none"]
+        if request.ssh_port is not None:
+            words += ["--mca", "plm_rsh_args", f"-p {request.ssh_port}"]
+        words += request.launcher_args
+        for name, value in sorted(python_variables(job).items()):
+            words += ["-x", f"{name}={value}"]
+        return Command([*words, *task_words(job)], launcher_environment())
 
 
 class Mpich(Backend):
@@ -48,6 +69,19 @@ class IntelMpi(Mpich):
 
     def variables(self) -> dict[str, str]:
         return {"I_MPI_PIN": "0"}  # the cores of a rank are ours to choose
+
+
+class Mvapich(Mpich):
+    name = "mvapich"
+    programs = (("mpirun",), ("mpiname",))
+    package = "mvapich2"
+
+    def placement(self, job: Job) -> list[str]:
+        return even_placement(job, self.name)
+
+    def variables(self) -> dict[str, str]:
+        """DeepSpeed's, less those that tune collectives of MPI, which nobody calls here."""
+        return {"MV2_DEBUG_SHOW_BACKTRACE": "1", "MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"}
 
 
 def even_placement(job: Job, name: str) -> list[str]:
