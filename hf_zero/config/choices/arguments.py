@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config.errors import Problem, key_path
-from hf_zero.config.schema.fields import as_number, as_whole
+from hf_zero.config.schema.fields import as_flag, as_number, as_whole
 
 Check = Callable[[object], object]
 Table = Mapping[str, Check]
@@ -114,30 +114,48 @@ def optional_rate(value: object) -> object:
     return None if value is None else rate(value)
 
 
-def steps(value: object) -> int:
-    number = as_whole(value)
-    if number < 1:
-        raise ValueError("must be at least 1")
-    return number
+def whole_from(low: int) -> Callable[[object], int]:
+    """A whole number that is not below this."""
+
+    def check(value: object) -> int:
+        number = as_whole(value)
+        if number < low:
+            raise ValueError(f"must be at least {low}")
+        return number
+
+    return check
 
 
-def shape(value: object) -> object:
-    if value not in ("log", "linear"):
-        raise ValueError('must be "log" or "linear"')
-    return value
+steps, count = whole_from(1), whole_from(0)
+
+
+def only(expected: bool, rule: str) -> Check:
+    """A switch that has one position; the rule says why."""
+
+    def check(value: object) -> bool:
+        if as_flag(value) is not expected:
+            raise ValueError(rule)
+        return expected
+
+    return check
+
+
+def one_of(names: Collection[str], rule: str) -> Check:
+    def check(value: object) -> object:
+        if value not in names:
+            raise ValueError(rule)
+        return value
+
+    return check
+
+
+shape = one_of(("log", "linear"), 'must be "log" or "linear"')
 
 
 def ratio(value: object) -> float:
     number = as_number(value)
     if not 0 <= number <= 1:
         raise ValueError("must be a ratio between 0 and 1")
-    return number
-
-
-def count(value: object) -> int:
-    number = as_whole(value)
-    if number < 0:
-        raise ValueError("must be at least 0")
     return number
 
 

@@ -14,6 +14,8 @@ from hf_zero.config.choices.arguments import (
     count,
     is_class_of,
     nearest,
+    one_of,
+    only,
     steps,
     unknown_autos,
 )
@@ -103,34 +105,15 @@ def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
     return Problem("optimizer.type", name, rule, f'set zero_optimization.stage to {highest}, or use "AdamW"')
 
 
-def _no_amsgrad(value: object) -> bool:
-    if as_flag(value):
-        raise ValueError(f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
-    return False
-
-
-def _always_false(value: object) -> bool:
-    if as_flag(value):
-        raise ValueError("is not built: a matrix is made orthogonal as a whole")
-    return False
-
-
-def _newton_schulz(value: object) -> object:
-    if value not in ("gram", "standard"):
-        raise ValueError('must be "gram" or "standard" (both give the same result)')
-    return value
-
-
-def _not_published(value: object) -> bool:
-    if as_flag(value):
-        raise ValueError("is not part of the published algorithm; DeepSpeed ignores it")
-    return False
-
-
-def _backend(value: object) -> object:
-    if value not in ("nccl", "mpi", "hccl", "compressed"):
-        raise ValueError('must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)')
-    return value
+_no_amsgrad = only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
+_not_by_head = only(False, "is not built: a matrix is made orthogonal as a whole")
+_not_published = only(False, "is not part of the published algorithm; DeepSpeed ignores it")
+_always_true = only(True, "is always true here")
+_newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')
+_backend = one_of(
+    ("nccl", "mpi", "hccl", "compressed"),
+    'must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)',
+)
 
 
 def _above_zero(value: object) -> float:
@@ -138,12 +121,6 @@ def _above_zero(value: object) -> float:
     if not number:
         raise ValueError("must be above 0")
     return number
-
-
-def _always_true(value: object) -> bool:
-    if not as_flag(value):
-        raise ValueError("is always true here")
-    return True
 
 
 _ADAM: dict[str, Check] = {
@@ -190,7 +167,7 @@ _MUON: dict[str, Check] = {
     "betas": betas,
     "adam_w_mode": as_flag,
     "ns_method": _newton_schulz,
-    "per_head_muon": _always_false,
+    "per_head_muon": _not_by_head,
 }
 _ONE_BIT: dict[str, Check] = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay")},

@@ -97,39 +97,26 @@ def get_tensor_model_parallel_src_rank() -> int:
     return get_rank()
 
 
-def _get_broadcast_src_rank() -> int:
-    return 0
+_clone_world_group = get_world_group
 
 
-def _clone_world_group() -> Any:
-    return get_world_group()
-
-
-def _get_expert_model_parallel_world_size() -> int:
+def _size_of_one(group_name: str = "") -> int:
     return 1
 
 
-def _get_expert_parallel_world_size(group_name: str) -> int:
-    return 1
-
-
-def _get_expert_parallel_rank(group_name: str) -> int:
+def _rank_in_one(group_name: str = "") -> int:
     return 0
-
-
-_get_expert_data_parallel_world_size = _get_expert_parallel_world_size
-_get_expert_data_parallel_rank = _get_expert_parallel_rank
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
     return {}
 
 
+_get_expert_model_parallel_world_size = _get_expert_parallel_world_size = _get_max_expert_size = _size_of_one
+_get_expert_data_parallel_world_size = _get_zero_param_intra_parallel_group_world_size = _size_of_one
+_get_expert_parallel_rank = _get_expert_data_parallel_rank = _rank_in_one
+_get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank_in_one
 _get_expert_data_parallel_group_dict = _get_expert_parallel_group_dict
-
-
-def _get_max_expert_size() -> int:
-    return 1
 
 
 def _get_expert_parallel_group(group_name: str) -> NoReturn:
@@ -146,14 +133,6 @@ def _zero_param_parallel_is_initialized() -> bool:
 
 def _get_zero_param_intra_parallel_group() -> None:
     return None
-
-
-def _get_zero_param_intra_parallel_group_world_size() -> int:
-    return 1
-
-
-def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
-    return 0
 
 
 def _create_expert_and_data_parallel(
