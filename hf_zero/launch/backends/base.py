@@ -79,6 +79,21 @@ class Backend(ABC):
         return Relay(job.token, ends_children=command.ends_children).run(command.words, command.environment)
 
 
+def own_node_rank(job: Job, request: Request, options: str) -> int:
+    """Which host of the job this one is, for backends that start the ranks of one host; `options` names the backend.
+
+    Raises:
+        LaunchError: where nobody has said it.
+    """
+    last = len(job.world.nodes) - 1
+    if not 0 <= request.node_rank <= last:
+        raise LaunchError(
+            f"{options} starts the ranks of one host: --node_rank {request.node_rank} must say which, from 0 to {last} "
+            "in the order of the hostfile"
+        )
+    return request.node_rank
+
+
 def task_words(job: Job) -> list[str]:
     """What mpirun and srun start once for every rank."""
     return [sys.executable, "-u", "-m", "hf_zero.launch.task", job.encode()]
