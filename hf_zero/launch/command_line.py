@@ -60,7 +60,7 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
     """Who starts the ranks. One host is this machine, unless the user insists; Slurm decides for itself.
 
     Raises:
-        LaunchError: for an unknown launcher, and for options that the chosen one cannot honour.
+        LaunchError: for an unknown launcher, and for options that the chosen one does not support.
     """
     if options.launcher not in BACKENDS:
         raise LaunchError(f"--launcher {shown(options.launcher)} is none of {', '.join(LAUNCHERS)}")

@@ -83,7 +83,7 @@ def _optimizer_refusal(name: str) -> Problem | None:
     known = _UNSUPPORTED.get(name.lower())
     if known is not None:
         fix = f'use "AdamW", a torch.optim class, or an optimizer of the script; see {FEATURES_PAGE}'
-        return Problem("optimizer.type", name, f"the {known} optimizer is not built yet", fix)
+        return Problem("optimizer.type", name, f"the {known} optimizer is not supported yet", fix)
     if not name.isidentifier():
         return Problem("optimizer.type", name, "must be the name of an optimizer", 'for example "AdamW" or "SGD"')
     if name.lower() not in _TYPES and not is_class_of("torch.optim", name, OPTIMIZERS):
@@ -106,7 +106,7 @@ def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
 
 
 _no_amsgrad = only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
-_not_by_head = only(False, "is not built: a matrix is made orthogonal as a whole")
+_not_by_head = only(False, "is not supported: a matrix is made orthogonal as a whole")
 _not_published = only(False, "is not part of the published algorithm; DeepSpeed ignores it")
 _always_true = only(True, "is always true here")
 _newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')

@@ -36,7 +36,7 @@ from hf_zero.config.schema.training import (
 from hf_zero.config.schema.zero import Zero
 
 _OWN = "Trainer's and Accelerate's own reporting (report_to=..., log_with=...) covers this"
-_ONLY_DATA = "only data parallelism is built"
+_ONLY_DATA = "only data parallelism is supported"
 
 
 def _as_interval(value: object) -> object:
@@ -188,17 +188,17 @@ class Root(Section):
     sparse_attention: Refused | None = unsupported(
         None, "Sparse attention.", why="attention is left to the model (attn_implementation=...)", switch=""
     )
-    compression_training: Free | None = unsupported(None, "Compression.", why="compression is not built")
+    compression_training: Free | None = unsupported(None, "Compression.", why="compression is not supported")
     elasticity: Refused | None = unsupported(None, "Elastic batch sizes.", why="batch sizes are taken as written")
-    progressive_layer_drop: Free | None = unsupported(None, "Layer dropping.", why="it is not built")
-    eigenvalue: Free | None = unsupported(None, "Eigenvalues of the Hessian.", why="it is not built")
-    quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not built")
-    weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not built")
-    graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not built; try module.compile()")
+    progressive_layer_drop: Free | None = unsupported(None, "Layer dropping.", why="it is not supported")
+    eigenvalue: Free | None = unsupported(None, "Eigenvalues of the Hessian.", why="it is not supported")
+    quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not supported")
+    weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")
+    graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")
     compile: Free | None = unsupported(
-        None, "DeepCompile.", why="it is not built; try torch_compile", switch="deepcompile"
+        None, "DeepCompile.", why="it is not supported; try torch_compile", switch="deepcompile"
     )
-    hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not built")
+    hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
     expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_ONLY_DATA)
     nebula: Free | None = unsupported(None, "A checkpoint service.", why="checkpoints go to files")
     datastates_ckpt: Free | None = unsupported(None, "A checkpoint engine.", why="checkpoints go to files", switch="")

@@ -104,7 +104,7 @@ class Aio(Section):
 class TensorParallelGroup(Section):
     """Group of a tensor-parallel run."""
 
-    tp_size: Positive = unsupported(1, "Ranks per group.", why="only data parallelism is built")
+    tp_size: Positive = unsupported(1, "Ranks per group.", why="only data parallelism is supported")
     tp_group: Any = detail(None, "Group object.")
     mpu: Any = detail(None, "Model-parallel unit.")
 
@@ -113,7 +113,7 @@ class TensorParallel(Section):
     """Automatic tensor parallelism."""
 
     autotp_size: Count = unsupported(
-        0, "Ranks per tensor-parallel group; 0 and 1: none.", why="only data parallelism is built", off=(0, 1)
+        0, "Ranks per tensor-parallel group; 0 and 1: none.", why="only data parallelism is supported", off=(0, 1)
     )
     tp_overlap_comm: Flag = detail(False, "Overlap its collectives.")
     preset_model: str | None = detail(None, "Known model family.")

@@ -25,7 +25,7 @@ from hf_zero.config.schema.fields import (
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
-_PLUS_PLUS = "ZeRO++ is not built"
+_PLUS_PLUS = "ZeRO++ is not supported"
 
 
 _INTERNAL = "the update always has all of the CPU's threads"
@@ -208,6 +208,6 @@ class Zero(Section):
     )
     zero_quantized_gradients: Flag = unsupported(False, "Reduce int4 gradients.", why=_PLUS_PLUS, stages=_THREE)
     zeropp_loco_param: Free | None = unsupported(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
-    mics_shard_size: Whole = unsupported(-1, "Shard over groups of this many ranks.", why="MiCS is not built")
-    mics_hierarchical_params_gather: Flag = unsupported(False, "Gather in two hops.", why="MiCS is not built")
+    mics_shard_size: Whole = unsupported(-1, "Shard over groups of this many ranks.", why="MiCS is not supported")
+    mics_hierarchical_params_gather: Flag = unsupported(False, "Gather in two hops.", why="MiCS is not supported")
     zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")

@@ -150,8 +150,8 @@ def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size
     """(group of the data-parallel ranks, None) for a tensor-parallel size of 1."""
     if tensor_model_parallel_size not in (0, 1):
         raise NotImplementedError(
-            f"tensor_model_parallel_size={tensor_model_parallel_size}: tensor parallelism is not built yet; stage 3 "
-            "shards the same matrices over all ranks"
+            f"tensor_model_parallel_size={tensor_model_parallel_size}: tensor parallelism is not supported yet; stage "
+            "3 shards the same matrices over all ranks"
         )
     return _get_data_parallel_group(), None
 

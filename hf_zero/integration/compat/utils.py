@@ -126,7 +126,7 @@ def clip_grad_norm_(
     An engine's gradients are not in `parameter.grad`: they are clipped by the key gradient_clipping.
     """
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        raise NotImplementedError("clip_grad_norm_(mpu=...): model parallelism is not built, see docs/features.md")
+        raise NotImplementedError("clip_grad_norm_(mpu=...): model parallelism is not supported, see docs/features.md")
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 

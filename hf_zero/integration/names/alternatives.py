@@ -11,19 +11,21 @@ _EXPERTS = (
     "there are no expert-parallel layers: transformers' own mixture-of-experts models train at every stage "
     "(utils.set_z3_leaf_modules marks their blocks)"
 )
-_SEQUENCE = "sequence parallelism is not built yet: gradient checkpointing and stage 3 are what shortens activations"
-_TENSOR = "tensor parallelism is not built yet: stage 3 shards the same matrices over all ranks"
-_COMPILER = "graph passes of DeepCompile are not built: engine.compile() runs the model under torch.compile"
+_SEQUENCE = (
+    "sequence parallelism is not supported yet: gradient checkpointing and stage 3 are what shortens activations"
+)
+_TENSOR = "tensor parallelism is not supported yet: stage 3 shards the same matrices over all ranks"
+_COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
 _DRIVE = "no compiled operators: zero_optimization.offload_optimizer and offload_param with device nvme use the drive"
 _KERNELS = "no compiled operators: models run on PyTorch's own kernels and transformers' attn_implementation"
 _QUANTISED = "no quantising operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
 _CHECKPOINT_TOOLS = (
-    "tools for Megatron checkpoints are not built: load_checkpoint takes checkpoints of any stage and number of ranks, "
-    "and `python -m hf_zero.zero_to_fp32` writes whole weights"
+    "tools for Megatron checkpoints are not supported: load_checkpoint takes checkpoints of any stage and number of "
+    "ranks, and `python -m hf_zero.zero_to_fp32` writes whole weights"
 )
-_DATA = "data efficiency is not built yet: sample and shorten in the data loader or collator"
+_DATA = "data efficiency is not supported yet: sample and shorten in the data loader or collator"
 _SWAPPING = "how states move to a drive is decided by zero_optimization.offload_optimizer, offload_param and aio"
-_MONITORS = "monitors are not built yet: Trainer's report_to writes to TensorBoard, W&B and Comet"
+_MONITORS = "monitors are not supported yet: Trainer's report_to writes to TensorBoard, W&B and Comet"
 _LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage"
 
 ALTERNATIVES = {
@@ -34,14 +36,14 @@ ALTERNATIVES = {
     "resolve_per_head_muon_after_sharding": "Muon works on whole matrices here, at every stage",
     "tp_model_init": _TENSOR,
     "accelerator": "accelerator.get_accelerator() answers for the device that PyTorch was built for",
-    "autotuning": "autotuning is not built yet: `python -m hf_zero explain ds.json --model M` says what a config needs",
+    "autotuning": "autotuning is not supported yet: `python -m hf_zero explain ds.json` says what a config means",
     "checkpoint": _CHECKPOINT_TOOLS,
     "checkpoint.ds_to_universal": (
         "the conversion is hf_zero.checkpoint.universal.convert_to_universal; nothing else of this module is needed"
     ),
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,
-    "compression": "compression is not built yet: torchao quantises and prunes models of transformers",
+    "compression": "compression is not supported yet: torchao quantises and prunes models of transformers",
     "datastates": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
     "inference": _INFERENCE,
     "io": _DRIVE,
@@ -64,7 +66,7 @@ ALTERNATIVES = {
     "ops.quantizer": _QUANTISED,
     "ops.random_ltd": _DATA,
     "pipe": _PIPELINE,
-    "profiling": "the flops profiler is not built yet: torch.utils.flop_counter.FlopCounterMode and torch.profiler",
+    "profiling": "the flops profiler is not supported yet: torch.utils.flop_counter.FlopCounterMode and torch.profiler",
     "runtime": "this is the inside of DeepSpeed's engine; hf_zero's is another one",
     "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint, or model.gradient_checkpointing_enable()",
     "runtime.compiler": _COMPILER,

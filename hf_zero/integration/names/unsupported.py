@@ -44,7 +44,7 @@ def known_modules() -> Mapping[str, Mapping[str, Any]]:
 def refusal(path: str) -> str:
     """What an error says about a name (`path` without `deepspeed.`)."""
     instead = alternative(path)
-    return f"{ROOT}.{path} is not built in hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
+    return f"{ROOT}.{path} is not supported by hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
 
 
 def known_names(module: str) -> list[str]:

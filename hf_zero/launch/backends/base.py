@@ -52,7 +52,7 @@ class Backend(ABC):
     programs: tuple[tuple[str, ...], ...] = ()  # of each, the first that is installed is used
     package: str = ""
     is_remote = True  # starts ranks on other hosts itself
-    refuses: Mapping[str, str] = {}  # options that it cannot honour, and why
+    refuses: Mapping[str, str] = {}  # options that it does not support, and why
 
     def find_programs(self) -> list[str]:
         """Paths of what it runs.
