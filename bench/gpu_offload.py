@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.comm import local_device
-from hf_zero.memory.limits import host_available
+from hf_zero.device.limits import host_available
 from hf_zero.zero.init_context import Init
 
 VOCABULARY = 32_000

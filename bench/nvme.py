@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 import hf_zero  # noqa: E402
 from bench.surroundings import machine, public  # noqa: E402
 from hf_zero.config import FilePolicy  # noqa: E402
-from hf_zero.memory.drive import Drive  # noqa: E402
-from hf_zero.memory.host import host_empty  # noqa: E402
+from hf_zero.device.pinned import host_empty  # noqa: E402
+from hf_zero.offload.nvme.drive import Drive  # noqa: E402
 
 WIDTH = 4096
 log = logging.getLogger("bench")

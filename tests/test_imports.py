@@ -16,11 +16,11 @@ PACKAGE = "hf_zero"
 LADDER = (
     ("errors", "last_words", "log", "timing", "rank_variables", "network", "versions"),
     ("kernels", "config"),
-    ("layout",),
+    ("layout", "device"),
     ("comm",),
     ("loader", "model_view", "surface", "timers"),
-    ("memory",),
     ("loss_scale", "precision", "schedules"),
+    ("offload",),
     ("optim",),
     ("zero",),
     ("checkpoint",),

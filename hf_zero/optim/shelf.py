@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.memory.store import Store
-from hf_zero.memory.vector import Vector, absent
+from hf_zero.offload.store import Store
+from hf_zero.offload.vector import Vector, absent
 from hf_zero.optim.shards import MasterShard
 
 WritesAll = Callable[[int], bool]

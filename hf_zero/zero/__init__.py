@@ -9,9 +9,9 @@ Vocabulary, used everywhere without synonyms:
   reduced       gradients summed over all ranks, owned interval only
 """
 
+from hf_zero.layout.sharding import Sharding
 from hf_zero.zero.flat_parameters import FlatBucket, FlatParameters
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.optimizer import ZeroOptimizer
-from hf_zero.zero.sharding import Sharding
 
 __all__ = ["FlatBucket", "FlatParameters", "GradientReducer", "Sharding", "ZeroOptimizer"]

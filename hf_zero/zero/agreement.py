@@ -18,10 +18,10 @@ from torch import Tensor
 from hf_zero.comm import Collectives, ledger
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.placement import Places
 from hf_zero.zero.bucket_gradients import BucketGradients
 from hf_zero.zero.gradients import GradientReducer
-from hf_zero.zero.places import Places
-from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
 MAX_NAMES = 8  # of parameters in a message

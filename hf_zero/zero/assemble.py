@@ -12,7 +12,11 @@ from torch import nn
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
+from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.memory_estimate import Sizes, check_needs, needs_of
+from hf_zero.offload.placement import Places
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater
@@ -22,15 +26,11 @@ from hf_zero.precision import Precision
 from hf_zero.zero.flat_parameters import FlatParameters
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.masters import master_shards
-from hf_zero.zero.needs import Sizes, check_needs, needs_of
 from hf_zero.zero.offload import furnish, places_for, rests_elsewhere, trained_numel
 from hf_zero.zero.optimizer import StepRules, ZeroOptimizer
-from hf_zero.zero.outcome import host_runs_ahead
 from hf_zero.zero.peers import peers_of
-from hf_zero.zero.places import Places
 from hf_zero.zero.scopes import assign_units, find_scopes
 from hf_zero.zero.sharded_store import ShardedParameters
-from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 from hf_zero.zero.unit_builder import Channels, Trained
 

@@ -11,7 +11,7 @@ from hf_zero.kernels.accumulate import add_into
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.rows import add_rows, write_rows
 from hf_zero.layout import Interval, Slot
-from hf_zero.memory.vector import Vector
+from hf_zero.offload.vector import Vector
 from hf_zero.zero.store import TrainedBucket
 
 

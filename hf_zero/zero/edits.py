@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
-from hf_zero.zero.outcome import host_runs_ahead
+from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.zero.sharded_parameter import ShardedParameter
 from hf_zero.zero.unit import Unit, UnitPart, digest
 

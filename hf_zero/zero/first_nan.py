@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.host_copy import HostCopy, host_runs_ahead
 from hf_zero.log import logger
-from hf_zero.zero.outcome import HostCopy, host_runs_ahead
 from hf_zero.zero.store import ParameterStore
 
 _MAX_NAMES = 4

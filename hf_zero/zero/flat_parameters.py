@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.memory.vector import ResidentVector
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.placement import Places
+from hf_zero.offload.vector import ResidentVector
 from hf_zero.precision import Precision
-from hf_zero.zero.places import Places
-from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore, TrainedBucket
 
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Pending
+from hf_zero.layout.sharding import Sharding
 from hf_zero.precision import Precision
 from hf_zero.zero.bucket_gradients import BucketGradients, GradientDtypes
-from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore, TrainedBucket
 
 MAX_IN_FLIGHT = MAX_SEND_BUFFERS

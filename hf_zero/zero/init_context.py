@@ -18,12 +18,12 @@ from torch.nn.modules.module import (
 
 from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed, local_device
 from hf_zero.config import load_config, resolve_offload, resolve_precision
-from hf_zero.memory.failures import stop_if_any
-from hf_zero.memory.swap_store import SwapStore
-from hf_zero.memory.vector import ResidentVector
+from hf_zero.offload.failures import stop_if_any
+from hf_zero.offload.nvme.swap_store import SwapStore
+from hf_zero.offload.parameter_placement import store_at_birth
+from hf_zero.offload.vector import ResidentVector
 from hf_zero.precision import Precision, precision_from
 from hf_zero.zero.cutting import shard_parameter
-from hf_zero.zero.parameter_places import store_at_birth
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.zero.watched import unwatch, watch
 from hf_zero.zero.whole import hold, let_go

@@ -6,9 +6,9 @@ from torch import nn
 
 from hf_zero.layout import Interval
 from hf_zero.layout.portions import pieces_of_portion
-from hf_zero.memory.vector import at_hand_or_absent
+from hf_zero.offload.placement import Portion
+from hf_zero.offload.vector import at_hand_or_absent
 from hf_zero.optim import MasterShard, MasterTensor
-from hf_zero.zero.places import Portion
 from hf_zero.zero.store import ParameterStore, TrainedBucket
 
 

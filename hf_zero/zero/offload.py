@@ -10,19 +10,19 @@ import torch
 from hf_zero.comm import Collectives
 from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
 from hf_zero.layout import ParameterSpec
-from hf_zero.memory.drive import Drive
-from hf_zero.memory.failures import together
-from hf_zero.memory.swap_store import BufferPool
-from hf_zero.memory.vector import Vector
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.failures import together
+from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.swap_store import BufferPool
+from hf_zero.offload.parameter_placement import store_of_parameters
+from hf_zero.offload.placement import Place, Places, place_beside, place_in_memory, staging_on
+from hf_zero.offload.vector import Vector
 from hf_zero.optim import Updater
 from hf_zero.optim.compressing import CompressingUpdater
 from hf_zero.optim.shelf import ShardVectors, WorkingShelf
 from hf_zero.zero.bucket_gradients import BucketGradients
 from hf_zero.zero.gradients import GradientReducer
-from hf_zero.zero.needs import GRADIENT_BUFFERS
-from hf_zero.zero.parameter_places import store_of_parameters
-from hf_zero.zero.places import Place, Places, place_beside, place_in_memory, staging_on
-from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
 HOST = torch.device("cpu")

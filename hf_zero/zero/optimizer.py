@@ -12,7 +12,9 @@ import torch
 
 from hf_zero.comm import Collectives, Pending, ledger
 from hf_zero.config import GradientPolicy, LossScalePolicy
+from hf_zero.layout.sharding import Sharding
 from hf_zero.loss_scale import loss_scaler_from
+from hf_zero.offload.placement import Places
 from hf_zero.optim import MasterShard, Updater
 from hf_zero.optim.updater import ShardGradients
 from hf_zero.surface import Surface
@@ -20,8 +22,6 @@ from hf_zero.zero.agreement import Agreement, refuse_unused
 from hf_zero.zero.exhausted import give_up
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.outcome import NormRule, StepOutcome
-from hf_zero.zero.places import Places
-from hf_zero.zero.sharding import Sharding
 from hf_zero.zero.store import ParameterStore
 
 

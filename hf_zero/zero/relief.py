@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from hf_zero.memory.host import host_empty
+from hf_zero.device.pinned import host_empty
 from hf_zero.zero.gradients import GradientReducer
 from hf_zero.zero.optimizer import ZeroOptimizer
 

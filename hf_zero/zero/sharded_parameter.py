@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
+from hf_zero.device.host_heap import HostHeap
 from hf_zero.layout import chunk_numel
-from hf_zero.memory.host_heap import HostHeap
-from hf_zero.memory.vector import Vector, absent
+from hf_zero.offload.vector import Vector, absent
 from hf_zero.zero.released import READ_FIX, REPLACE_FIX, refusal, released_class
 from hf_zero.zero.signed_nans import signature, signature_of, signed_nan
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, Negotiation, Pending
 from hf_zero.config import GatherPolicy
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.memory.failures import stop_if_any
+from hf_zero.offload.failures import stop_if_any
+from hf_zero.offload.placement import Places
 from hf_zero.precision import Precision
 from hf_zero.zero.edits import Edits
 from hf_zero.zero.gatherer import Gatherer
 from hf_zero.zero.hooked_scopes import HookedScope, hooked_scopes, use_of
 from hf_zero.zero.leaves import mark_leaves
-from hf_zero.zero.places import Places
 from hf_zero.zero.residency import Residency, merge_orders, plan_residency
 from hf_zero.zero.scopes import Scope, find_scopes
 from hf_zero.zero.sharded_parameter import ShardedParameter, of, refuse_overwritten

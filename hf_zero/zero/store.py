@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.zero.places import Place, Portion
+from hf_zero.offload.placement import Place, Portion
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
-from hf_zero.memory.staged import copied_by_now
-from hf_zero.memory.store import Store
-from hf_zero.memory.vector import part_of
+from hf_zero.offload.staged import copied_by_now
+from hf_zero.offload.store import Store
+from hf_zero.offload.vector import part_of
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter
 
 

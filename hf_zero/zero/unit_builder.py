@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
-from hf_zero.memory.store import MemoryStore, Store
-from hf_zero.memory.vector import ResidentVector, part_of
+from hf_zero.offload.placement import Place, Places, Portion
+from hf_zero.offload.store import MemoryStore, Store
+from hf_zero.offload.vector import ResidentVector, part_of
 from hf_zero.precision import Precision
 from hf_zero.zero.cutting import shard_parameter
-from hf_zero.zero.places import Place, Places, Portion
 from hf_zero.zero.scopes import Scope, assign_units
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten
 from hf_zero.zero.unit import Unit, UnitPart

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.rows import read_rows
-from hf_zero.memory.failures import meet
+from hf_zero.offload.failures import meet
 from hf_zero.zero.sharded_parameter import HEAP, ShardedParameter
 
 TOGETHER_NUMEL = 1 << 20  # what travels as one

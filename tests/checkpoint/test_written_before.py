@@ -1,7 +1,7 @@
 """Checkpoints that an earlier version wrote load to the same bits: they are kept here, with what is in them.
 
-`python -m tests.checkpoint.test_written_before` writes the missing ones. A file that exists stays as it is: rewriting it
-would make the test say nothing.
+`python -m tests.checkpoint.test_written_before` writes the missing ones. A file that exists stays as it is: a test of
+rewritten files would say nothing.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_zero import entry
 from hf_zero.comm import Channel, Collectives, Pending, ledger
-from hf_zero.zero.outcome import HostCopy
+from hf_zero.device.host_copy import HostCopy
 
 META = torch.device("meta")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_zero.zero.relief import OffloadStateTypeEnum, Relief
+from tests.offload.offload_runs import Run, engine_for, train, train_run, weights_of
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, engine_for, train, train_run, weights_of
 
 
 def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor], int, int]:

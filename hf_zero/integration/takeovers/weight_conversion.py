@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.memory.host_heap import trim
+from hf_zero.device.host_heap import trim
 from hf_zero.zero.released import ReleasedView
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_zero.memory.host import host_empty, round_to_page
-from hf_zero.memory.requests import Completion, StorageError
-from hf_zero.memory.store import Store
-from hf_zero.memory.swap_file import SwapFile
-from hf_zero.memory.vector import Vector
+from hf_zero.device.pinned import host_empty, round_to_page
+from hf_zero.offload.nvme.requests import Completion, StorageError
+from hf_zero.offload.nvme.swap_file import SwapFile
+from hf_zero.offload.store import Store
+from hf_zero.offload.vector import Vector
 
 
 class BufferPool:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, weights_of
+from tests.offload.test_offload import CPU, on_drive
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, assert_same_bits, engine_for, train, weights_of
-from tests.zero.test_offload import CPU, on_drive
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 

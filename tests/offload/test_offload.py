@@ -11,9 +11,9 @@ import torch
 
 from hf_zero.entry import initialize
 from hf_zero.zero.init_context import Init
+from tests.offload.offload_runs import Run, assert_same_bits, train, train_run, weights_of
 from tests.support.models import AwkwardMLP
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, assert_same_bits, train, train_run, weights_of
 
 CPU = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 64}
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.memory import drive as drives
-from hf_zero.memory.requests import FileAccess, StorageError
+from hf_zero.offload.nvme import drive as drives
+from hf_zero.offload.nvme.requests import FileAccess, StorageError
 from hf_zero.zero import fragments
+from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
+from tests.offload.test_offload import on_drive
 from tests.support.models import mlp_batches
 from tests.support.ranks import RankFailure, run_ranks
-from tests.zero.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
-from tests.zero.test_offload import on_drive
 
 
 class FailingOnce(FileAccess):

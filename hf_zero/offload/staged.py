@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.memory.requests import StorageError
-from hf_zero.memory.vector import Vector
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.vector import Vector
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 

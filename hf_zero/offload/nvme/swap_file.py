@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import round_to_page
 from hf_zero.log import logger
-from hf_zero.memory.host import round_to_page
-from hf_zero.memory.requests import Completion, Piece, Requests, StorageError
-from hf_zero.memory.run_folder import RunFolder
+from hf_zero.offload.nvme.requests import Completion, Piece, Requests, StorageError
+from hf_zero.offload.nvme.run_folder import RunFolder
 
 
 class SwapFile:

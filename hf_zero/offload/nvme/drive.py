@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from hf_zero.config import FilePolicy
-from hf_zero.memory.requests import FileAccess, Requests, StorageError
-from hf_zero.memory.run_folder import RunFolder
-from hf_zero.memory.swap_file import SwapFile
-from hf_zero.memory.swap_store import BufferPool, SwapStore
+from hf_zero.offload.nvme.requests import FileAccess, Requests, StorageError
+from hf_zero.offload.nvme.run_folder import RunFolder
+from hf_zero.offload.nvme.swap_file import SwapFile
+from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
 
 ACCESS = FileAccess()
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hf_zero.config import ConfigError, resolve
-from hf_zero.memory import drive as drives
-from hf_zero.memory import host
-from hf_zero.memory.requests import Completion, FileAccess
-from hf_zero.memory.swap_store import BufferPool
+from hf_zero.device import pinned
+from hf_zero.offload.nvme import drive as drives
+from hf_zero.offload.nvme.requests import Completion, FileAccess
+from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.zero.offload import places_for
+from tests.offload.offload_runs import Run, engine_for, train
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, engine_for, train
 
 
 def policy(optimizer: dict[str, Any] | None = None, parameters: dict[str, Any] | None = None, **aio: Any) -> Any:
@@ -243,17 +243,17 @@ def test_pin_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     runtime = FakeRuntime(answer=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    kept = host.host_empty(5000, torch.float32, pinned=True)
+    kept = pinned.host_empty(5000, torch.float32, pinned=True)
     assert runtime.locked == [kept.data_ptr()]
-    assert host.host_empty(5000, torch.float32).numel() == 5000 and len(runtime.locked) == 1
+    assert pinned.host_empty(5000, torch.float32).numel() == 5000 and len(runtime.locked) == 1
     del kept
     assert not runtime.locked
     runtime.answer = 2
     warnings = []
-    monkeypatch.setattr(host.logger, "warning", lambda message, *_: warnings.append(message))
-    host._warn_unpinned.cache_clear()
+    monkeypatch.setattr(pinned.logger, "warning", lambda message, *_: warnings.append(message))
+    pinned._warn_unpinned.cache_clear()
     for _ in range(3):
-        host.host_empty(5000, torch.float32, pinned=True).zero_()
+        pinned.host_empty(5000, torch.float32, pinned=True).zero_()
     assert len(warnings) == 1 and "could not be page-locked" in warnings[0]
 
 

@@ -10,11 +10,11 @@ import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
+from hf_zero.device.limits import device_available, disk_available, host_available
 from hf_zero.layout import ParameterSpec
+from hf_zero.layout.sharding import Sharding
 from hf_zero.log import announce
-from hf_zero.memory.limits import device_available, disk_available, host_available
 from hf_zero.precision import Precision
-from hf_zero.zero.sharding import Sharding
 
 WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
 GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.memory.requests import StorageError
+from hf_zero.offload.nvme.requests import StorageError
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hf_zero.memory.requests import StorageError
+from hf_zero.offload.nvme.requests import StorageError
 
 
 class Vector(ABC):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.memory.requests import StorageError
-from hf_zero.zero.needs import DoesNotFit
+from hf_zero.offload.memory_estimate import DoesNotFit
+from hf_zero.offload.nvme.requests import StorageError
+from tests.offload.offload_runs import Run, engine_for, train
+from tests.offload.test_faults import load_and_go_on
+from tests.offload.test_offload import on_drive
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, engine_for, train
-from tests.zero.test_offload import on_drive
-from tests.zero.test_offload_faults import load_and_go_on
 
 MB = 1 << 20
 IMAGE_BYTES = 16 * MB

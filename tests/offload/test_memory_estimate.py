@@ -10,13 +10,13 @@ import torch
 
 from hf_zero.config import resolve
 from hf_zero.layout import ParameterSpec
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload import memory_estimate as needs_module
+from hf_zero.offload.memory_estimate import DoesNotFit, Needs, Sizes, needs_of
 from hf_zero.precision import Precision
-from hf_zero.zero import needs as needs_module
-from hf_zero.zero.needs import DoesNotFit, Needs, Sizes, needs_of
-from hf_zero.zero.sharding import Sharding
+from tests.offload.offload_runs import Run, engine_for
+from tests.offload.test_offload import CPU, on_drive
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, engine_for
-from tests.zero.test_offload import CPU, on_drive
 
 CUDA, HOST = torch.device("cuda"), torch.device("cpu")
 BILLION = [ParameterSpec("w", 10**9, 0, "bfloat16")]

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from hf_zero.memory.host import host_empty
-from hf_zero.memory.vector import ResidentVector, Vector
+from hf_zero.device.pinned import host_empty
+from hf_zero.offload.vector import ResidentVector, Vector
 
 
 class Store(ABC):

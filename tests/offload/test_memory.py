@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hf_zero.memory import requests
-from hf_zero.zero.needs import AT_ONCE, GRADIENT_BUFFERS
+from hf_zero.offload.memory_estimate import AT_ONCE, GRADIENT_BUFFERS
+from hf_zero.offload.nvme import requests
+from tests.offload.offload_runs import Run, engine_for, train
+from tests.offload.test_offload import CPU, on_drive
 from tests.support.launch import ROOT
 from tests.support.memory import live_bytes, shared_blocks
 from tests.support.ranks import run_ranks
-from tests.zero.offload_runs import Run, engine_for, train
-from tests.zero.test_offload import CPU, on_drive
 
 SMALLEST = 64 * 4  # bytes of the smallest thing that a step could leave behind: one state of one portion
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from hf_zero.config import FilePolicy
-from hf_zero.memory import drive as drives
-from hf_zero.memory.drive import Drive
-from hf_zero.memory.requests import FileAccess
-from hf_zero.memory.store import CappedStore, MemoryStore
-from hf_zero.memory.swap_store import BufferPool, SwapStore
-from hf_zero.memory.vector import Part, part_of
+from hf_zero.offload.nvme import drive as drives
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.requests import FileAccess
+from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
+from hf_zero.offload.store import CappedStore, MemoryStore
+from hf_zero.offload.vector import Part, part_of
 
 CPU = torch.device("cpu")
 ODD = (1, 7, 1024, 5000, 100_003)
@@ -238,7 +238,7 @@ def test_where_direct_io_is_refused_the_cache_serves(
         return plain(path, flags, mode)
 
     drive = Drive(tmp_path, FilePolicy())
-    monkeypatch.setattr("hf_zero.memory.swap_file.os.open", refusing)
+    monkeypatch.setattr("hf_zero.offload.nvme.swap_file.os.open", refusing)
     file = drive.file("vectors")
     monkeypatch.undo()
     store = drive.store(file, BufferPool(limit=2))

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from hf_zero.config import FilePolicy
-from hf_zero.memory.host import round_to_page
+from hf_zero.device.pinned import round_to_page
 
 _Job = Callable[[], None]
 

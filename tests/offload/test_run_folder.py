@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.memory.requests import StorageError
-from hf_zero.memory.run_folder import RunFolder
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.nvme.run_folder import RunFolder
 
 HOLDER = """
 import sys, time
-from hf_zero.memory.run_folder import RunFolder
+from hf_zero.offload.nvme.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 (folder.path / "states").write_bytes(bytes(1000))
 print(folder.path.name, flush=True)

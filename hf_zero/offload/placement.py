@@ -12,12 +12,12 @@ from hf_zero.comm import Collectives
 from hf_zero.config import OptimizerOffload
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.portions import cut_portions
-from hf_zero.memory.drive import Drive
-from hf_zero.memory.failures import stop_if_any
-from hf_zero.memory.requests import StorageError
-from hf_zero.memory.staged import StagedVector, StagingPool
-from hf_zero.memory.store import MemoryStore, Store, empty_on
-from hf_zero.memory.vector import Vector, part_of
+from hf_zero.offload.failures import stop_if_any
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.staged import StagedVector, StagingPool
+from hf_zero.offload.store import MemoryStore, Store, empty_on
+from hf_zero.offload.vector import Vector, part_of
 
 
 @dataclass(frozen=True, slots=True)

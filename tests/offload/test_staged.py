@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hf_zero.config import FilePolicy
-from hf_zero.memory.drive import Drive
-from hf_zero.memory.staged import StagedVector, StagingPool
-from hf_zero.memory.swap_store import BufferPool
-from hf_zero.memory.vector import ResidentVector, Vector, part_of
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.swap_store import BufferPool
+from hf_zero.offload.staged import StagedVector, StagingPool
+from hf_zero.offload.vector import ResidentVector, Vector, part_of
 
 
 def pool() -> StagingPool:

@@ -6,10 +6,10 @@ import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import FilePolicy, ParameterOffload
-from hf_zero.memory.drive import Drive
-from hf_zero.memory.failures import together
-from hf_zero.memory.store import CappedStore, MemoryStore, Store
-from hf_zero.memory.swap_store import BufferPool, SwapStore
+from hf_zero.offload.failures import together
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
+from hf_zero.offload.store import CappedStore, MemoryStore, Store
 
 HOST = torch.device("cpu")
 
