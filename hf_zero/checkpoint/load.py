@@ -17,9 +17,9 @@ from hf_zero.checkpoint.whole_states import pieces_of
 from hf_zero.layout import chunk_numel
 from hf_zero.log import logger
 from hf_zero.optim import MasterShard, Updater
-from hf_zero.zero.consolidate import persistent_buffers
-from hf_zero.zero.sharded_parameter import of
-from hf_zero.zero.store import ParameterStore
+from hf_zero.params.consolidation import persistent_buffers
+from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import ParameterStore
 
 Parts = Callable[[int, int], Iterator[Tensor]]
 _MANY = 5

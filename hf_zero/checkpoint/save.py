@@ -39,8 +39,8 @@ from hf_zero.layout.memory import extents_in_memory
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
 from hf_zero.layout.reshard import Extent, reshard
 from hf_zero.optim.updater import WholeStates
-from hf_zero.zero.consolidate import persistent_buffers, state_dict_order
-from hf_zero.zero.sharded_parameter import cut_chunk, of
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order
+from hf_zero.params.sharded_parameter import cut_chunk, of
 
 
 @torch.no_grad()

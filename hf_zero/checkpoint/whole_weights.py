@@ -12,7 +12,7 @@ from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.stream import Arriving, Awaited, streamed
 from hf_zero.checkpoint.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
-from hf_zero.zero.consolidate import persistent_buffers, state_dict_order, whole_values
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order, whole_values
 
 
 def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, *, exclude_frozen: bool) -> None:

@@ -36,7 +36,7 @@ from torch.distributed import (
     send,
 )
 
-from hf_zero.rank_variables import adopt_seat
+from hf_zero.rank_environment import adopt_seat
 
 __all__ = [
     "P2POp",

@@ -22,7 +22,7 @@ from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.obituary import remember_ranks
 from hf_zero.comm.shared_memory import SharedMemoryLink, connect
 from hf_zero.network import name_gloo_interface
-from hf_zero.rank_variables import adopt_seat
+from hf_zero.rank_environment import adopt_seat
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

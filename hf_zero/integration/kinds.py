@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from hf_zero.zero.optimizer import ZeroOptimizer
-from hf_zero.zero.parameter_offload import ParameterOffload
+from hf_zero.api.parameter_offload import ParameterOffload
+from hf_zero.step.optimizer import ZeroOptimizer
 
 
 class _Kind(type):

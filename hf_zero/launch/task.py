@@ -11,7 +11,7 @@ from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.node import enter
 from hf_zero.launch.ranks import report_to_launcher, run_commands
-from hf_zero.rank_variables import Seat, find_seat
+from hf_zero.rank_environment import Seat, find_seat
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_zero.api.engine import ZeroEngine
 from hf_zero.checkpoint import CheckpointError
 from hf_zero.checkpoint.deepspeed_format import MANIFEST
-from hf_zero.engine import ZeroEngine
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
 

@@ -20,7 +20,7 @@ from hf_zero.integration.takeovers import MARK, TAKEOVERS, WITHOUT, Takeover, ta
 from hf_zero.integration.takeovers.one_writer import around as around_saving  # noqa: E402
 from hf_zero.integration.takeovers.unexpected_keys import NOTED  # noqa: E402
 from hf_zero.integration.takeovers.unexpected_keys import around as around_loading  # noqa: E402
-from hf_zero.zero.sharded_parameter import HANDLE  # noqa: E402
+from hf_zero.params.sharded_parameter import HANDLE  # noqa: E402
 from tests.integration.sites import Site  # noqa: E402
 
 

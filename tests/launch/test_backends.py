@@ -15,7 +15,7 @@ from hf_zero.launch.job import Job, Program
 from hf_zero.launch.options import LAUNCHERS
 from hf_zero.launch.task import rank_command
 from hf_zero.launch.world import Node, World
-from hf_zero.rank_variables import Seat
+from hf_zero.rank_environment import Seat
 
 WICKED = "$(touch /tmp/x); `reboot` \"'\\ %h %n && |"
 EVEN = World((Node("a", ("0", "1")), Node("b", ("0", "1"))))

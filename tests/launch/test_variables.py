@@ -9,7 +9,7 @@ import pytest
 from hf_zero.launch.cores import parse_cores, share_cores, usable_cores
 from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.variables import inherited, parse_env_file, read_env_files
-from hf_zero.rank_variables import Seat, adopt_seat, find_seat, first_host, tasks_per_node
+from hf_zero.rank_environment import Seat, adopt_seat, find_seat, first_host, tasks_per_node
 
 
 def test_known_variables_travel() -> None:

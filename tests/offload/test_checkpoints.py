@@ -50,19 +50,22 @@ def test_checkpoints_interchange(stage: int, accumulation: int, bf16: bool, tmp_
 
 
 def read_and_write(rank: int, run: Run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    from hf_zero.zero import fragments
+    from hf_zero.api import parameter_access
 
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)
     weight = engine.module.inner.weight
-    seen = [fragments.safe_get_full_fp32_param(weight), fragments.safe_get_full_optimizer_state(weight, "exp_avg")]
+    seen = [
+        parameter_access.safe_get_full_fp32_param(weight),
+        parameter_access.safe_get_full_optimizer_state(weight, "exp_avg"),
+    ]
     assert seen[0] is not None and seen[1] is not None
-    fragments.safe_set_full_fp32_param(weight, seen[0] * 2)
-    fragments.safe_set_full_optimizer_state(weight, seen[1] + 1, "exp_avg")
+    parameter_access.safe_set_full_fp32_param(weight, seen[0] * 2)
+    parameter_access.safe_set_full_optimizer_state(weight, seen[1] + 1, "exp_avg")
     engine.backward(engine(torch.ones(6, 7, dtype=torch.bfloat16), torch.ones(6, 3, dtype=torch.bfloat16)))
-    gradient = fragments.safe_get_full_grad(weight)
+    gradient = parameter_access.safe_get_full_grad(weight)
     assert gradient is not None
-    fragments.safe_set_full_grad(weight, gradient * 3)
+    parameter_access.safe_set_full_grad(weight, gradient * 3)
     engine.step()
     return [seen[0], seen[1], gradient], weights_of(engine)
 

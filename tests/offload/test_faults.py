@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_zero.api import parameter_access
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme.requests import FileAccess, StorageError
-from hf_zero.zero import fragments
 from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
 from tests.offload.test_offload import on_drive
 from tests.support.models import mlp_batches
@@ -128,7 +128,7 @@ def use_broken(rank: int, run: Run, use: str, folder: str) -> tuple[str, list[st
         "evaluate": lambda: engine.eval()(**batch),
         "gather": lambda: engine.module_state_dict(),
         "save": lambda: engine.save_checkpoint(folder),
-        "read a master": lambda: fragments.safe_get_full_fp32_param(engine.module.inner.weight),
+        "read a master": lambda: parameter_access.safe_get_full_fp32_param(engine.module.inner.weight),
     }
     try:
         with torch.no_grad():

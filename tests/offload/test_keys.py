@@ -14,7 +14,7 @@ from hf_zero.device import pinned
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme.requests import Completion, FileAccess
 from hf_zero.offload.nvme.swap_store import BufferPool
-from hf_zero.zero.offload import places_for
+from hf_zero.step.attach_offload import places_for
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.support.ranks import run_ranks
 

@@ -89,7 +89,7 @@ def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -
 
 
 def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
-    from hf_zero.zero import assemble
+    from hf_zero.step import assemble
 
     said, check, write = [], assemble.check_needs, os.pwritev
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.entry import initialize
-from hf_zero.zero.init_context import Init
+from hf_zero.api.entry import initialize
+from hf_zero.api.zero_init import Init
 from tests.offload.offload_runs import Run, assert_same_bits, train, train_run, weights_of
 from tests.support.models import AwkwardMLP
 from tests.support.ranks import run_ranks

@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero import engine_gradients, engine_settings, entry
+from hf_zero.api import engine_gradients, engine_settings, entry
 from hf_zero.comm import Channel, Collectives
 from hf_zero.comm.host import HostCollectives
 from hf_zero.comm.host_negotiation import HostNegotiation

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zero.network import name_gloo_interface
-from hf_zero.rank_variables import adopt_seat
+from hf_zero.rank_environment import adopt_seat
 
 _USE_CPU = "ACCELERATE_USE_CPU"
 _PORT = 29500

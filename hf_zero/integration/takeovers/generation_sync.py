@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.zero.sharded_parameter import of
+from hf_zero.params.sharded_parameter import of
 
 
 def around(original: Callable[..., Any]) -> Callable[..., Any]:

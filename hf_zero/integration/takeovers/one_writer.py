@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.zero.sharded_parameter import HANDLE
+from hf_zero.params.sharded_parameter import HANDLE
 
 
 def around(original: Callable[..., None]) -> Callable[..., None]:

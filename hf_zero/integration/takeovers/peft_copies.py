@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.zero.gathered import GatheredParameters
+from hf_zero.api.gathered_parameters import GatheredParameters
 
 
 def around(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.zero.cutting import make_whole
-from hf_zero.zero.gathered import GatheredParameters
-from hf_zero.zero.sharded_parameter import of
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.params.partitioning import make_whole
+from hf_zero.params.sharded_parameter import of
 
 logger = logging.getLogger("hf_zero")
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_zero.api.model_view import model_view
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_strays, fill, strays
@@ -17,7 +18,6 @@ from hf_zero.integration.host_words import no_engine, raise_both
 from hf_zero.integration.objects import object_problems
 from hf_zero.integration.takeovers import MARK, stepped_aside
 from hf_zero.integration.views import accelerator_view, is_dummy
-from hf_zero.model_view import model_view
 
 
 def around(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_zero.entry import initialize
+from hf_zero.api.entry import initialize
 from hf_zero.integration.takeovers.prepare import fill_autos, is_schedule
 from hf_zero.integration.views import is_dummy
 

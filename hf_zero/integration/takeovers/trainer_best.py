@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.engine import ZeroEngine
-from hf_zero.zero.whole_loading import load_whole
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.loading import load_whole
 
 
 def around_start(original: Callable[..., None]) -> Callable[..., None]:

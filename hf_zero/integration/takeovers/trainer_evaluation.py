@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.api.engine import ZeroEngine
 from hf_zero.comm import collectives_for, local_device
-from hf_zero.engine import ZeroEngine
 from hf_zero.integration.output_folder import check_output_folder
 from hf_zero.log import logger
 

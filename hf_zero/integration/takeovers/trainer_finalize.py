@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.api.model_view import model_view
 from hf_zero.config import Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_strays, fill
 from hf_zero.integration.host_words import raise_both, stand_in_model
 from hf_zero.integration.takeovers import stepped_aside
 from hf_zero.integration.views import training_view
-from hf_zero.model_view import model_view
 
 
 def around(original: Callable[..., None]) -> Callable[..., None]:

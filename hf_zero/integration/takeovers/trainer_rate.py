@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.engine import ZeroEngine
+from hf_zero.api.engine import ZeroEngine
 
 
 def around(original: Callable[..., float]) -> Callable[..., float]:

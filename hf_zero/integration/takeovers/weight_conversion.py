@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.device.host_heap import trim
-from hf_zero.zero.released import ReleasedView
+from hf_zero.params.released import ReleasedView
 
 
 def around(original: Callable[..., Any]) -> Callable[..., Any]:

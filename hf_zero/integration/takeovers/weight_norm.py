@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import get_rank
-from hf_zero.zero.gathered import GatheredParameters
 
 
 def around(original: Callable[..., None]) -> Callable[..., None]:

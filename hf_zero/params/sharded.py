@@ -1,0 +1,310 @@
+"""Stage 3's parameter store: shards at rest, units gathered around their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives, Negotiation, Pending
+from hf_zero.config import GatherPolicy
+from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.offload.failures import stop_if_any
+from hf_zero.offload.placement import Places
+from hf_zero.params.coordinator import Gatherer
+from hf_zero.params.edits import Edits
+from hf_zero.params.hooked_modules import Scope, find_scopes
+from hf_zero.params.hooks import HookedScope, hooked_scopes, use_of
+from hf_zero.params.leaf_modules import mark_leaves
+from hf_zero.params.persistence import Residency, merge_orders, plan_residency
+from hf_zero.params.read_hooks import unwatch, watch
+from hf_zero.params.sharded_parameter import ShardedParameter, of, refuse_overwritten
+from hf_zero.params.store import ParameterStore, Reductions, TrainedBucket
+from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
+from hf_zero.params.unit_builder import Channels, Placed, Trained, UnitBuilder
+from hf_zero.precision import Precision
+
+
+class ShardedParameters(ParameterStore):
+    """Every floating parameter of a module in shards, trained or not.
+
+    Attributes:
+        gatherer: gathers and releases units around their use.
+        units: in gather order; the resident one, if any, comes last.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Trained,
+        precision: Precision,
+        policy: GatherPolicy,
+        channels: Channels,
+        places: Places,
+    ) -> None:
+        """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
+        self._places = places
+        self._module = module
+        self._trained = trained
+        self._index_of = trained.index_of()
+        self._channels = channels
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._is_attached = False
+        self._watched: list[nn.Module] = []
+        self._device = places.device
+        _retire_earlier_stores(self._everything())
+        mark_leaves(module, policy)
+        scopes = find_scopes(module)
+        builder = UnitBuilder(trained, self._names, precision, channels, places)
+        self.units = builder.build(scopes, self._everything(), self._choose_resident(policy))
+        self._parts_in_reduce_order = tuple(self._find_parts_in_reduce_order())
+        self._adopt(channels.access)
+        super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
+        self.buckets = tuple(self._trained_buckets(builder.placed))
+        self.gatherer = self._build_gatherer(scopes, policy)
+        if places.parameters.can_fail:
+            self.gatherer.has_failed = lambda: places.failure is not None
+            self.gatherer.on_failure = lambda: stop_if_any(places.failure, channels.gather)
+        self.edits = Edits(self.units, places.device)
+        self.gatherer.on_kept, self.gatherer.on_training = self.edits.remember_kept, self._give_up_kept
+        self._finished_at = sorted(self._first_positions(), reverse=True)
+        self._buffers = GatherBuffers()
+        self._gather_resident()
+        self.attach()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def negotiation(self) -> Negotiation:
+        return self._channels.gather.negotiation
+
+    # Building
+
+    def _everything(self) -> list[nn.Parameter]:
+        """The module's parameters, then trained ones of other modules."""
+        known = {id(parameter) for parameter in self._module.parameters()}
+        return [*self._module.parameters(), *(p for p in self._trained.parameters if id(p) not in known)]
+
+    def _choose_resident(self, policy: GatherPolicy) -> set[int]:
+        """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
+        chosen, budget = set(), policy.model_persistence_numel
+        for parameter in self._everything():
+            outside = id(parameter) not in self._names
+            if outside or (parameter.numel() <= policy.persistence_numel and parameter.numel() <= budget):
+                budget -= parameter.numel()
+                chosen.add(id(parameter))
+        return chosen
+
+    def _adopt(self, collectives: Collectives) -> None:
+        for unit in self.units:
+            for handle in unit.members:
+                handle.collectives, handle.owner = collectives, self
+
+    def _build_layout(self) -> FlatLayout:
+        buckets: list[Bucket] = []
+        for _, part in self._parts_in_reduce_order:
+            indices = {slot.member: self._spec_of(part, place) for place, slot in enumerate(part.layout.slots)}
+            buckets.append(part.layout.bucket(len(buckets), indices))
+        return FlatLayout(tuple(self._trained.specs), tuple(buckets), self._channels.reduce.world)
+
+    def _spec_of(self, part: UnitPart, place: int) -> int:
+        return self._index_of.get(id(part.members[place].parameter), -1)
+
+    def _find_parts_in_reduce_order(self) -> Iterator[tuple[Unit, UnitPart]]:
+        """Backward completes the last unit first; resident parameters belong to all units, so they come last."""
+        for unit in sorted(self.units, key=lambda unit: (unit.is_resident, -unit.index)):
+            yield from ((unit, part) for part in unit.parts if part.layout.trained_numel)
+
+    def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
+        rank = self._channels.reduce.rank
+        for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order, strict=True):
+            place, portions = placed[part]
+            numel = part.layout.trained_numel
+            trained = TrainedBucket(
+                bucket=bucket,
+                owned=Interval(rank * numel, (rank + 1) * numel),
+                portions=portions,
+                place=place,
+                parameters=tuple(self.parameters[slot.parameter] for slot in bucket.slots),
+                device=self._device,
+            )
+            for slot, member in zip(part.layout.slots, part.members, strict=True):
+                if slot.offset < numel and trained.has_masters:
+                    member.write_master = partial(trained.write_master, slot.offset)
+            yield trained
+
+    def _build_gatherer(self, scopes: Sequence[Scope], policy: GatherPolicy) -> Gatherer:
+        unit_of = {id(m.parameter): unit for unit in self.units if not unit.is_resident for m in unit.members}
+        hooked = hooked_scopes(scopes, unit_of)
+        self._policy = policy
+        self._unit_of = unit_of
+        residency = self._residency([scope for scope in hooked if scope.position is not None])
+        return Gatherer(self.units, hooked, residency, self._channels.gather.negotiation)
+
+    def _residency(self, line: Sequence[HookedScope]) -> Residency:
+        return plan_residency(
+            [use_of(scope) for scope in line],
+            max_live_numel=self._policy.max_live_numel,
+            max_reuse_numel=self._policy.max_reuse_numel,
+            prefetch_numel=self._policy.prefetch_numel,
+        )
+
+    # Life
+
+    def attach(self) -> None:
+        """Watch the module: hooks around forward, and reads of parameters."""
+        if self._is_attached:
+            return
+        self._is_attached = True
+        self.gatherer.watch()
+        for module in self._module.modules():
+            if any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False)):
+                watch(module, self._on_read)
+                self._watched.append(module)
+
+    def detach(self) -> None:
+        """Stop watching; parameters stay sharded. `attach` goes on."""
+        if not self._is_attached:
+            return
+        self._is_attached = False
+        self._give_up_kept()
+        self.gatherer.unwatch()
+        for module in self._watched:
+            unwatch(module)
+        self._watched = []
+
+    @property
+    def max_live_numel(self) -> int:
+        """How much may stay whole after its use (stage3_max_live_parameters)."""
+        return self._policy.max_live_numel
+
+    def release(self) -> None:
+        self.detach()
+        self.gatherer.close()
+        self.edits = Edits((), self._device)  # what is written from now on is the user's own
+        for unit in self.units:
+            for member in unit.members:
+                member.owner, member.write_master = None, None
+
+    def end_backward(self) -> None:
+        self.gatherer.end_backward()
+
+    def _give_up_kept(self) -> None:
+        """What inference has kept gathered is about to be released."""
+        self.adopt_edits()
+        for unit in self.units:
+            if unit.is_gathered and not unit.is_resident:
+                for part in unit.parts:
+                    part.leave_views()
+
+    def prepare_update(self) -> None:
+        self.gatherer.settle()
+        self.edits.forget_released()
+
+    def finish_update(self) -> None:
+        self.gatherer.reopen()
+        self.edits.remember_resident()
+
+    @property
+    def is_out_of_order(self) -> bool:
+        return self.gatherer.is_out_of_order
+
+    def num_overwritten(self) -> Tensor | float:
+        # A kernel or two per dtype, however many parameters there are. (One tensor for all stand-ins would be one
+        # storage, by which others take parameters for tied.)
+        marks: dict[torch.dtype, list[Tensor]] = {}
+        for handle in self._released_handles():
+            marks.setdefault(handle.mark.dtype, []).append(handle.mark)
+        constants = sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
+        lost = self.edits.num_lost()
+        return constants if lost is None else constants + lost
+
+    @property
+    def releases(self) -> bool:
+        return any(not unit.is_resident for unit in self.units)
+
+    def released_in(self, value: float) -> list[str]:
+        return [repr(handle.name) for handle in self._released_handles() if handle.is_source_of(value)]
+
+    def refuse_overwritten(self) -> None:
+        refuse_overwritten(list(self._released_handles()))
+        self.edits.refuse_lost()
+
+    def _released_handles(self) -> Iterator[ShardedParameter]:
+        for unit in self.units:
+            if not unit.is_resident:
+                yield from unit.members
+
+    def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
+        """Take over the order in which forward really goes; buckets follow in reverse, as backward will."""
+        if not any_out_of_order:
+            return None
+        orders = self._channels.reduce.gather_objects(self.gatherer.seen)
+        line = self.gatherer.line
+        order = merge_orders([list(seen) for seen in orders], len(line))  # type: ignore[call-overload]
+        self.gatherer.reorder(order, self._residency([line[position] for position in order]))
+        first = self._first_positions()
+        buckets = sorted(range(len(first)), key=lambda bucket: -first[bucket])
+        self._finished_at = sorted(first, reverse=True)
+        return buckets
+
+    def _first_positions(self) -> list[int]:
+        """Where each bucket's unit is used first in forward, so last in backward; -1 for resident parameters."""
+        position_of: dict[Unit, int] = {}
+        for position, scope in enumerate(self.gatherer.line):
+            for unit in scope.units:
+                position_of.setdefault(unit, position)
+        return [position_of.get(unit, -1) for unit, _ in self._parts_in_reduce_order]
+
+    def connect(self, reducer: Reductions) -> None:
+        def tell(cursor: int | None) -> None:
+            # Where the expected order is not the real one, what seems to be missing may still come.
+            if cursor is not None and not self.gatherer.is_out_of_order:
+                reducer.pass_by(sum(first > cursor for first in self._finished_at))
+
+        self.gatherer.on_progress = tell
+
+    def adopt_edits(self) -> None:
+        """Of parameters that are whole now: resident ones, and what inference has kept."""
+        self.edits.adopt()
+
+    @property
+    def edit_mark(self) -> int:
+        return self.edits.mark
+
+    def settle_edits(self, *, are_equal: bool) -> None:
+        if not are_equal:
+            self.edits.refuse_unequal(self._channels.reduce)
+        self.edits.agreed()
+
+    def publish(self, bucket: int) -> Pending:
+        """Gather updated resident parameters again; all others wait as shards for their next use."""
+        unit, part = self._parts_in_reduce_order[bucket]
+        return part.refill(self._channels.reduce, self._buffers) if unit.is_resident else Pending()
+
+    def _gather_resident(self) -> None:
+        for unit in self.units:
+            if unit.is_resident:
+                for part in unit.parts:
+                    part.allocate()
+                    part.refill(self._channels.reduce, self._buffers).wait()
+                unit.is_gathered = True
+                self.edits.remember_resident()
+                for member in unit.members:
+                    member.parameter.ds_persist = True  # type: ignore[attr-defined]
+
+    def _on_read(self, handle: ShardedParameter) -> None:
+        unit = self._unit_of.get(id(handle.parameter))
+        if unit is not None and self.gatherer.is_running:
+            self.gatherer.read(unit)
+
+
+def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
+    """An engine that was built on the same parameters before hands them over."""
+    owners = {id(h.owner): h.owner for h in map(of, parameters) if h is not None and h.owner is not None}
+    for owner in owners.values():
+        owner.release()

@@ -1,0 +1,153 @@
+"""Cuts the parameters of a model and lays them into units, with their masters where those are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.offload.placement import Place, Places, Portion
+from hf_zero.offload.store import MemoryStore, Store
+from hf_zero.offload.vector import ResidentVector, part_of
+from hf_zero.params.hooked_modules import Scope, assign_units
+from hf_zero.params.partitioning import shard_parameter
+from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten
+from hf_zero.params.unit import Unit, UnitPart
+from hf_zero.precision import Precision
+
+Placed = tuple[Place, tuple[Portion, ...]]
+RESIDENT = "(parameters below stage3_param_persistence_threshold)"
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Collectives of the gradients and the step, of gathers around use, and of gathers that the user asks for."""
+
+    reduce: Collectives
+    gather: Collectives
+    access: Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained: parameters with their specs, in the order of the layout."""
+
+    parameters: Sequence[nn.Parameter]
+    specs: Sequence[ParameterSpec]
+
+    def index_of(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self.parameters)}
+
+
+class UnitBuilder:
+    """Makes the units of one store.
+
+    Attributes:
+        placed: where the masters of each part with trained parameters went.
+    """
+
+    def __init__(
+        self, trained: Trained, names: Mapping[int, str], precision: Precision, channels: Channels, places: Places
+    ) -> None:
+        """`names`: id of a parameter -> its name in the model."""
+        self.placed: dict[UnitPart, Placed] = {}
+        self._trained = trained
+        self._index_of = trained.index_of()
+        self._names = names
+        self._precision = precision
+        self._channels = channels
+        self._places = places
+        self._device = places.device
+
+    def build(
+        self, scopes: Sequence[Scope], everything: Sequence[nn.Parameter], resident: Collection[int]
+    ) -> tuple[Unit, ...]:
+        """Units in gather order, the resident one last. Collective: whole parameters are broadcast and cut.
+
+        Args:
+            everything: all parameters, those of other modules too.
+            resident: ids of those that stay gathered.
+        """
+        units: list[Unit] = []
+        for scope, members in assign_units(scopes):
+            parts = self._build_parts([p for p in members if id(p) not in resident], self._places.parameters)
+            if parts:
+                units.append(Unit(len(units), scope.name or type(scope.module).__name__, parts))
+        parts = self._build_parts([p for p in everything if id(p) in resident], MemoryStore(self._device))
+        if parts:
+            units.append(Unit(len(units), RESIDENT, parts, is_resident=True))
+        return tuple(units)
+
+    def _build_parts(self, parameters: Sequence[nn.Parameter], store: Store) -> list[UnitPart]:
+        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.numel():
+                by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
+        return [self._build_part(members, dtype, store) for dtype, members in by_dtype.items()]
+
+    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, store: Store) -> UnitPart:
+        specs = [
+            MemberSpec(index, parameter.numel(), self._group_of(parameter))
+            for index, parameter in enumerate(parameters)
+        ]
+        layout = lay_rows(
+            specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
+        )
+        handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
+        wide = _wide(layout, handles, self._precision)
+        for handle in handles:
+            if handle.shard.dtype != dtype:
+                with handle.opened() as chunk:
+                    handle.move(ResidentVector(chunk.to(dtype)), self._device)
+        part = UnitPart(layout, handles, store, self._device)
+        if layout.trained_numel:
+            self._place(part, wide)
+        if self._device.type == "cpu":
+            HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks, and what was made of them on the way
+        return part
+
+    def _place(self, part: UnitPart, wide: Tensor | None) -> None:
+        """Put the masters of a part where they are kept."""
+        layout = part.layout
+        bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
+        place = self._places.next(layout.trained_numel)
+        weights = part_of(part.kept, 0, layout.trained_numel)
+        if wide is None:
+            with weights.opened() as values:
+                wide = values if weights.resident is not None else values.clone()
+        portions = self._places.portions(bucket, row, weights, wide, place)
+        self.placed[part] = (place, portions)
+
+    def _group_of(self, parameter: nn.Parameter) -> int | None:
+        index = self._index_of.get(id(parameter))
+        return None if index is None else self._trained.specs[index].group
+
+    def _shard(self, parameter: nn.Parameter) -> ShardedParameter:
+        handle = of(parameter)
+        if handle is None:
+            if parameter.device != self._device:
+                parameter.data = parameter.data.to(self._device)
+            handle = shard_parameter(parameter, self._channels.reduce)
+        refuse_overwritten([handle])
+        handle.name = self._names.get(id(parameter), "")
+        return handle
+
+
+def _wide(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
+    """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
+    themselves, or nothing is trained."""
+    weights: torch.dtype = getattr(torch, layout.dtype)
+    masters = precision.master_dtype(weights)
+    if masters == weights or not layout.trained_numel:
+        return None
+    wide = torch.zeros(layout.trained_numel, dtype=masters, device=handles[0].shard.device)
+    for slot, handle in zip(layout.slots, handles, strict=True):
+        if slot.offset < layout.trained_numel:
+            with handle.opened() as chunk:
+                wide.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+    return wide
