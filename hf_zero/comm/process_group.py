@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.comm.exchange import ExchangeCollectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.host_negotiation import HostNegotiation
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.negotiation import HostNegotiation
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.cpu.shared_memory import SharedMemoryLink, connect
+from hf_zero.comm.dead_ranks import remember_ranks
 from hf_zero.comm.lockstep import LockstepNegotiation
-from hf_zero.comm.native import NativeCollectives
 from hf_zero.comm.negotiation import Negotiation
-from hf_zero.comm.obituary import remember_ranks
-from hf_zero.comm.shared_memory import SharedMemoryLink, connect
+from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import adopt_seat
 

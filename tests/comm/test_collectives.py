@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger
 from hf_zero.comm.collectives import LoneCollectives, own_shard
-from hf_zero.comm.exchange import ExchangeCollectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.torch_backend import NativeCollectives
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

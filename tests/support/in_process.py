@@ -28,10 +28,10 @@ from torch import Tensor
 
 from hf_zero.api import engine_gradients, engine_settings, entry
 from hf_zero.comm import Channel, Collectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.host_negotiation import HostNegotiation
-from hf_zero.comm.shared_memory import SharedMemoryLink
-from hf_zero.comm.wires import Gone, Wires
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.negotiation import HostNegotiation
+from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
+from hf_zero.comm.cpu.wires import Gone, Wires
 
 T = TypeVar("T")
 PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it

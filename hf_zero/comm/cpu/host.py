@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
-from hf_zero.comm.exchange import ExchangeCollectives
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.cpu.shared_memory import NO_LABEL, Block, Label, Mismatch, SharedMemoryLink, call_number
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
-from hf_zero.comm.shared_memory import NO_LABEL, Block, Label, Mismatch, SharedMemoryLink, call_number
 from hf_zero.kernels.accumulate import sum_parts
 
 _ALIGN_BYTES = 64

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Pending, own_shard
-from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.accumulate import sum_parts
 
 

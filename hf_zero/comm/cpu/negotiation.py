@@ -19,10 +19,10 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from hf_zero.comm.cpu.shared_memory import Block, Mail, SharedMemoryLink
 from hf_zero.comm.ledger import ledger
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import Rows, num_bytes
-from hf_zero.comm.shared_memory import Block, Mail, SharedMemoryLink
 
 _ALIGN_BYTES = 64
 

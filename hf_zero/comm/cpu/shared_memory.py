@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_zero.comm.wires import Gone, SocketWires, Wires
+from hf_zero.comm.cpu.wires import Gone, SocketWires, Wires
 from hf_zero.log import logger
 
 NUM_DETAILS = 5
