@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.timers import ThroughputTimer
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_rank
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group

@@ -10,17 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.exchange import Exchange, join
-from hf_zero.checkpoint.shard_states import (
-    GroupSummary,
-    ShardState,
-    buffers_of,
-    read_shards,
-    summarise,
-)
-from hf_zero.checkpoint.state_dicts import COUNTERS
-from hf_zero.checkpoint.states import (
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
+from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
     ModelWeights,
     OptimizerPart,
@@ -32,7 +24,15 @@ from hf_zero.checkpoint.states import (
     optimizer_states_3,
     ours,
 )
-from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.exchange import Exchange, join
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.shard_states import (
+    GroupSummary,
+    ShardState,
+    buffers_of,
+    read_shards,
+    summarise,
+)
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.layout.memory import extents_in_memory

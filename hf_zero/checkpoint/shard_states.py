@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.deepspeed_format import STEP
+from hf_zero.checkpoint.deepspeed.keys import STEP
+from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
 from hf_zero.checkpoint.plain import plain
-from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.comm import Collectives
 from hf_zero.optim import MasterShard, MasterTensor, Updater
 from hf_zero.optim.updater import OF_WHOLE_TENSORS

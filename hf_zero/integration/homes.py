@@ -35,14 +35,14 @@ _FRAGMENTS = _from(
     "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
-) | _from("hf_zero.checkpoint.inert", "fragment_address")
+) | _from("hf_zero.checkpoint.deepspeed.classes", "fragment_address")
 _LOADERS = _from(f"{_HERE}.helpers", "RepeatingLoader")
 _CONFIG = _from(f"{_HERE}.config_objects", "DeepSpeedConfig") | _from("hf_zero.config.errors", "DeepSpeedConfigError")
 _PRECISION = _from(
     "hf_zero.config.objects", "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
 )
 _ZERO_CONFIG = _from("hf_zero.config.objects", "DeepSpeedZeroConfig get_zero_config")
-_ZERO_STAGE = _from("hf_zero.checkpoint.inert", "ZeroStageEnum")
+_ZERO_STAGE = _from("hf_zero.checkpoint.deepspeed.classes", "ZeroStageEnum")
 _OFFLOAD_ENUMS = _from("hf_zero.api.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum")
 _NVTX = _from(f"{_HERE}.tools", "instrument_w_nvtx")
 _GROUP_NAMES = (
@@ -83,7 +83,7 @@ _BUILDERS = _from(
 )
 _VERSIONS = f"{_HERE}.versions"
 _CHECKPOINT_KEYS = _from(
-    "hf_zero.checkpoint.deepspeed_format",
+    "hf_zero.checkpoint.deepspeed.keys",
     "AUTOEP_LAYERS_KEY AUTOEP_LAYERS_KEY_LEGACY AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY "
     "AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS "
     "FROZEN_PARAM_SHAPES OPTIMIZER_STATE_DICT PARAM_SHAPES PARTITION_COUNT ZERO_STAGE",
@@ -177,7 +177,7 @@ HOMES: dict[str, Homes] = {
     "runtime.dataloader": {**_LOADERS, **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="DataLoader")},
     "runtime.engine": _ENGINE,
     "runtime.fp16.fused_optimizer": _from(f"{_HERE}.kinds", "FP16_Optimizer"),
-    "runtime.fp16.loss_scaler": _from("hf_zero.checkpoint.inert", "DynamicLossScaler LossScaler"),
+    "runtime.fp16.loss_scaler": _from("hf_zero.checkpoint.deepspeed.classes", "DynamicLossScaler LossScaler"),
     "runtime.fp16.unfused_optimizer": _from(f"{_HERE}.kinds", "FP16_UnfusedOptimizer"),
     "runtime.lr_schedules": {
         **_from("hf_zero.schedules", "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),

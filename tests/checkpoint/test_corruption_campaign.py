@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.checkpoint import CheckpointError
-from hf_zero.checkpoint.deepspeed_format import MANIFEST
+from hf_zero.checkpoint.deepspeed.keys import MANIFEST
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
 

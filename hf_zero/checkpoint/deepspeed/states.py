@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.inert import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.classes import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
+from hf_zero.checkpoint.files.stream import Awaited, Streamed
 from hf_zero.checkpoint.plain import plain
-from hf_zero.checkpoint.stream import Awaited, Streamed
 from hf_zero.layout.partitions import GroupPartition, SubGroup
 
 Content = Tensor | Streamed | Awaited

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.folder import Folder
-from hf_zero.checkpoint.module_part import module_part
-from hf_zero.checkpoint.state_dicts import (
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.folder import Folder
+from hf_zero.checkpoint.deepspeed.module_part import module_part
+from hf_zero.checkpoint.deepspeed.state_dicts import (
     check_manifest_is_there,
     element_states,
     flat,
@@ -23,7 +22,8 @@ from hf_zero.checkpoint.state_dicts import (
     scaler_values,
     shapes_in_groups,
 )
-from hf_zero.checkpoint.torch_reader import read_torch_file
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, Line, by_parameter
 from hf_zero.layout.reshard import Extent
 

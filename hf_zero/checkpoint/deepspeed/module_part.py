@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.state_dicts import flat, need_mapping, shape_of
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.state_dicts import flat, need_mapping, shape_of
 from hf_zero.checkpoint.view import Pieces
 from hf_zero.layout.partitions import shard_numel
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.manifest import files_to_check
 

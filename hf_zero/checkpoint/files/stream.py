@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import crc
+from hf_zero.checkpoint.files import crc
 
 CHUNK_BYTES = 4 << 20  # what one thread holds while it casts
 _SPAN_BYTES = 16 * CHUNK_BYTES

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import inert
+from hf_zero.checkpoint.deepspeed import classes
 from hf_zero.checkpoint.errors import CheckpointError
 
 # The description of a checkpoint of 100,000 parameters takes about 30 MB; what is larger is not a description.
 MAX_PICKLE_BYTES = 1 << 30
 MAX_RECORDS = 1 << 20
 
-_KNOWN = [(known, f"{home}.{known.__name__}") for known, home in inert.HOMES.items()]
+_KNOWN = [(known, f"{home}.{known.__name__}") for known, home in classes.HOMES.items()]
 _RESTORE = "restore it from a copy, or load an older checkpoint"
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, _weights_only_unpickler
 
-from hf_zero.checkpoint import inert, zip_format
-from hf_zero.checkpoint.durable import Written, written
-from hf_zero.checkpoint.stream import Arriving, Awaited, Record, Streamed, streamed, write_records
+from hf_zero.checkpoint.deepspeed import classes
+from hf_zero.checkpoint.files import zip_format
+from hf_zero.checkpoint.files.durable import Written, written
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Record, Streamed, streamed, write_records
 
 _PROTOCOL = 2  # torch's own choice, and the one that its restricted reader knows best
 
@@ -148,7 +149,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         return NotImplemented
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        home = inert.HOMES.get(obj) if isinstance(obj, type) else None
+        home = classes.HOMES.get(obj) if isinstance(obj, type) else None
         if home is None:
             start = self._file.tell()
             super().save_global(obj, name)  # type: ignore[misc]

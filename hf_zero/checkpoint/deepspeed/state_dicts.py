@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 
 # One value per parameter in the optimizers of torch, whatever the parameter's shape.

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_zero.checkpoint.stream import Awaited, Record, Streamed
+from hf_zero.checkpoint.files.stream import Awaited, Record, Streamed
 
 ALIGN_BYTES = 64
 _LOCAL = struct.Struct("<IHHHHHIIIHH")

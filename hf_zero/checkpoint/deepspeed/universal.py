@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.durable import PARTIAL, into_place
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.durable import PARTIAL, into_place
+from hf_zero.checkpoint.files.torch_file import write_torch_file
+from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.opening import open_checkpoint
-from hf_zero.checkpoint.torch_file import write_torch_file
-from hf_zero.checkpoint.torch_reader import read_torch_file
 from hf_zero.checkpoint.transaction import move_into_place
 from hf_zero.checkpoint.view import MASTER, CheckpointView
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_zero.checkpoint.stream import Record, checksum_of_records, write_at
+from hf_zero.checkpoint.files.stream import Record, checksum_of_records, write_at
 
 PARTIAL = ".partial"
 
