@@ -13,10 +13,10 @@ from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon, muon_groups
-from hf_zero.optim.one_bit_adam import OneBitAdam
-from hf_zero.optim.one_bit_lamb import OneBitLamb
+from hf_zero.optim.onebit.adam import OneBitAdam
+from hf_zero.optim.onebit.lamb import OneBitLamb
+from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam
 from hf_zero.optim.traits import Traits, family_of
-from hf_zero.optim.zero_one_adam import ZeroOneAdam
 from hf_zero.precision import Precision
 
 # By lower-case type; the names that ds.json and DeepSpeed's own classes use. Adam and AdamW are a matter of their own.

@@ -13,17 +13,17 @@ from hf_zero.optim.adafactor import AdafactorUpdater
 from hf_zero.optim.adafactor_flavours import flavour_of
 from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import AdamFamily, DeepSpeedCPUAdam, FusedAdam
-from hf_zero.optim.compressing import CompressingUpdater, Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.lamb import FusedLamb, LambUpdater
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion, LionFamily
 from hf_zero.optim.muon import Muon, MuonUpdater
-from hf_zero.optim.one_bit_adam import OneBitAdam, OneBitAdamUpdater
-from hf_zero.optim.one_bit_lamb import OneBitLamb, OneBitLambUpdater
+from hf_zero.optim.onebit.adam import OneBitAdam, OneBitAdamUpdater
+from hf_zero.optim.onebit.compressing import CompressingUpdater, Ranks
+from hf_zero.optim.onebit.lamb import OneBitLamb, OneBitLambUpdater
+from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam, ZeroOneAdamUpdater
 from hf_zero.optim.sgd import SgdFamily, has_no_dampening
 from hf_zero.optim.updater import MasterShard, Peers, Updater, WholeStepUpdater
 from hf_zero.optim.whole_tensors import WholeTensorUpdater
-from hf_zero.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamUpdater
 
 # Their update depends on whole matrices, which a flat shard does not have.
 WHOLE_TENSOR_NAMES = ("Muon", "Adafactor", "AdaFactor", "Shampoo", "SOAP", "LARS", "Lamb", "LAMB", "FusedLamb")

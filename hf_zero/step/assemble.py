@@ -19,8 +19,8 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.memory_estimate import Sizes, check_needs, needs_of
 from hf_zero.offload.placement import Places
 from hf_zero.optim.adopt import adopt_masters
-from hf_zero.optim.compressing import Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater
+from hf_zero.optim.onebit.compressing import Ranks
 from hf_zero.optim.registry import refuse_unfit, states_per_element, suit_precision
 from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.params.flat import FlatParameters

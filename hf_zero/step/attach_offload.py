@@ -21,7 +21,7 @@ from hf_zero.offload.parameter_placement import store_of_parameters
 from hf_zero.offload.placement import Place, Places, place_beside, place_in_memory, staging_on
 from hf_zero.offload.vector import Vector
 from hf_zero.optim import Updater
-from hf_zero.optim.compressing import CompressingUpdater
+from hf_zero.optim.onebit.compressing import CompressingUpdater
 from hf_zero.optim.shelf import ShardVectors, WorkingShelf
 from hf_zero.params.store import ParameterStore
 

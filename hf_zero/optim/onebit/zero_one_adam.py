@@ -24,7 +24,8 @@ from torch import Tensor
 
 from hf_zero.kernels.adam import adam
 from hf_zero.kernels.frozen_adam import frozen_adam
-from hf_zero.optim.compressing import (
+from hf_zero.optim.onebit.adam import rule_of
+from hf_zero.optim.onebit.compressing import (
     MOMENT,
     VARIANCE,
     CompressingOptimizer,
@@ -32,7 +33,6 @@ from hf_zero.optim.compressing import (
     Ranks,
     add_own_gradient,
 )
-from hf_zero.optim.one_bit_adam import rule_of
 from hf_zero.optim.updater import MasterShard, ShardGradients
 
 COMMON = "last_common_weights"

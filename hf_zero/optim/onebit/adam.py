@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.frozen_adam import frozen_adam
-from hf_zero.optim.compressing import (
+from hf_zero.optim.onebit.compressing import (
     MOMENT,
     VARIANCE,
     CompressingOptimizer,

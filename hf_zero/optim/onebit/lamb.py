@@ -25,7 +25,7 @@ from hf_zero.kernels.frozen_adam import frozen_adam, preconditioned
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import wide_chunks
 from hf_zero.layout import Piece
-from hf_zero.optim.compressing import (
+from hf_zero.optim.onebit.compressing import (
     MOMENT,
     VARIANCE,
     CompressingOptimizer,
