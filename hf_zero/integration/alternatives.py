@@ -37,7 +37,8 @@ ALTERNATIVES = {
     "autotuning": "autotuning is not built yet: `python -m hf_zero explain ds.json --model M` says what a config needs",
     "checkpoint": _CHECKPOINT_TOOLS,
     "checkpoint.ds_to_universal": (
-        "the conversion is hf_zero.checkpoint.deepspeed.universal.convert_to_universal; nothing else of this module is needed"
+        "the conversion is hf_zero.checkpoint.deepspeed.universal.convert_to_universal; nothing else of this module "
+        "is needed"
     ),
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,
