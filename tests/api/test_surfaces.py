@@ -20,7 +20,7 @@ from hf_zero.optim import FusedAdam
 from hf_zero.step.optimizer import ZeroOptimizer
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STAGES = (0, 1, 2, 3)
 
 
