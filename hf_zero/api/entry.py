@@ -22,7 +22,7 @@ from hf_zero.errors import WrongArgument
 from hf_zero.last_words import listen
 from hf_zero.log import announce, log_dist, logger
 from hf_zero.optim import build_optimizer
-from hf_zero.params.partitioning import describe_whole, make_whole
+from hf_zero.params.partitioning import describe_unsharded, unpartition
 from hf_zero.params.sharded import ShardedParameters
 from hf_zero.params.unit_builder import Channels
 from hf_zero.precision import precision_from
@@ -117,7 +117,7 @@ def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngin
     if store is None and plan.sharding.shards_parameters:
         store = shard_for_inference(model, plan)
     if resolved.zero.stage == 3:
-        describe_whole(model)
+        describe_unsharded(model)
     offload = ParameterOffload(model, store) if isinstance(store, ShardedParameters) else None
     if assembly is not None and offload is not None:
         assembly.optimizer.parameter_offload = offload
@@ -236,7 +236,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
         managed = set()
         if base is not None:
             managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
-        make_whole(model)
+        unpartition(model)
         place_model(model, plan.precision, device, managed)
     synchronise_unmanaged(model, plan.channels.reduce, managed)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.params.sharded_parameter import ShardedParameter, of
-from hf_zero.params.unsharding import hold, let_go
+from hf_zero.params.unsharding import reshard, unshard
 
 
 class GatheredParameters:
@@ -37,13 +37,13 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
 
     def __enter__(self) -> None:
-        hold(self._handles)
+        unshard(self._handles)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an exception ranks may have gone different ways: no collective any more, edits are dropped.
-        let_go(self._handles, self._modifier_rank if kind is None else None)
+        reshard(self._handles, self._modifier_rank if kind is None else None)
 
 
 def handles_of(params: Any) -> list[ShardedParameter]:

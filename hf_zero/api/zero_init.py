@@ -25,7 +25,7 @@ from hf_zero.offload.vector import ResidentVector
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.read_hooks import unwatch, watch
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
-from hf_zero.params.unsharding import hold, let_go
+from hf_zero.params.unsharding import reshard, unshard
 from hf_zero.precision import Precision, precision_from
 
 MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
@@ -204,7 +204,7 @@ class _Birth:
         """Parameters opened by a read go back to shards, with rank 0's values."""
         if self._opened:
             opened, self._opened = self._opened, []
-            let_go(opened, modifier_rank=0)
+            reshard(opened, modifier_rank=0)
 
     def _on_child(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None and not self._paused:
@@ -219,11 +219,11 @@ class _Birth:
     def _on_read(self, handle: ShardedParameter) -> None:
         if self._paused:
             return
-        hold([handle])
+        unshard([handle])
         self._opened.append(handle)
         # A function that initialises a whole model reads all of it, and no module comes any more.
         while len(self._opened) > MIN_OPENED and sum(opened.numel for opened in self._opened) > MAX_OPENED_NUMEL:
-            let_go([self._opened.pop(0)], modifier_rank=0)
+            reshard([self._opened.pop(0)], modifier_rank=0)
 
     @torch.no_grad()
     def _shard(self, parameter: nn.Parameter) -> None:

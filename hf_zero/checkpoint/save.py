@@ -40,7 +40,7 @@ from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_ro
 from hf_zero.layout.reshard import Extent, reshard
 from hf_zero.optim.updater import WholeStates
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order
-from hf_zero.params.sharded_parameter import cut_chunk, of
+from hf_zero.params.sharded_parameter import local_chunk, of
 
 
 @torch.no_grad()
@@ -355,4 +355,4 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
 def _fragment(parameter: torch.nn.Parameter, rank: int, world: int) -> Tensor:
     """This rank's chunk of a frozen parameter of stage 3."""
     handle = of(parameter)
-    return handle.view() if handle is not None else cut_chunk(parameter.detach(), rank, world)
+    return handle.view() if handle is not None else local_chunk(parameter.detach(), rank, world)

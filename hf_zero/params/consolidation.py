@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import get_rank
 from hf_zero.params.sharded_parameter import ShardedParameter, of
-from hf_zero.params.unsharding import gather_whole
+from hf_zero.params.unsharding import all_gather_values
 
 MAX_GATHERED_NUMEL = 1 << 26
 WHOLE_WEIGHTS_ARE_OFF = (
@@ -20,7 +20,7 @@ WHOLE_WEIGHTS_ARE_OFF = (
 def consolidated_state_dict(
     module: nn.Module, *, exclude_frozen: bool = False, everywhere: bool = False
 ) -> dict[str, Tensor]:
-    """`module.state_dict()` with whole weights, in host memory of rank 0; empty on the other ranks. Collective.
+    """`module.state_dict()` with unsharded weights, in host memory of rank 0; empty on the other ranks. Collective.
 
     Names of a tied parameter share one tensor. Persistent buffers are included.
 
@@ -30,7 +30,7 @@ def consolidated_state_dict(
     keeps = everywhere or get_rank() == 0
     names = _names_by_parameter(module)
     found: dict[str, Tensor] = {}
-    for parameter, values in whole_values(module, exclude_frozen=exclude_frozen):
+    for parameter, values in unsharded_values(module, exclude_frozen=exclude_frozen):
         if keeps:
             host = values.detach().to("cpu", copy=True)
             found.update(dict.fromkeys(names[id(parameter)], host))
@@ -41,7 +41,7 @@ def consolidated_state_dict(
     return {name: found[name] for name in state_dict_order(module) if name in found}
 
 
-def whole_values(module: nn.Module, *, exclude_frozen: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def unsharded_values(module: nn.Module, *, exclude_frozen: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Every parameter once with its whole values; at most a few tensors are whole at a time. Collective."""
     batch: list[nn.Parameter] = []
     for parameter in module.parameters():
@@ -56,7 +56,7 @@ def whole_values(module: nn.Module, *, exclude_frozen: bool = False) -> Iterator
 
 def _whole(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     handles: list[ShardedParameter] = [h for h in map(of, parameters) if h is not None and not h.is_available]
-    gathered = dict(zip(map(id, handles), gather_whole(handles), strict=True))
+    gathered = dict(zip(map(id, handles), all_gather_values(handles), strict=True))
     for parameter in parameters:
         handle = of(parameter)
         yield parameter, gathered.pop(id(handle)) if id(handle) in gathered else parameter.detach()

@@ -118,9 +118,9 @@ class Edits:
 
     def note(self, handle: ShardedParameter) -> None:
         """What was written into `handle` has been carried over."""
-        assert handle.whole is not None, "only what is whole can be written to"
+        assert handle.unsharded is not None, "only what is whole can be written to"
         if handle not in self._resident or not self._may_look:  # else their total is compared in every step
-            self._edited[_name(handle)] = int(digest(handle.whole)) if self._has_values else 0
+            self._edited[_name(handle)] = int(digest(handle.unsharded)) if self._has_values else 0
 
     @property
     def mark(self) -> int:
@@ -164,6 +164,6 @@ def _name(handle: ShardedParameter) -> str:
 def _digests(part: UnitPart) -> list[int]:
     """Of every member's bits, in one look at the device."""
     found: list[int] = torch.stack(
-        [digest(member.whole) for member in part.members if member.whole is not None]
+        [digest(member.unsharded) for member in part.members if member.unsharded is not None]
     ).tolist()
     return found

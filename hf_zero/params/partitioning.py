@@ -16,12 +16,12 @@ from hf_zero.params.sharded_parameter import (
     ShardedParameter,
     ZeroParamStatus,
     ZeroParamType,
-    cut_chunk,
     described_shard,
+    local_chunk,
     of,
     refuse_read,
 )
-from hf_zero.params.unsharding import TOGETHER_NUMEL, gather_whole, hold, let_go
+from hf_zero.params.unsharding import TOGETHER_NUMEL, all_gather_values, reshard, unshard
 
 _CALLABLES = (
     "all_gather",
@@ -48,7 +48,7 @@ def shard_parameter(
     if broadcast and collectives.world > 1:
         shard = _chunk_of_rank_0(values, collectives)
     else:
-        shard = cut_chunk(values, collectives.rank, collectives.world)
+        shard = local_chunk(values, collectives.rank, collectives.world)
     handle = ShardedParameter(parameter, shard.to(dtype or parameter.dtype), shape, collectives)
     _describe(handle)
     return handle
@@ -68,19 +68,19 @@ def _chunk_of_rank_0(values: Tensor, collectives: Collectives) -> Tensor:
     return shard
 
 
-def make_whole(module: nn.Module) -> None:
+def unpartition(module: nn.Module) -> None:
     """Turn the sharded parameters of `module` into plain ones again. Collective."""
     for parameter in module.parameters():
         handle = of(parameter)
         if handle is not None:
             if handle.owner is not None:
                 handle.owner.release()
-            handle.show(parameter.data.clone() if handle.is_available else gather_whole([handle])[0])
-            handle.whole = None
+            handle.show(parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
+            handle.unsharded = None
             _forget(parameter)
 
 
-def describe_whole(module: nn.Module) -> None:
+def describe_unsharded(module: nn.Module) -> None:
     """Give parameters that stage 3 leaves whole (a world of one; integers) the attributes that callers expect."""
     for parameter in module.parameters():
         if of(parameter) is None:
@@ -106,8 +106,8 @@ def _describe(handle: ShardedParameter) -> None:
     parameter.ds_process_group = None
     parameter.ds_param_type = ZeroParamType.PARTITIONED
     parameter.ds_active_sub_modules = set()
-    parameter.all_gather = lambda param_list=None, **_options: hold(_handles(param_list or [parameter]))
-    parameter.partition = lambda param_list=None, **_options: let_go(_held(param_list or [parameter]))
+    parameter.all_gather = lambda param_list=None, **_options: unshard(_handles(param_list or [parameter]))
+    parameter.partition = lambda param_list=None, **_options: reshard(_held(param_list or [parameter]))
     parameter.convert_to_zero_parameters = lambda param_list: [
         shard_parameter(other, handle.collectives) for other in param_list if of(other) is None
     ]
@@ -128,7 +128,7 @@ def _handles(parameters: Sequence[nn.Parameter]) -> list[ShardedParameter]:
 
 
 def _held(parameters: Sequence[nn.Parameter]) -> list[ShardedParameter]:
-    return [handle for handle in _handles(parameters) if handle.holds]
+    return [handle for handle in _handles(parameters) if handle.unshard_count]
 
 
 def _summary(handle: ShardedParameter) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class WatchedParameters(dict[str, Any]):
         parameter = dict.__getitem__(self, name)
         if parameter is not None:
             handle = of(parameter)
-            if handle is not None and handle.whole is None and not handle.holds:
+            if handle is not None and handle.unsharded is None and not handle.unshard_count:
                 self.on_read(handle)
         return parameter
 

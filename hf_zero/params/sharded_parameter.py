@@ -52,8 +52,8 @@ class ShardedParameter:
             NaN without memory where the chunk is kept elsewhere, see `opened`.
         kept: the chunk, where it is not always at hand.
         name: the parameter's name in its model, as far as known.
-        whole: the gathered tensor inside a unit's storage, while its unit is gathered.
-        holds: how many GatheredParameters contexts hold the parameter.
+        unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
+        unshard_count: how many GatheredParameters contexts hold the parameter.
         write_master: overwrites the beginning of this rank's chunk of the masters, where the parameter is trained.
         owner: the store whose unit the parameter belongs to; None before initialize().
     """
@@ -68,9 +68,9 @@ class ShardedParameter:
         self.numel = shape.numel()
         self.collectives = collectives
         self.name = ""
-        self.whole: Tensor | None = None
+        self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter, when it was shown
-        self.holds = 0
+        self.unshard_count = 0
         self.write_master: Callable[[Tensor], None] | None = None
         self.owner: Any = None
         self._number = next(_numbers)
@@ -79,12 +79,12 @@ class ShardedParameter:
 
     @property
     def is_available(self) -> bool:
-        return self.whole is not None or self.holds > 0
+        return self.unsharded is not None or self.unshard_count > 0
 
-    def show(self, whole: Tensor) -> None:
+    def show(self, unsharded: Tensor) -> None:
         """Let the parameter have its values."""
         self.parameter.__class__ = self._kind
-        self.parameter.data = whole
+        self.parameter.data = unsharded
         self._version = self.parameter._version
         self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
@@ -95,10 +95,10 @@ class ShardedParameter:
         self.parameter.__class__ = self._released_kind
         self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
-    def rest(self) -> None:
+    def show_between_uses(self) -> None:
         """Show what nobody holds as it is between uses: the unit's tensor if that is gathered, else the stand-in."""
-        if self.whole is not None:
-            self.show(self.whole)
+        if self.unsharded is not None:
+            self.show(self.unsharded)
         else:
             self.hide()
 
@@ -111,21 +111,21 @@ class ShardedParameter:
         Raises:
             RuntimeError: when the parameter was given other data.
         """
-        if self.whole is None or self.holds:
+        if self.unsharded is None or self.unshard_count:
             return False  # who holds it decides what becomes of edits
-        if self.parameter.data_ptr() != self.whole.data_ptr():
+        if self.parameter.data_ptr() != self.unsharded.data_ptr():
             _refuse_replaced(self)
         if not is_certain and self.parameter._version == self._version:
             return False
         self._version = self.parameter._version
-        self.write(self.whole)
+        self.write(self.unsharded)
         self.owner.edits.note(self)
         return True
 
     def differs(self) -> bool:
         """Whether this rank's chunk of the gathered tensor is not what is kept of it, to the bit."""
-        assert self.whole is not None, "not gathered"
-        mine = self.cut(self.whole)
+        assert self.unsharded is not None, "not gathered"
+        mine = self.local_chunk(self.unsharded)
         with self.opened() as own:
             return not torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
@@ -174,21 +174,21 @@ class ShardedParameter:
         """0-dim: NaN, unless somebody has filled the released parameter with a constant (torch lets that pass)."""
         return self.stand_in.as_strided((), ())
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's chunk of `whole` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
-        return cut_chunk(whole, self.collectives.rank, self.collectives.world)
+    def local_chunk(self, unsharded: Tensor) -> Tensor:
+        """This rank's chunk of `unsharded` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
+        return local_chunk(unsharded, self.collectives.rank, self.collectives.world)
 
     @torch.no_grad()
-    def write(self, whole: Tensor) -> None:
+    def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
         chunk = self.shard.numel()
-        mine = whole.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
+        mine = unsharded.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
         with self.opened(changes=True) as own:
             own[: mine.numel()].copy_(mine)
         if self.write_master is not None:
             self.write_master(mine)
-        if self.whole is not None and self.whole.data_ptr() != whole.data_ptr():
-            self.whole.copy_(whole)
+        if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
+            self.unsharded.copy_(unsharded)
             if self.owner is not None:
                 self.owner.edits.rewritten(self)
 
@@ -199,12 +199,12 @@ def of(parameter: Tensor) -> ShardedParameter | None:
     return handle if handle is not None and handle.parameter is parameter else None
 
 
-def cut_chunk(whole: Tensor, rank: int, world: int) -> Tensor:
+def local_chunk(unsharded: Tensor, rank: int, world: int) -> Tensor:
     """`rank`'s chunk of a tensor that is cut into ceil(numel / world) elements each; zero-padded, a new 1-D tensor."""
-    chunk = chunk_numel(whole.numel(), world)
-    flat = whole.detach().reshape(-1)
+    chunk = chunk_numel(unsharded.numel(), world)
+    flat = unsharded.detach().reshape(-1)
     mine = flat[min(rank * chunk, flat.numel()) : (rank + 1) * chunk]
-    shard = torch.zeros(chunk, dtype=whole.dtype, device=whole.device)
+    shard = torch.zeros(chunk, dtype=unsharded.dtype, device=unsharded.device)
     shard[: mine.numel()].copy_(mine)
     return shard
 
@@ -230,7 +230,7 @@ def refuse_overwritten(handles: Sequence[ShardedParameter]) -> None:
 
 def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
     values = handle.parameter.data
-    handle.rest()  # said once; what comes after an error, such as destroy(), goes on
+    handle.show_between_uses()  # said once; what comes after an error, such as destroy(), goes on
     raise RuntimeError(
         f"the data of parameter {handle.name or tuple(handle.shape)!r} was replaced (parameter.data = ..., .to(), "
         f".half()) by a tensor of shape {tuple(values.shape)} and {values.dtype}: ZeRO stage 3 keeps its shards "

@@ -105,7 +105,7 @@ class UnitPart:
         """Before what inference has kept is released: who has taken views of it (`detach()`, a state dict) keeps them,
         as they are. Emptied, they would be read from nowhere."""
         in_plans = sum(len(plan.places) for plan in self._by_row)
-        shown = sum(not member.holds for member in self.members)
+        shown = sum(not member.unshard_count for member in self.members)
         if self._num_uses() > self._num_own_uses + in_plans + shown:
             self._make_room()
 
@@ -149,8 +149,8 @@ class UnitPart:
         buffers.give(rows)
         self.put_back()
         for member, view in zip(self.members, self._views, strict=True):
-            member.whole = view
-            if not member.holds:
+            member.unsharded = view
+            if not member.unshard_count:
                 member.show(view)
 
     def refill(self, collectives: Collectives, buffers: GatherBuffers) -> Pending:
@@ -172,8 +172,8 @@ class UnitPart:
     def release(self) -> None:
         for member in self.members:
             member.adopt_edit()
-            member.whole = None
-            if not member.holds:
+            member.unsharded = None
+            if not member.unshard_count:
                 member.hide()
         self._full.untyped_storage().resize_(0)
         if self.kept.resident is None and self.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Sharded parameters that are whole for a while: gathered into tensors of their own, held, and let go."""
+"""Sharded parameters, unsharded for a while: gathered into tensors of their own, held, and resharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOGETHER_NUMEL = 1 << 20  # what travels as one
 
 
 @torch.no_grad()
-def gather_whole(handles: Sequence[ShardedParameter]) -> list[Tensor]:
+def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     """The full values of `handles`, each a tensor of its own. Collective: all-gathers per dtype, in list order.
 
     Raises:
@@ -63,30 +63,30 @@ def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
         return [flat[: members[0].numel].view(members[0].shape)]
     gathered, offset = [], 0
     for member in members:
-        whole = torch.empty(member.shape, dtype=dtype, device=device)
-        read_rows(whole.view(-1), rows[:, offset : offset + member.shard.numel()])
-        gathered.append(whole)
+        unsharded = torch.empty(member.shape, dtype=dtype, device=device)
+        read_rows(unsharded.view(-1), rows[:, offset : offset + member.shard.numel()])
+        gathered.append(unsharded)
         offset += member.shard.numel()
     return gathered
 
 
-def hold(handles: Sequence[ShardedParameter]) -> None:
-    """Let `handles` show their values in tensors of their own until `let_go`; nests. Collective."""
-    fresh = [handle for handle in handles if not handle.holds]
+def unshard(handles: Sequence[ShardedParameter]) -> None:
+    """Let `handles` show their values in tensors of their own until `reshard`; nests. Collective."""
+    fresh = [handle for handle in handles if not handle.unshard_count]
     with torch.inference_mode(False), torch.no_grad():
-        missing = [handle for handle in fresh if handle.whole is None]
-        for handle, whole in zip(missing, gather_whole(missing), strict=True):
-            handle.show(whole)
+        missing = [handle for handle in fresh if handle.unsharded is None]
+        for handle, unsharded in zip(missing, all_gather_values(missing), strict=True):
+            handle.show(unsharded)
         for handle in fresh:
-            if handle.whole is not None:
+            if handle.unsharded is not None:
                 handle.adopt_edit()
-                handle.show(handle.whole.clone())  # edits in here must be able to be dropped
+                handle.show(handle.unsharded.clone())  # edits in here must be able to be dropped
     for handle in handles:
-        handle.holds += 1
+        handle.unshard_count += 1
 
 
-def let_go(handles: Sequence[ShardedParameter], modifier_rank: int | None = None) -> None:
-    """Undo one `hold`. With `modifier_rank`, that rank's values are kept, by all ranks. Collective then.
+def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = None) -> None:
+    """Undo one `unshard`. With `modifier_rank`, that rank's values are kept, by all ranks. Collective then.
 
     Raises:
         RuntimeError: when a parameter that is to be kept has another shape or dtype now.
@@ -94,10 +94,10 @@ def let_go(handles: Sequence[ShardedParameter], modifier_rank: int | None = None
     if modifier_rank is not None and handles:
         _keep_edits(handles, modifier_rank)
     for handle in handles:
-        handle.holds -= 1
-        assert handle.holds >= 0, "let_go without hold"
-        if not handle.holds:
-            handle.rest()
+        handle.unshard_count -= 1
+        assert handle.unshard_count >= 0, "let_go without hold"
+        if not handle.unshard_count:
+            handle.show_between_uses()
             if handle.device.type == "cpu":
                 HEAP.freed(handle.numel * handle.shard.element_size())
 

@@ -17,7 +17,7 @@ NUM_LAYERS = 30
 def open_parameters(model: nn.Sequential) -> int:
     """Without reading them."""
     handles = [of(parameter) for layer in model for parameter in layer._parameters.values()]
-    return sum(handle is not None and handle.holds > 0 for handle in handles)
+    return sum(handle is not None and handle.unshard_count > 0 for handle in handles)
 
 
 def initialise_after_birth(rank: int) -> tuple[int, list[float]]:

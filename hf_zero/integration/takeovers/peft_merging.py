@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.params.partitioning import make_whole
+from hf_zero.params.partitioning import unpartition
 from hf_zero.params.sharded_parameter import of
 
 logger = logging.getLogger("hf_zero")
@@ -36,7 +36,7 @@ def around_layer(
 def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
     """Who holds parameters already (TRL does, to merge for a while) decides what becomes of edits."""
     handles = ((parameter, of(parameter)) for parameter in layer.parameters())
-    return [parameter for parameter, handle in handles if handle is not None and not handle.holds]
+    return [parameter for parameter, handle in handles if handle is not None and not handle.unshard_count]
 
 
 def around_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def around_model(original: Callable[..., Any]) -> Callable[..., Any]:
             return merged
         numel = sum(parameter.numel() for parameter in merged.parameters())
         if numel <= min(limits):
-            make_whole(merged)
+            unpartition(merged)
         else:
             logger.warning(
                 "merge_and_unload: the merged model has %d elements, more than stage3_max_live_parameters (%d) lets "
