@@ -143,9 +143,9 @@ def _allowance(engine: Any) -> dict[str, float]:
     """Megabytes that the plan allows: the buffers, the largest unit (its weights), and what is always gathered."""
     units = engine._store.units if hasattr(engine._store, "units") else ()
     largest = max((unit.numel for unit in units), default=0) * 2
-    resident = sum(unit.numel for unit in units if unit.is_resident) * 2
+    persistent = sum(unit.numel for unit in units if unit.is_persistent) * 2
     buffers = sum(drive.buffer_bytes for drive in engine._assembly.places.drives)
-    return {"buffers": buffers / meters.MB, "unit": largest / meters.MB, "resident": resident / meters.MB}
+    return {"buffers": buffers / meters.MB, "unit": largest / meters.MB, "persistent": persistent / meters.MB}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from hf_zero.config import load_config, resolve_offload, resolve_precision
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.swap_store import SwapStore
 from hf_zero.offload.parameter_placement import store_at_birth
-from hf_zero.offload.vector import ResidentVector
+from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.read_hooks import unwatch, watch
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
@@ -233,7 +233,7 @@ class _Birth:
         if self._store is not None and handle.kept is None:
             handle.move(self._store.adopt("a parameter's shard", handle.shard), local_device())
         elif handle.shard.device != self._device:
-            handle.move(ResidentVector(handle.shard.to(self._device)), self._device)
+            handle.move(InMemoryVector(handle.shard.to(self._device)), self._device)
         if on_host:
             HEAP.freed(parameter.numel() * parameter.element_size())
 

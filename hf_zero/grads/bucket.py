@@ -73,7 +73,7 @@ class BucketGradients:
     @property
     def held(self) -> Tensor | None:
         """Reduced gradients that are at hand and not applied yet."""
-        return self._reduced.resident if self.has_reduced and self._reduced is not None else None
+        return self._reduced.tensor if self.has_reduced and self._reduced is not None else None
 
     def drop_idle(self) -> None:
         """Free the room for reduced gradients while there are none."""
@@ -81,14 +81,14 @@ class BucketGradients:
             not self.has_reduced
             and self.local is None
             and self._reduced is not None
-            and self._reduced.resident is not None
+            and self._reduced.tensor is not None
         ):
             self._reduced = None
 
     @property
     def reduces_in_place(self) -> bool:
         """Whether a collective may leave its result where reduced gradients stay."""
-        at_hand = self.reduced.resident
+        at_hand = self.reduced.tensor
         return at_hand is not None and at_hand.device == self.flat.device
 
     def place_for_result(self) -> Tensor:
@@ -175,14 +175,14 @@ class BucketGradients:
             add_into(total, part.to(total.device))
         elif part.data_ptr() != total.data_ptr():
             total.copy_(part)
-        if self.reduced.resident is None:
+        if self.reduced.tensor is None:
             self._squares = sum_of_squares(total)  # while they are here
         self.reduced.release(changed=True)
         self.has_reduced = True
 
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares of the reduced gradients in `part` of the owned interval: 0-dim, fp64."""
-        if self.reduced.resident is None and part.numel == self.flat.owned.numel and self._squares is not None:
+        if self.reduced.tensor is None and part.numel == self.flat.owned.numel and self._squares is not None:
             return self._squares
         with self.reduced.opened() as total:
             return sum_of_squares(total.narrow(0, part.start, part.numel))
@@ -197,7 +197,7 @@ class BucketGradients:
         The reduced buffer stays allocated, except where whole local gradients stand beside it in the next step.
         """
         is_in_the_way = self._kept_local and self.flat.owned.numel < self.bucket.numel
-        if is_in_the_way and self._reduced is not None and self._reduced.resident is not None:
+        if is_in_the_way and self._reduced is not None and self._reduced.tensor is not None:
             self._reduced = None
         self._kept_local = False
         self.local = None

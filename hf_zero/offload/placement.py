@@ -147,7 +147,7 @@ class Places:
     ) -> Iterator[Portion]:
         for group, part in cut_portions(bucket, owned, self.portion_numel):
             narrow = place.weights(part_of(weights, part.start, part.numel))
-            if narrow.resident is not None and narrow.dtype == wide.dtype:
+            if narrow.tensor is not None and narrow.dtype == wide.dtype:
                 yield Portion(group, part, narrow, None)
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"

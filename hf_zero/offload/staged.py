@@ -73,7 +73,7 @@ class StagedVector(Vector):
         self._home.fetch(reads=reads)
         self._buffer = self._pool.take(self.numel, self.dtype)
         self._is_filled = not reads
-        if self._home.resident is not None:
+        if self._home.tensor is not None:
             # Not beside other work: a buffer on the host may be read as soon as this returns.
             self.take()
 

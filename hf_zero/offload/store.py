@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import host_empty
-from hf_zero.offload.vector import ResidentVector, Vector
+from hf_zero.offload.vector import InMemoryVector, Vector
 
 
 class Store(ABC):
@@ -38,14 +38,14 @@ class MemoryStore(Store):
 
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
         values = empty_on(self._device, numel, dtype, pinned=self._pinned)
-        return ResidentVector(values.zero_() if zeros else values)
+        return InMemoryVector(values.zero_() if zeros else values)
 
     def adopt(self, name: str, values: Tensor) -> Vector:
         is_part = values.untyped_storage().nbytes() > values.numel() * values.element_size()
         if values.device != self._device or is_part:  # a part would keep the whole alive
             home = empty_on(self._device, values.numel(), values.dtype, pinned=self._pinned)
             values = home.copy_(values)
-        return ResidentVector(values)
+        return InMemoryVector(values)
 
 
 class CappedStore(Store):

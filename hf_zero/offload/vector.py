@@ -29,7 +29,7 @@ class Vector(ABC):
         return self.numel * self.dtype.itemsize
 
     @property
-    def resident(self) -> Tensor | None:
+    def tensor(self) -> Tensor | None:
         """The values, where they are always at hand; None where they have to be fetched."""
         return None
 
@@ -80,7 +80,7 @@ class Vector(ABC):
             self.release(changed=changes)
 
 
-class ResidentVector(Vector):
+class InMemoryVector(Vector):
     """A tensor that is already where the work is done."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -88,7 +88,7 @@ class ResidentVector(Vector):
         self._tensor = tensor
 
     @property
-    def resident(self) -> Tensor:
+    def tensor(self) -> Tensor:
         return self._tensor
 
     @property
@@ -117,8 +117,8 @@ class Part(Vector):
         self._start = start
 
     @property
-    def resident(self) -> Tensor | None:
-        whole = self._whole.resident
+    def tensor(self) -> Tensor | None:
+        whole = self._whole.tensor
         return None if whole is None else whole.narrow(0, self._start, self.numel)
 
     @property
@@ -150,14 +150,14 @@ class Part(Vector):
 
 
 def part_of(whole: Vector, start: int, numel: int) -> Vector:
-    """The interval of `whole`; a plain view where that is resident."""
-    tensor = whole.resident
-    return Part(whole, start, numel) if tensor is None else ResidentVector(tensor.narrow(0, start, numel))
+    """The interval of `whole`; a plain view where that is in memory."""
+    tensor = whole.tensor
+    return Part(whole, start, numel) if tensor is None else InMemoryVector(tensor.narrow(0, start, numel))
 
 
 def at_hand_or_absent(vector: Vector) -> Tensor:
     """The vector's values, or what stands for them while they are away."""
-    return vector.resident if vector.resident is not None else absent(vector.numel, vector.dtype)
+    return vector.tensor if vector.tensor is not None else absent(vector.numel, vector.dtype)
 
 
 def absent(numel: int, dtype: torch.dtype) -> Tensor:

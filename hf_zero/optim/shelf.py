@@ -144,7 +144,7 @@ class WorkingShelf(Shelf):
             yield index
 
     def batches(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
-        if self.always_at_hand and all(self._vectors[index].gradient().resident is not None for index in indices):
+        if self.always_at_hand and all(self._vectors[index].gradient().tensor is not None for index in indices):
             yield indices
             return
         for index in self._walk(indices, self._fetch):
@@ -197,7 +197,7 @@ class WorkingShelf(Shelf):
 
     @property
     def always_at_hand(self) -> bool:
-        return all(vector.resident is not None for index in range(len(self.shards)) for vector in self._kept(index))
+        return all(vector.tensor is not None for index in range(len(self.shards)) for vector in self._kept(index))
 
     def forget_states(self, index: int) -> None:
         states = self._states[index]
@@ -225,12 +225,12 @@ class WorkingShelf(Shelf):
     def _point(self, index: int, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
         """Let the optimizer's tensors show what `values` gives; with `begins` also states it does not have yet."""
         shard, master = self.shards[index], self._vectors[index].master
-        if master.resident is None:
+        if master.tensor is None:
             _show_master(shard, values(master))
         for (position, name), vector in self._states[index].items():
             parameter = shard.tensors[position].parameter
             is_known = name in self._optimizer.state.get(parameter, {})
-            if (is_known and vector.resident is None) or (begins and not is_known):
+            if (is_known and vector.tensor is None) or (begins and not is_known):
                 self._optimizer.state[parameter][name] = values(vector).view(parameter.shape)
 
     def _settle(self, index: int, *, changed: bool) -> None:
@@ -260,11 +260,11 @@ class WorkingShelf(Shelf):
 
     def _put_away(self, index: int) -> None:
         shard = self.shards[index]
-        if self._vectors[index].master.resident is None:
+        if self._vectors[index].master.tensor is None:
             _show_master(shard, absent(shard.part.numel, shard.master.dtype))
         for (position, name), vector in self._states[index].items():
             state = self._optimizer.state.get(shard.tensors[position].parameter, {})
-            if vector.resident is None and name in state:
+            if vector.tensor is None and name in state:
                 state[name] = absent(vector.numel, vector.dtype).view(state[name].shape)
 
     def _flush(self, index: int) -> None:

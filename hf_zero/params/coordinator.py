@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm import Negotiation, Rows, ledger
+from hf_zero.params.gather_plan import GatherPlan
 from hf_zero.params.hooks import HookedScope
-from hf_zero.params.persistence import Residency
 from hf_zero.params.unit import GatherBuffers, Unit
 
 
@@ -60,12 +60,12 @@ class Gatherer:
     """Owns when units are gathered and released; see the module's docstring for the rules."""
 
     def __init__(
-        self, units: Sequence[Unit], scopes: Sequence[HookedScope], residency: Residency, negotiation: Negotiation
+        self, units: Sequence[Unit], scopes: Sequence[HookedScope], gather_plan: GatherPlan, negotiation: Negotiation
     ) -> None:
         self.units = tuple(units)
         self._scopes = tuple(scopes)
         self._line = tuple(scope for scope in scopes if scope.position is not None)
-        self._residency = residency
+        self._gather_plan = gather_plan
         self._negotiation = negotiation
         self._number = negotiation.register(self, len(self.units))
         self._buffers = GatherBuffers()
@@ -108,7 +108,7 @@ class Gatherer:
 
     # Order
 
-    def reorder(self, order: Sequence[int], residency: Residency) -> None:
+    def reorder(self, order: Sequence[int], gather_plan: GatherPlan) -> None:
         """From now on position `i` is the scope that was at `order[i]`. Between passes only."""
         assert not self._frames and self._backward is None and self._in_flight is None, "a pass is under way"
         new = {old: position for position, old in enumerate(order)}
@@ -116,7 +116,7 @@ class Gatherer:
         for scope in self._scopes:
             scope.position = None if scope.position is None else new[scope.position]
             scope.reach = tuple(sorted(new[old] for old in scope.reach))
-        self._residency = residency
+        self._gather_plan = gather_plan
         self._position_of = self._first_positions()
         self._seen = []
         self.is_out_of_order = False
@@ -236,7 +236,7 @@ class Gatherer:
     def _keeps(self, scope: HookedScope, unit: Unit) -> bool:
         if unit not in scope.units:
             return False  # read by a scope that it does not belong to
-        kept = self._residency.kept_for_backward if self._trains else self._residency.kept_for_inference
+        kept = self._gather_plan.kept_for_backward if self._trains else self._gather_plan.kept_for_inference
         return scope.position in kept
 
     # Backward
@@ -277,7 +277,7 @@ class Gatherer:
                 if scope is not None and not _is_around(backward.holders.get(unit), scope):
                     backward.holders[unit] = scope
             below = range(backward.cursor - 1, -1, -1)
-            self._prefetch(position for position in below if position in self._residency.needed_in_backward)
+            self._prefetch(position for position in below if position in self._gather_plan.needed_in_backward)
 
     def _report(self, cursor: int) -> None:
         """Backward is done with the positions from `cursor` on; None: it will come back to them for another pass."""
@@ -333,7 +333,7 @@ class Gatherer:
             self._in_flight = None
 
     def _prefetch(self, positions: Iterable[int]) -> None:
-        if self._in_flight is not None or not self._residency.prefetches:
+        if self._in_flight is not None or not self._gather_plan.prefetches:
             return
         for position in positions:
             for unit in self._line[position].units:
@@ -346,7 +346,7 @@ class Gatherer:
                 self._in_flight = unit
 
     def _release(self, unit: Unit) -> None:
-        if not unit.is_resident:
+        if not unit.is_persistent:
             unit.release()
 
     def _finish_unwanted(self) -> None:
@@ -367,7 +367,7 @@ class Gatherer:
         self._negotiation.reopen()
 
     def release_all(self) -> None:
-        """Back to shards, except resident units and what a running forward uses."""
+        """Back to shards, except persistent units and what a running forward uses."""
         busy = {unit for frame in self._frames for unit in frame.units}
         for unit in self.units:
             if unit not in busy:

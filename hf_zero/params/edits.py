@@ -1,6 +1,6 @@
 """Writes of the user's into parameters that are whole: noticed, carried over to the shards, compared between ranks.
 
-Whole between steps are resident parameters, and what inference has kept gathered. A write in place counts up the
+Whole between steps are persistent parameters, and what inference has kept gathered. A write in place counts up the
 parameter's version, by which it is noticed wherever a unit goes back to shards; one through `parameter.data` does not,
 so what is whole for long has a digest of its bits taken when it was gathered, and again before it goes.
 
@@ -29,25 +29,25 @@ class Edits:
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
-        self._resident = {member for unit in units if unit.is_resident for member in unit.members}
+        self._persistent = {member for unit in units if unit.is_persistent for member in unit.members}
         # At values, in every step: where the host runs ahead it would have to wait.
         self._may_look = not host_runs_ahead(device)
         self._has_values = device.type != "meta"
-        self._totals: dict[UnitPart, Tensor] = {}  # digests of resident parts, when they were gathered; 0-dim
+        self._totals: dict[UnitPart, Tensor] = {}  # digests of persistent parts, when they were gathered; 0-dim
         self._digests: dict[UnitPart, list[int]] = {}  # of the members of kept parts, when they were gathered
         self._num_lost: Tensor | None = None
         self._edited: dict[str, int] = {}  # since ranks met the last time: name -> digest
 
-    def remember_resident(self) -> None:
-        """The resident unit has just been gathered, or the engine has written to it."""
+    def remember_persistent(self) -> None:
+        """The persistent unit has just been gathered, or the engine has written to it."""
         for unit in self._units:
-            if unit.is_resident:
+            if unit.is_persistent:
                 self._totals.update((part, part.digest()) for part in unit.parts)
 
     def remember_kept(self) -> None:
         """Inference has kept units, as long as it may."""
         for unit in self._units:
-            if unit.is_gathered and not unit.is_resident and self._has_values:
+            if unit.is_gathered and not unit.is_persistent and self._has_values:
                 for part in unit.parts:
                     if part not in self._digests:
                         self._digests[part] = _digests(part)
@@ -73,7 +73,7 @@ class Edits:
 
     def _adopt(self, part: UnitPart) -> None:
         if part in self._totals:
-            self._adopt_resident(part)
+            self._sync_persistent(part)
             return
         known = self._digests.get(part)
         found = None if known is None else _digests(part)
@@ -82,7 +82,7 @@ class Edits:
         if found is not None:
             self._digests[part] = found
 
-    def _adopt_resident(self, part: UnitPart) -> None:
+    def _sync_persistent(self, part: UnitPart) -> None:
         """This is part of every step: one look at all, and only if that finds something, one at each."""
         is_changed = self._may_look and bool(part.digest() != self._totals[part])
         adopted = [member.adopt_edit(is_certain=is_changed and member.differs()) for member in part.members]
@@ -91,8 +91,8 @@ class Edits:
 
     def rewritten(self, handle: ShardedParameter) -> None:
         """The engine has written into the gathered tensor of `handle`."""
-        if handle in self._resident:
-            self.remember_resident()
+        if handle in self._persistent:
+            self.remember_persistent()
             return
         for part in self._digests:
             if handle in part.members:
@@ -119,12 +119,12 @@ class Edits:
     def note(self, handle: ShardedParameter) -> None:
         """What was written into `handle` has been carried over."""
         assert handle.unsharded is not None, "only what is whole can be written to"
-        if handle not in self._resident or not self._may_look:  # else their total is compared in every step
+        if handle not in self._persistent or not self._may_look:  # else their total is compared in every step
             self._edited[_name(handle)] = int(digest(handle.unsharded)) if self._has_values else 0
 
     @property
     def mark(self) -> int:
-        """A number below 2 ** MARK_BITS: equal where the same has been written, and resident parameters are equal."""
+        """A number below 2 ** MARK_BITS: equal where the same has been written, and persistent parameters are equal."""
         totals = [int(known) for known in self._totals.values()] if self._may_look else []
         if not self._edited and not totals:
             return 0
@@ -149,12 +149,12 @@ class Edits:
         )
 
     def _facts(self) -> dict[str, int]:
-        resident = {
+        persistent = {
             _name(member): digest
             for part in self._totals
             for member, digest in zip(part.members, _digests(part), strict=True)
         }
-        return {**resident, **self._edited}
+        return {**persistent, **self._edited}
 
 
 def _name(handle: ShardedParameter) -> str:

@@ -12,7 +12,7 @@ from hf_zero.comm import Collectives, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Places
-from hf_zero.offload.vector import ResidentVector
+from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
 
@@ -102,7 +102,7 @@ class FlatParameters(ParameterStore):
         flat = wide.to(model_dtype)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
-        weights = ResidentVector(flat.narrow(0, owned.start, owned.numel))
+        weights = InMemoryVector(flat.narrow(0, owned.start, owned.numel))
         place = places.next(owned.numel)
         return FlatBucket(
             bucket=bucket,

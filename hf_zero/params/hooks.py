@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from hf_zero.params.gather_plan import Use
 from hf_zero.params.hooked_modules import Scope
-from hf_zero.params.persistence import Use
 from hf_zero.params.unit import Unit
 
 
@@ -73,7 +73,7 @@ def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -
 
 
 def use_of(scope: HookedScope) -> Use:
-    """What the rules of residency need to know of it."""
+    """What the gather plan need to know of it."""
     return Use(
         units=tuple(unit.index for unit in scope.units),
         numel=sum(unit.numel for unit in scope.units),

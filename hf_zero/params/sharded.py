@@ -15,10 +15,10 @@ from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Places
 from hf_zero.params.coordinator import Gatherer
 from hf_zero.params.edits import Edits
+from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
 from hf_zero.params.hooked_modules import Scope, find_scopes
 from hf_zero.params.hooks import HookedScope, hooked_scopes, use_of
 from hf_zero.params.leaf_modules import mark_leaves
-from hf_zero.params.persistence import Residency, merge_orders, plan_residency
 from hf_zero.params.read_hooks import unwatch, watch
 from hf_zero.params.sharded_parameter import ShardedParameter, of, refuse_overwritten
 from hf_zero.params.store import ParameterStore, Reductions, TrainedBucket
@@ -32,7 +32,7 @@ class ShardedParameters(ParameterStore):
 
     Attributes:
         gatherer: gathers and releases units around their use.
-        units: in gather order; the resident one, if any, comes last.
+        units: in gather order; the persistent one, if any, comes last.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardedParameters(ParameterStore):
         mark_leaves(module, policy)
         scopes = find_scopes(module)
         builder = UnitBuilder(trained, self._names, precision, channels, places)
-        self.units = builder.build(scopes, self._everything(), self._choose_resident(policy))
+        self.units = builder.build(scopes, self._everything(), self._choose_persistent(policy))
         self._parts_in_reduce_order = tuple(self._find_parts_in_reduce_order())
         self._adopt(channels.access)
         super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
@@ -71,7 +71,7 @@ class ShardedParameters(ParameterStore):
         self.gatherer.on_kept, self.gatherer.on_training = self.edits.remember_kept, self._give_up_kept
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
-        self._gather_resident()
+        self._gather_persistent()
         self.attach()
 
     @property
@@ -89,7 +89,7 @@ class ShardedParameters(ParameterStore):
         known = {id(parameter) for parameter in self._module.parameters()}
         return [*self._module.parameters(), *(p for p in self._trained.parameters if id(p) not in known)]
 
-    def _choose_resident(self, policy: GatherPolicy) -> set[int]:
+    def _choose_persistent(self, policy: GatherPolicy) -> set[int]:
         """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
         chosen, budget = set(), policy.model_persistence_numel
         for parameter in self._everything():
@@ -115,8 +115,8 @@ class ShardedParameters(ParameterStore):
         return self._index_of.get(id(part.members[place].parameter), -1)
 
     def _find_parts_in_reduce_order(self) -> Iterator[tuple[Unit, UnitPart]]:
-        """Backward completes the last unit first; resident parameters belong to all units, so they come last."""
-        for unit in sorted(self.units, key=lambda unit: (unit.is_resident, -unit.index)):
+        """Backward completes the last unit first; persistent parameters belong to all units, so they come last."""
+        for unit in sorted(self.units, key=lambda unit: (unit.is_persistent, -unit.index)):
             yield from ((unit, part) for part in unit.parts if part.layout.trained_numel)
 
     def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
@@ -138,15 +138,15 @@ class ShardedParameters(ParameterStore):
             yield trained
 
     def _build_gatherer(self, scopes: Sequence[Scope], policy: GatherPolicy) -> Gatherer:
-        unit_of = {id(m.parameter): unit for unit in self.units if not unit.is_resident for m in unit.members}
+        unit_of = {id(m.parameter): unit for unit in self.units if not unit.is_persistent for m in unit.members}
         hooked = hooked_scopes(scopes, unit_of)
         self._policy = policy
         self._unit_of = unit_of
-        residency = self._residency([scope for scope in hooked if scope.position is not None])
-        return Gatherer(self.units, hooked, residency, self._channels.gather.negotiation)
+        gather_plan = self._gather_plan([scope for scope in hooked if scope.position is not None])
+        return Gatherer(self.units, hooked, gather_plan, self._channels.gather.negotiation)
 
-    def _residency(self, line: Sequence[HookedScope]) -> Residency:
-        return plan_residency(
+    def _gather_plan(self, line: Sequence[HookedScope]) -> GatherPlan:
+        return plan_gathers(
             [use_of(scope) for scope in line],
             max_live_numel=self._policy.max_live_numel,
             max_reuse_numel=self._policy.max_reuse_numel,
@@ -197,7 +197,7 @@ class ShardedParameters(ParameterStore):
         """What inference has kept gathered is about to be released."""
         self.adopt_edits()
         for unit in self.units:
-            if unit.is_gathered and not unit.is_resident:
+            if unit.is_gathered and not unit.is_persistent:
                 for part in unit.parts:
                     part.leave_views()
 
@@ -207,7 +207,7 @@ class ShardedParameters(ParameterStore):
 
     def finish_update(self) -> None:
         self.gatherer.reopen()
-        self.edits.remember_resident()
+        self.edits.remember_persistent()
 
     @property
     def is_out_of_order(self) -> bool:
@@ -225,7 +225,7 @@ class ShardedParameters(ParameterStore):
 
     @property
     def releases(self) -> bool:
-        return any(not unit.is_resident for unit in self.units)
+        return any(not unit.is_persistent for unit in self.units)
 
     def released_in(self, value: float) -> list[str]:
         return [repr(handle.name) for handle in self._released_handles() if handle.is_source_of(value)]
@@ -236,7 +236,7 @@ class ShardedParameters(ParameterStore):
 
     def _released_handles(self) -> Iterator[ShardedParameter]:
         for unit in self.units:
-            if not unit.is_resident:
+            if not unit.is_persistent:
                 yield from unit.members
 
     def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
@@ -246,14 +246,14 @@ class ShardedParameters(ParameterStore):
         orders = self._channels.reduce.gather_objects(self.gatherer.seen)
         line = self.gatherer.line
         order = merge_orders([list(seen) for seen in orders], len(line))  # type: ignore[call-overload]
-        self.gatherer.reorder(order, self._residency([line[position] for position in order]))
+        self.gatherer.reorder(order, self._gather_plan([line[position] for position in order]))
         first = self._first_positions()
         buckets = sorted(range(len(first)), key=lambda bucket: -first[bucket])
         self._finished_at = sorted(first, reverse=True)
         return buckets
 
     def _first_positions(self) -> list[int]:
-        """Where each bucket's unit is used first in forward, so last in backward; -1 for resident parameters."""
+        """Where each bucket's unit is used first in forward, so last in backward; -1 for persistent parameters."""
         position_of: dict[Unit, int] = {}
         for position, scope in enumerate(self.gatherer.line):
             for unit in scope.units:
@@ -269,7 +269,7 @@ class ShardedParameters(ParameterStore):
         self.gatherer.on_progress = tell
 
     def adopt_edits(self) -> None:
-        """Of parameters that are whole now: resident ones, and what inference has kept."""
+        """Of parameters that are whole now: persistent ones, and what inference has kept."""
         self.edits.adopt()
 
     @property
@@ -282,18 +282,18 @@ class ShardedParameters(ParameterStore):
         self.edits.agreed()
 
     def publish(self, bucket: int) -> Pending:
-        """Gather updated resident parameters again; all others wait as shards for their next use."""
+        """Gather updated persistent parameters again; all others wait as shards for their next use."""
         unit, part = self._parts_in_reduce_order[bucket]
-        return part.refill(self._channels.reduce, self._buffers) if unit.is_resident else Pending()
+        return part.refill(self._channels.reduce, self._buffers) if unit.is_persistent else Pending()
 
-    def _gather_resident(self) -> None:
+    def _gather_persistent(self) -> None:
         for unit in self.units:
-            if unit.is_resident:
+            if unit.is_persistent:
                 for part in unit.parts:
                     part.allocate()
                     part.refill(self._channels.reduce, self._buffers).wait()
                 unit.is_gathered = True
-                self.edits.remember_resident()
+                self.edits.remember_persistent()
                 for member in unit.members:
                     member.parameter.ds_persist = True  # type: ignore[attr-defined]
 

@@ -149,11 +149,11 @@ class ShardedParameter:
 
     def move(self, kept: Vector, device: torch.device) -> None:
         """Keep the chunk in `kept`, which holds the right values; the parameter is used on `device`."""
-        resident, before = kept.resident, self.kept
-        self.kept = kept if resident is None else None
+        at_hand, before = kept.tensor, self.kept
+        self.kept = kept if at_hand is None else None
         if before is not None:
             before.free()
-        self.shard = absent(kept.numel, kept.dtype) if resident is None else resident
+        self.shard = absent(kept.numel, kept.dtype) if at_hand is None else at_hand
         self.parameter.ds_tensor = described_shard(self)  # type: ignore[attr-defined]
         if self.stand_in.dtype != kept.dtype or self.stand_in.device != device:
             self.stand_in = self._stand_in(kept.dtype, device)

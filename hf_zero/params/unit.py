@@ -176,7 +176,7 @@ class UnitPart:
             if not member.unshard_count:
                 member.hide()
         self._full.untyped_storage().resize_(0)
-        if self.kept.resident is None and self.device.type == "cpu":
+        if self.kept.tensor is None and self.device.type == "cpu":
             HEAP.freed(self._num_bytes)  # where memory is scarce, holes in the heap count too
 
     def allocate(self) -> None:
@@ -226,15 +226,15 @@ class Unit:
     Attributes:
         index: place in the fixed order in which all ranks gather units.
         numel: elements that a gather makes live.
-        is_resident: stays gathered; it is gathered again only after its weights were updated.
+        is_persistent: stays gathered; it is gathered again only after its weights were updated.
     """
 
-    def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_resident: bool = False) -> None:
+    def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_persistent: bool = False) -> None:
         self.index = index
         self.name = name
         self.parts = tuple(parts)
         self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
-        self.is_resident = is_resident
+        self.is_persistent = is_persistent
         self.is_gathered = False
         self._gathering: Gathering | None = None
 
@@ -284,7 +284,7 @@ class Unit:
         self.put_back()
 
     def release(self) -> None:
-        assert not self.is_resident, "resident units stay"
+        assert not self.is_persistent, "persistent units stay"
         if self.is_gathered:
             for part in self.parts:
                 part.release()

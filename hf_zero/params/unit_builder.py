@@ -12,7 +12,7 @@ from hf_zero.comm import Collectives
 from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
 from hf_zero.offload.placement import Place, Places, Portion
 from hf_zero.offload.store import MemoryStore, Store
-from hf_zero.offload.vector import ResidentVector, part_of
+from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.hooked_modules import Scope, assign_units
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten
@@ -20,7 +20,7 @@ from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
 Placed = tuple[Place, tuple[Portion, ...]]
-RESIDENT = "(parameters below stage3_param_persistence_threshold)"
+PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +64,22 @@ class UnitBuilder:
         self._device = places.device
 
     def build(
-        self, scopes: Sequence[Scope], everything: Sequence[nn.Parameter], resident: Collection[int]
+        self, scopes: Sequence[Scope], everything: Sequence[nn.Parameter], persistent: Collection[int]
     ) -> tuple[Unit, ...]:
-        """Units in gather order, the resident one last. Collective: whole parameters are broadcast and cut.
+        """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
 
         Args:
             everything: all parameters, those of other modules too.
-            resident: ids of those that stay gathered.
+            persistent: ids of those that stay gathered.
         """
         units: list[Unit] = []
         for scope, members in assign_units(scopes):
-            parts = self._build_parts([p for p in members if id(p) not in resident], self._places.parameters)
+            parts = self._build_parts([p for p in members if id(p) not in persistent], self._places.parameters)
             if parts:
                 units.append(Unit(len(units), scope.name or type(scope.module).__name__, parts))
-        parts = self._build_parts([p for p in everything if id(p) in resident], MemoryStore(self._device))
+        parts = self._build_parts([p for p in everything if id(p) in persistent], MemoryStore(self._device))
         if parts:
-            units.append(Unit(len(units), RESIDENT, parts, is_resident=True))
+            units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
         return tuple(units)
 
     def _build_parts(self, parameters: Sequence[nn.Parameter], store: Store) -> list[UnitPart]:
@@ -103,7 +103,7 @@ class UnitBuilder:
         for handle in handles:
             if handle.shard.dtype != dtype:
                 with handle.opened() as chunk:
-                    handle.move(ResidentVector(chunk.to(dtype)), self._device)
+                    handle.move(InMemoryVector(chunk.to(dtype)), self._device)
         part = UnitPart(layout, handles, store, self._device)
         if layout.trained_numel:
             self._place(part, wide)
@@ -119,7 +119,7 @@ class UnitBuilder:
         weights = part_of(part.kept, 0, layout.trained_numel)
         if wide is None:
             with weights.opened() as values:
-                wide = values if weights.resident is not None else values.clone()
+                wide = values if weights.tensor is not None else values.clone()
         portions = self._places.portions(bucket, row, weights, wide, place)
         self.placed[part] = (place, portions)
 

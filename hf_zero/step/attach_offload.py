@@ -148,5 +148,5 @@ def _gradient(bucket: BucketGradients) -> Vector:
 
 def _is_at_hand(vectors: ShardVectors) -> bool:
     narrow = vectors.narrow
-    at_hand = vectors.master.resident is not None and (narrow is None or narrow.resident is not None)
+    at_hand = vectors.master.tensor is not None and (narrow is None or narrow.tensor is not None)
     return at_hand and vectors.states is None

@@ -32,7 +32,7 @@ both_limits = pytest.mark.parametrize("limits", [NOTHING_STAYS, {}], ids=["zero"
 
 
 class Net(nn.Module):
-    """A layer that is too large to be resident by default, a small one, and a parameter without dimensions."""
+    """A layer that is too large to be persistent by default, a small one, and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def test_a_write_after_evaluation_is_kept_or_refused(limits: dict[str, int]) -> 
             torch.testing.assert_close(after, 3 * started, rtol=2e-2, atol=2e-2)
 
 
-def test_a_write_to_a_resident_parameter_is_kept() -> None:
+def test_a_write_to_a_persistent_parameter_is_kept() -> None:
     """`logit_scale.data.clamp_()` after a step, as CLIP has it: what went through `data` was lost at the next step."""
     for run in run_ranks(run_write_after_evaluation, 2, {}, "scale"):
         for started, master, after in run:

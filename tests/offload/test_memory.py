@@ -83,7 +83,7 @@ def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -
     allowed = offloaded["allowance_mb"]
     peak = offloaded["steps_peak_mb"] - offloaded["after_imports_mb"]
     # Beside what the plan knows: pages of libraries that the first step touches.
-    assert peak <= 1.15 * (allowed["buffers"] + allowed["unit"] + allowed["resident"]) + 64
+    assert peak <= 1.15 * (allowed["buffers"] + allowed["unit"] + allowed["persistent"]) + 64
     assert not list(drive.iterdir())
     assert "failed" in train_in_a_process(tmp_path, limit_gb=1.4, drive=None)
 

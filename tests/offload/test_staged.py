@@ -15,7 +15,7 @@ from hf_zero.config import FilePolicy
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.staged import StagedVector, StagingPool
-from hf_zero.offload.vector import ResidentVector, Vector, part_of
+from hf_zero.offload.vector import InMemoryVector, Vector, part_of
 
 
 def pool() -> StagingPool:
@@ -26,7 +26,7 @@ def pool() -> StagingPool:
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     values = torch.arange(5000.0)
     if request.param == "memory":
-        yield ResidentVector(values)
+        yield InMemoryVector(values)
         return
     drive = Drive(tmp_path, FilePolicy())
     yield drive.store(drive.file("weights"), BufferPool(limit=3)).adopt("weights", values)
@@ -35,7 +35,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_a_copy_is_worked_on_and_goes_back(home: Vector) -> None:
     staged = StagedVector(home, pool())
-    assert staged.resident is None and staged.is_whole and staged.failure is None
+    assert staged.tensor is None and staged.is_whole and staged.failure is None
     staged.fetch()
     values = staged.take()
     assert torch.equal(values, torch.arange(5000.0))
@@ -78,7 +78,7 @@ def test_parts_of_one_home(home: Vector) -> None:
 
 def test_buffers_rotate() -> None:
     buffers = pool()
-    vectors = [StagedVector(ResidentVector(torch.ones(100)), buffers) for _ in range(10)]
+    vectors = [StagedVector(InMemoryVector(torch.ones(100)), buffers) for _ in range(10)]
     seen = set()
     vectors[0].fetch()
     for index, vector in enumerate(vectors):

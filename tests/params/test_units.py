@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
 from hf_zero.params.hooked_modules import assign_units, find_scopes
 from hf_zero.params.leaf_modules import set_z3_leaf_modules
-from hf_zero.params.persistence import Use, merge_orders, plan_residency
 from tests.support.models import tiny_llama
 
 
@@ -61,36 +61,36 @@ def use(unit: int, numel: int = 10, *, trained: bool = True, reads: bool = True)
     return Use(units=(unit,), numel=numel, has_trained=trained, reads_in_backward=reads)
 
 
-def residency(uses: list[Use], live: int = 1000, reuse: int = 1000):  # noqa: ANN201
-    return plan_residency(uses, max_live_numel=live, max_reuse_numel=reuse, prefetch_numel=1)
+def gather_plan(uses: list[Use], live: int = 1000, reuse: int = 1000):  # noqa: ANN201
+    return plan_gathers(uses, max_live_numel=live, max_reuse_numel=reuse, prefetch_numel=1)
 
 
 def test_the_last_unit_needs_no_second_gather_even_at_distance_zero() -> None:
-    assert residency([use(0), use(1), use(2)], reuse=0).kept_for_backward == {2}
+    assert gather_plan([use(0), use(1), use(2)], reuse=0).kept_for_backward == {2}
 
 
 def test_the_reuse_distance_counts_what_is_gathered_in_between() -> None:
     uses = [use(0), use(1), use(2)]
-    assert residency(uses, reuse=20).kept_for_backward == {1, 2}  # unit 2 twice lies between the uses of unit 1
-    assert residency(uses, reuse=40).kept_for_backward == {0, 1, 2}
+    assert gather_plan(uses, reuse=20).kept_for_backward == {1, 2}  # unit 2 twice lies between the uses of unit 1
+    assert gather_plan(uses, reuse=40).kept_for_backward == {0, 1, 2}
 
 
 def test_max_live_parameters_bounds_what_is_kept() -> None:
     uses = [use(0), use(1), use(2)]
-    assert residency(uses, live=20).kept_for_backward == {1, 2}
-    assert residency(uses, live=20).kept_for_inference == {0, 1}
-    assert residency(uses, live=9).kept_for_backward == frozenset()
+    assert gather_plan(uses, live=20).kept_for_backward == {1, 2}
+    assert gather_plan(uses, live=20).kept_for_inference == {0, 1}
+    assert gather_plan(uses, live=9).kept_for_backward == frozenset()
 
 
 def test_a_tied_head_keeps_the_embedding_when_it_is_near() -> None:
     uses = [use(0, reads=False), use(1), use(2), use(0)]
-    assert residency(uses, reuse=19).kept_for_backward == {3}
-    assert residency(uses, reuse=20).kept_for_backward >= {0, 3}
+    assert gather_plan(uses, reuse=19).kept_for_backward == {3}
+    assert gather_plan(uses, reuse=20).kept_for_backward >= {0, 3}
 
 
 def test_backward_does_not_gather_below_the_first_trained_unit() -> None:
     uses = [use(0, trained=False), use(1, trained=False), use(2), use(3, trained=False)]
-    assert residency(uses).needed_in_backward == {2, 3}
+    assert gather_plan(uses).needed_in_backward == {2, 3}
 
 
 def test_ranks_that_see_different_parts_agree_on_one_order() -> None:

@@ -314,7 +314,7 @@ def run_written_through_data(rank: int) -> None:
     assert torch.equal(weight, before)
 
 
-def test_a_write_through_data_into_a_resident_parameter_is_refused_where_nobody_may_look() -> None:
+def test_a_write_through_data_into_a_persistent_parameter_is_refused_where_nobody_may_look() -> None:
     """`logit_scale.data.clamp_()` was lost at the next step; on a CPU it is kept now, but seeing it in time would make
     the host wait for the device."""
     run_ranks(run_written_through_data, 2)

@@ -160,8 +160,8 @@ def test_every_rank_is_like_the_others(seen: Seen, rank: int) -> None:
 def test_small_parameters_persist_by_default() -> None:
     with simulated_world(7, WORLD) as world:
         engine = world.engine(build_70b(), config_for({}))
-        resident = [unit for unit in engine._store.units if unit.is_resident]
-        assert [unit.numel for unit in resident] == [NORMS * HIDDEN]
+        persistent = [unit for unit in engine._store.units if unit.is_persistent]
+        assert [unit.numel for unit in persistent] == [NORMS * HIDDEN]
         assert len(engine._store.units) == NUM_UNITS  # the last norm's own unit is gone
         engine.destroy()
 

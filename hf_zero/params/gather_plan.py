@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class GatherPlan:
     """Rules of one engine, by position in the order in which scopes are passed.
 
     Attributes:
@@ -33,14 +33,14 @@ class Use:
     reads_in_backward: bool
 
 
-def plan_residency(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: int, prefetch_numel: int) -> Residency:
+def plan_gathers(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: int, prefetch_numel: int) -> GatherPlan:
     """Apply stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size (elements).
 
     The reuse distance is what is gathered between two uses. Backward walks in reverse, so the last units are used again
     first: from the end, as many are kept as both limits allow. Without a backward pass the first ones are kept, for the
     next forward begins with them.
     """
-    return Residency(
+    return GatherPlan(
         kept_for_backward=_kept_for_backward(uses, max_live_numel, max_reuse_numel),
         kept_for_inference=_kept_for_inference(uses, max_live_numel),
         needed_in_backward=_needed_in_backward(uses),
