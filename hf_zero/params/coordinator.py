@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm import Negotiation, Rows, ledger
 from hf_zero.params.gather_plan import GatherPlan
-from hf_zero.params.hooks import HookedScope
+from hf_zero.params.hooked_modules import HookedModule
 from hf_zero.params.unit import GatherBuffers, Unit
 
 
 @dataclass(slots=True)
 class _Frame:
-    """One running forward of a scope: what it has gathered, including what it reads of other modules."""
+    """One running forward of a hooked module: what it has gathered, including what it reads of other modules."""
 
-    scope: HookedScope
+    hooked: HookedModule
     units: list[Unit]
 
 
@@ -44,8 +44,8 @@ class _Backward:
 
     cursor: int  # everything at this position and above has had its turn
     entered: set[int] = field(default_factory=set)  # positions that backward has reached itself
-    holders: dict[Unit, HookedScope] = field(default_factory=dict)  # on whose behalf a unit is gathered
-    reached: HookedScope | None = None  # whose output's gradient came last: its own backward is not over
+    holders: dict[Unit, HookedModule] = field(default_factory=dict)  # on whose behalf a unit is gathered
+    reached: HookedModule | None = None  # whose output's gradient came last: its own backward is not over
 
     def enter(self, position: int) -> None:
         """Backward reaches `position`."""
@@ -56,15 +56,19 @@ class _Backward:
         self.cursor = min(self.cursor, position)
 
 
-class Gatherer:
+class ParameterCoordinator:
     """Owns when units are gathered and released; see the module's docstring for the rules."""
 
     def __init__(
-        self, units: Sequence[Unit], scopes: Sequence[HookedScope], gather_plan: GatherPlan, negotiation: Negotiation
+        self,
+        units: Sequence[Unit],
+        hooked_modules: Sequence[HookedModule],
+        gather_plan: GatherPlan,
+        negotiation: Negotiation,
     ) -> None:
         self.units = tuple(units)
-        self._scopes = tuple(scopes)
-        self._line = tuple(scope for scope in scopes if scope.position is not None)
+        self._hooked_modules = tuple(hooked_modules)
+        self._execution_order = tuple(hooked for hooked in hooked_modules if hooked.position is not None)
         self._gather_plan = gather_plan
         self._negotiation = negotiation
         self._number = negotiation.register(self, len(self.units))
@@ -74,7 +78,7 @@ class Gatherer:
                 self._buffers.expect(part.layout.row_numel * part.layout.world, part.dtype)
         self._position_of = self._first_positions()
         self._frames: list[_Frame] = []
-        self._reach: tuple[int, ...] = ()
+        self._subtree: tuple[int, ...] = ()
         self._trains = False
         self._backward: _Backward | None = None
         self._in_flight: Unit | None = None
@@ -109,13 +113,13 @@ class Gatherer:
     # Order
 
     def reorder(self, order: Sequence[int], gather_plan: GatherPlan) -> None:
-        """From now on position `i` is the scope that was at `order[i]`. Between passes only."""
+        """From now on position `i` is the hooked module that was at `order[i]`. Between passes only."""
         assert not self._frames and self._backward is None and self._in_flight is None, "a pass is under way"
         new = {old: position for position, old in enumerate(order)}
-        self._line = tuple(self._line[old] for old in order)
-        for scope in self._scopes:
-            scope.position = None if scope.position is None else new[scope.position]
-            scope.reach = tuple(sorted(new[old] for old in scope.reach))
+        self._execution_order = tuple(self._execution_order[old] for old in order)
+        for hooked in self._hooked_modules:
+            hooked.position = None if hooked.position is None else new[hooked.position]
+            hooked.subtree = tuple(sorted(new[old] for old in hooked.subtree))
         self._gather_plan = gather_plan
         self._position_of = self._first_positions()
         self._seen = []
@@ -124,8 +128,8 @@ class Gatherer:
     def _first_positions(self) -> dict[Unit, int]:
         """Where each unit is used first."""
         position_of: dict[Unit, int] = {}
-        for position, scope in enumerate(self._line):
-            for unit in scope.units:
+        for position, hooked in enumerate(self._execution_order):
+            for unit in hooked.units:
                 position_of.setdefault(unit, position)
         return position_of
 
@@ -135,20 +139,20 @@ class Gatherer:
         return tuple(self._seen)
 
     @property
-    def line(self) -> tuple[HookedScope, ...]:
-        """The scopes with units, by position."""
-        return self._line
+    def execution_order(self) -> tuple[HookedModule, ...]:
+        """The hooked modules with units, by position."""
+        return self._execution_order
 
     # Hooks
 
     def watch(self) -> None:
         """Register the hooks. They stay out of compiled code, where a graph breaks at every unit."""
         assert not self._handles, "already watching"
-        for scope in self._scopes:
-            enter = _uncompiled(functools.partial(self._enter, scope))
-            leave = _uncompiled(functools.partial(self._leave, scope))
-            self._handles.append(scope.module.register_forward_pre_hook(enter, prepend=True))
-            self._handles.append(scope.module.register_forward_hook(leave, always_call=True))
+        for hooked in self._hooked_modules:
+            enter = _uncompiled(functools.partial(self._enter, hooked))
+            leave = _uncompiled(functools.partial(self._leave, hooked))
+            self._handles.append(hooked.module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(hooked.module.register_forward_hook(leave, always_call=True))
 
     def unwatch(self) -> None:
         """Take the hooks away and release everything; `watch` brings them back."""
@@ -170,32 +174,32 @@ class Gatherer:
 
     # Forward
 
-    def _enter(self, scope: HookedScope, _module: nn.Module, _args: Any) -> None:
-        scope.entered.append(_next_node())
+    def _enter(self, hooked: HookedModule, _module: nn.Module, _args: Any) -> None:
+        hooked.entered.append(_next_node())
         if _in_autograd():
-            self._acquire_for_backward(scope, scope.units)  # recomputation of a checkpointed forward
+            self._acquire_for_backward(hooked, hooked.units)  # recomputation of a checkpointed forward
             return
         if not self._frames:
-            self._begin_pass(scope)
-        self._frames.append(_Frame(scope, list(scope.units)))
-        if scope.position is not None:
-            self._acquire(scope)
+            self._begin_pass(hooked)
+        self._frames.append(_Frame(hooked, list(hooked.units)))
+        if hooked.position is not None:
+            self._acquire(hooked)
 
-    def _leave(self, scope: HookedScope, _module: nn.Module, _args: Any, output: Any) -> None:
-        since = scope.entered.pop()
+    def _leave(self, hooked: HookedModule, _module: nn.Module, _args: Any, output: Any) -> None:
+        since = hooked.entered.pop()
         if _in_autograd():
-            self._watch_outputs(scope, scope.units, output, since)
+            self._watch_outputs(hooked, hooked.units, output, since)
             return
         frame = self._frames.pop()
-        self._watch_outputs(scope, frame.units, output, since)
+        self._watch_outputs(hooked, frame.units, output, since)
         for unit in frame.units:
-            if not any(unit in other.units for other in self._frames) and not self._keeps(scope, unit):
+            if not any(unit in other.units for other in self._frames) and not self._keeps(hooked, unit):
                 self._release(unit)
         if not self._frames:
             self._end_pass()
 
     def read(self, unit: Unit) -> None:
-        """A module reads a parameter of a unit that is not gathered for it: gather it for the innermost scope."""
+        """A module reads a parameter of a unit that is not gathered for it: gather it for the innermost one."""
         if unit.is_gathered:
             return
         if _in_autograd():
@@ -205,7 +209,7 @@ class Gatherer:
                 self._gather(unit)
             self._frames[-1].units.append(unit)
 
-    def _begin_pass(self, scope: HookedScope) -> None:
+    def _begin_pass(self, hooked: HookedModule) -> None:
         if self._backward is not None:
             self.end_backward()
         trains = torch.is_grad_enabled()
@@ -214,68 +218,68 @@ class Gatherer:
             self.release_all()  # what inference had kept
         self._trains = trains
         self._num_passes += trains
-        self._reach = scope.reach
+        self._subtree = hooked.subtree
         self._seen = []
 
     def _end_pass(self) -> None:
-        self._meet("forward")
+        self._end_together("forward")
         if not self._trains:
             self.on_kept()
         self.is_out_of_order = self.is_out_of_order or self._seen != sorted(self._seen)
 
-    def _acquire(self, scope: HookedScope) -> None:
-        here = scope.position
-        assert here is not None, "a scope without units has nothing to acquire"
+    def _acquire(self, hooked: HookedModule) -> None:
+        here = hooked.position
+        assert here is not None, "a module without units has nothing to acquire"
         if here not in self._seen:
             self._seen.append(here)
         with ledger.phase("forward"):
-            for unit in scope.units:
+            for unit in hooked.units:
                 self._gather(unit)
-            self._prefetch(position for position in self._reach if position > here)
+            self._prefetch(position for position in self._subtree if position > here)
 
-    def _keeps(self, scope: HookedScope, unit: Unit) -> bool:
-        if unit not in scope.units:
-            return False  # read by a scope that it does not belong to
+    def _keeps(self, hooked: HookedModule, unit: Unit) -> bool:
+        if unit not in hooked.units:
+            return False  # read by a hooked module that it does not belong to
         kept = self._gather_plan.kept_for_backward if self._trains else self._gather_plan.kept_for_inference
-        return scope.position in kept
+        return hooked.position in kept
 
     # Backward
 
-    def _watch_outputs(self, scope: HookedScope, units: Sequence[Unit], output: Any, since: int) -> None:
+    def _watch_outputs(self, hooked: HookedModule, units: Sequence[Unit], output: Any, since: int) -> None:
         """Gather again when backward reaches what was computed here, since node `since`; outputs that were only passed
-        through belong to an earlier scope, and their turn comes when this one's is long over."""
-        if not (units and torch.is_grad_enabled() and scope.reads_in_backward):
+        through belong to an earlier hooked module, and their turn comes when this one's is long over."""
+        if not (units and torch.is_grad_enabled() and hooked.reads_in_backward):
             return
         needed = tuple(units)
 
         def gather(_grad: Tensor) -> None:
             if self._backward is not None:
                 self._backward.reached = None
-            self._acquire_for_backward(scope, needed)
+            self._acquire_for_backward(hooked, needed)
             assert self._backward is not None, "it has begun"
-            self._backward.reached = scope
+            self._backward.reached = hooked
 
         for tensor in _tensors(output):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
                 tensor.register_hook(gather)
 
-    def _acquire_for_backward(self, scope: HookedScope | None, units: Sequence[Unit]) -> None:
+    def _acquire_for_backward(self, hooked: HookedModule | None, units: Sequence[Unit]) -> None:
         if not units:
             return
         with ledger.phase("backward"):
             backward = self._backward
             if backward is None:
-                backward = self._backward = _Backward(cursor=len(self._line))
-                self._report(len(self._line))
-            if scope is not None:
-                self._release_used_up(backward, scope)
-                if scope.position is not None and not scope.is_container:
-                    backward.enter(scope.position)
+                backward = self._backward = _Backward(cursor=len(self._execution_order))
+                self._report(len(self._execution_order))
+            if hooked is not None:
+                self._release_used_up(backward, hooked)
+                if hooked.position is not None and not hooked.is_container:
+                    backward.enter(hooked.position)
                     self._report(backward.cursor)
             for unit in units:
                 self._gather(unit)
-                if scope is not None and not _is_around(backward.holders.get(unit), scope):
-                    backward.holders[unit] = scope
+                if hooked is not None and not _is_around(backward.holders.get(unit), hooked):
+                    backward.holders[unit] = hooked
             below = range(backward.cursor - 1, -1, -1)
             self._prefetch(position for position in below if position in self._gather_plan.needed_in_backward)
 
@@ -283,18 +287,18 @@ class Gatherer:
         """Backward is done with the positions from `cursor` on; None: it will come back to them for another pass."""
         self.on_progress(cursor if self._num_passes <= 1 else None)
 
-    def _release_used_up(self, backward: _Backward, scope: HookedScope) -> None:
-        """Backward has reached `scope`: what is gathered for scopes that are not around it has been used.
+    def _release_used_up(self, backward: _Backward, hooked: HookedModule) -> None:
+        """Backward has reached `hooked`: what is gathered for modules that are not around it has been used.
 
-        Where `scope` only runs its forward again, because of a checkpoint around it and others, the scope that backward
-        has come to still needs what it has.
+        Where `hooked` only runs its forward again, because of a checkpoint around it and others, the module that
+        backward has come to still needs what it has.
         """
         for unit, holder in list(backward.holders.items()):
             if holder is backward.reached:
                 continue
             # A container may return what it has computed midway, while something in it is still in use.
-            apart = id(scope.module) not in holder.inside and id(holder.module) not in scope.inside
-            if holder is not scope and apart:
+            apart = id(hooked.module) not in holder.inside and id(holder.module) not in hooked.inside
+            if holder is not hooked and apart:
                 del backward.holders[unit]
                 self._release(unit)
 
@@ -304,12 +308,12 @@ class Gatherer:
         self._num_passes = 0
         if backward is None:
             return
-        self._meet("backward")
+        self._end_together("backward")
         self.release_all()
 
     # Both ways
 
-    def _meet(self, phase: str) -> None:
+    def _end_together(self, phase: str) -> None:
         """Wait until no rank needs this one's shards for the pass that ends here."""
         with ledger.phase(phase):
             self._finish_unwanted()
@@ -336,7 +340,7 @@ class Gatherer:
         if self._in_flight is not None or not self._gather_plan.prefetches:
             return
         for position in positions:
-            for unit in self._line[position].units:
+            for unit in self._execution_order[position].units:
                 if unit.is_gathered:
                     continue
                 if self._in_flight is not None:
@@ -380,8 +384,8 @@ def _next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def _is_around(holder: HookedScope | None, scope: HookedScope) -> bool:
-    return holder is not None and id(scope.module) in holder.inside
+def _is_around(holder: HookedModule | None, hooked: HookedModule) -> bool:
+    return holder is not None and id(hooked.module) in holder.inside
 
 
 def _in_autograd() -> bool:

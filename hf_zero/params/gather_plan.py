@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Rules of one engine, by position in the order in which scopes are passed.
+    """Rules of one engine, by position in the order in which hooked modules are passed.
 
     Attributes:
         kept_for_backward: after a forward pass that is to be differentiated.

@@ -1,158 +1,84 @@
-"""Finds the units of a model: which modules' parameters are gathered together, and around whose forward.
-
-Model                     container      its own direct parameters, if any, are a unit
-  embed_tokens            unit
-  layers (ModuleList)
-    0, 1, 2 ...           unit each      a transformer block with everything in it, experts too
-  norm                    unit
-  lm_head                 unit           tied to embed_tokens: no unit of its own, its scope uses that one
-"""
+"""Gathered modules as the parameter coordinator sees them: whose forward it watches, what it gathers around it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
-# A block beyond both limits that is itself a list of blocks (a stage of a hierarchical vision model) is opened.
-OVERSIZED_NUMEL = 1 << 26
-OVERSIZED_SHARE = 4
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-_PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
+from hf_zero.params.gather_plan import Use
+from hf_zero.params.gathered_modules import GatheredModule
+from hf_zero.params.unit import Unit
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """A module around whose forward parameters are gathered.
+@dataclass(slots=True, eq=False)
+class HookedModule:
+    """A module whose forward is watched, and the units whose parameters it reads.
 
     Attributes:
-        parameters: those of the module that no scope below it takes care of, without repetition.
-        is_container: it has scopes below it.
+        units: of the parameters that the module itself owns or shares.
+        position: place among those that have units, in the order in which all ranks pass them; None without units.
+        subtree: positions of the hooked modules in it and of itself, ascending: what one pass through it gathers.
+        inside: ids of the modules in it and of itself.
+        reads_in_backward: its backward needs the values of its parameters (a plain embedding's does not).
+        is_container: other hooked modules lie in it, so that its backward begins before theirs and ends after them.
+        entered: of each running forward, the number of autograd's first operation in it.
     """
 
     name: str
     module: nn.Module
-    parameters: tuple[nn.Parameter, ...]
+    units: tuple[Unit, ...]
+    position: int | None
+    subtree: tuple[int, ...]
+    inside: frozenset[int]
+    reads_in_backward: bool
     is_container: bool
+    entered: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Walk:
-    root: nn.Module
-    leaves: Collection[nn.Module]
-    scopes: list[Scope] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+def hook_modules(gathered_modules: Sequence[GatheredModule], unit_of: Mapping[int, Unit]) -> list[HookedModule]:
+    """Those with something to gather are numbered in execution order; none where nothing is ever gathered.
 
-    def container(self, name: str, module: nn.Module) -> None:
-        position = len(self.scopes)
-        for child_name, child in _children(module):
-            self._child(_join(name, child_name), child)
-        if not _is_list(module):
-            self.scopes.insert(position, Scope(name, module, tuple(_own(module)), is_container=True))
-
-    def _child(self, name: str, child: nn.Module) -> None:
-        if child in self.leaves or not _opens(child):
-            self._whole(name, child)
-        elif _is_list(child) or isinstance(child, nn.Sequential):
-            for element_name, element in _children(child):
-                self._element(_join(name, element_name), element)
-        else:
-            self._container_once(name, child)
-
-    def _element(self, name: str, element: nn.Module) -> None:
-        if element not in self.leaves and _is_oversized(element, self.root):
-            self._container_once(name, element)
-        elif _is_list(element):
-            self._child(name, element)
-        else:
-            self._whole(name, element)
-
-    def _container_once(self, name: str, module: nn.Module) -> None:
-        if id(module) not in self.seen:
-            self.seen.add(id(module))
-            self.container(name, module)
-
-    def _whole(self, name: str, module: nn.Module) -> None:
-        if id(module) not in self.seen:
-            self.seen.add(id(module))
-            self.scopes.append(Scope(name, module, tuple(module.parameters()), is_container=False))
+    A hooked module without units counts too: called by itself, it may read a parameter of another one.
+    """
+    inside = [frozenset(id(module) for module in gathered.module.modules()) for gathered in gathered_modules]
+    units = [_units_of(gathered.parameters, unit_of) for gathered in gathered_modules]
+    positions: dict[int, int] = {}
+    for index, own in enumerate(units):
+        if own:
+            positions[index] = len(positions)
+    hooked = []
+    for index, gathered in enumerate(gathered_modules):
+        subtree = tuple(
+            position for other, position in positions.items() if id(gathered_modules[other].module) in inside[index]
+        )
+        if positions:
+            hooked.append(
+                HookedModule(
+                    name=gathered.name or type(gathered.module).__name__,
+                    module=gathered.module,
+                    units=units[index],
+                    position=positions.get(index),
+                    subtree=subtree,
+                    inside=inside[index],
+                    reads_in_backward=gathered.is_container or not isinstance(gathered.module, nn.Embedding),
+                    is_container=gathered.is_container,
+                )
+            )
+    return hooked
 
 
-def find_scopes(root: nn.Module) -> list[Scope]:
-    """All scopes of `root`, containers before what they contain, otherwise in registration order."""
-    leaves = [module for module in root.modules() if getattr(module, "_z3_leaf", False)]
-    if root in leaves:
-        return [Scope("", root, tuple(root.parameters()), is_container=False)]
-    walk = _Walk(root, leaves)
-    walk.container("", root)
-    return _with_leftovers(root, walk.scopes)
+def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -> tuple[Unit, ...]:
+    found = {unit.index: unit for unit in (unit_of.get(id(p)) for p in parameters) if unit is not None}
+    return tuple(found[index] for index in sorted(found))
 
 
-def _with_leftovers(root: nn.Module, scopes: list[Scope]) -> list[Scope]:
-    """The root takes care of parameters that lie in no scope: a list's own, when the list has children as well."""
-    covered = {id(parameter) for scope in scopes for parameter in scope.parameters}
-    left = tuple(parameter for parameter in root.parameters() if id(parameter) not in covered)
-    if not left:
-        return scopes
-    assert scopes[0].module is root, "the root is the first scope"
-    return [replace(scopes[0], parameters=(*scopes[0].parameters, *left)), *scopes[1:]]
-
-
-def assign_units(scopes: Sequence[Scope]) -> list[tuple[Scope, tuple[nn.Parameter, ...]]]:
-    """The units: every parameter belongs to the first scope that has it; scopes left without any make none."""
-    taken: set[int] = set()
-    units = []
-    for scope in scopes:
-        mine = tuple(parameter for parameter in scope.parameters if id(parameter) not in taken)
-        taken.update(id(parameter) for parameter in mine)
-        if mine:
-            units.append((scope, mine))
-    return units
-
-
-def _opens(module: nn.Module) -> bool:
-    """Whether units lie below `module` rather than being it."""
-    if _is_list(module) or isinstance(module, nn.Sequential):
-        return True
-    return any(
-        _is_list(inner) and any(True for _ in _children(inner)) and not _stays_together(name)
-        for name, inner in module.named_modules()
+def use_of(hooked: HookedModule) -> Use:
+    """What the gather plan need to know of it."""
+    return Use(
+        units=tuple(unit.index for unit in hooked.units),
+        numel=sum(unit.numel for unit in hooked.units),
+        has_trained=any(part.layout.trained_numel for unit in hooked.units for part in unit.parts),
+        reads_in_backward=hooked.reads_in_backward,
     )
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether `module` only holds others. One with parameters of its own (torch's ParametrizationList) does more."""
-    return isinstance(module, _LISTS) and not any(True for _ in module.parameters(recurse=False))
-
-
-def _stays_together(list_name: str) -> bool:
-    # Ranks may use experts in different orders, so they are gathered together with the layer that routes to them; a
-    # parametrization is read whenever the weight it makes is read.
-    return "expert" in list_name.lower() or "parametrizations" in list_name
-
-
-def _is_oversized(module: nn.Module, root: nn.Module) -> bool:
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    if numel <= max(OVERSIZED_NUMEL, sum(parameter.numel() for parameter in root.parameters()) // OVERSIZED_SHARE):
-        return False
-    lists = [name for name, inner in module.named_modules() if _is_list(inner)]
-    return bool(lists) and not any(_stays_together(name) for name in lists)
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        if not isinstance(child, _PARAMETER_LISTS) and any(True for _ in child.parameters()):
-            yield name, child
-
-
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of the module itself, and of the parameter lists it holds."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if isinstance(child, _PARAMETER_LISTS):
-            yield from child.parameters()
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -13,11 +13,11 @@ from hf_zero.config import GatherPolicy
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Places
-from hf_zero.params.coordinator import Gatherer
+from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import Edits
 from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
-from hf_zero.params.hooked_modules import Scope, find_scopes
-from hf_zero.params.hooks import HookedScope, hooked_scopes, use_of
+from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
+from hf_zero.params.hooked_modules import HookedModule, hook_modules, use_of
 from hf_zero.params.leaf_modules import mark_leaves
 from hf_zero.params.read_hooks import unwatch, watch
 from hf_zero.params.sharded_parameter import ShardedParameter, of, refuse_overwritten
@@ -31,7 +31,7 @@ class ShardedParameters(ParameterStore):
     """Every floating parameter of a module in shards, trained or not.
 
     Attributes:
-        gatherer: gathers and releases units around their use.
+        parameter coordinator: gathers and releases units around their use.
         units: in gather order; the persistent one, if any, comes last.
     """
 
@@ -56,19 +56,19 @@ class ShardedParameters(ParameterStore):
         self._device = places.device
         _retire_earlier_stores(self._everything())
         mark_leaves(module, policy)
-        scopes = find_scopes(module)
+        gathered_modules = find_gathered_modules(module)
         builder = UnitBuilder(trained, self._names, precision, channels, places)
-        self.units = builder.build(scopes, self._everything(), self._choose_persistent(policy))
+        self.units = builder.build(gathered_modules, self._everything(), self._choose_persistent(policy))
         self._parts_in_reduce_order = tuple(self._find_parts_in_reduce_order())
         self._adopt(channels.access)
         super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
         self.buckets = tuple(self._trained_buckets(builder.placed))
-        self.gatherer = self._build_gatherer(scopes, policy)
+        self.coordinator = self._build_coordinator(gathered_modules, policy)
         if places.parameters.can_fail:
-            self.gatherer.has_failed = lambda: places.failure is not None
-            self.gatherer.on_failure = lambda: stop_if_any(places.failure, channels.gather)
+            self.coordinator.has_failed = lambda: places.failure is not None
+            self.coordinator.on_failure = lambda: stop_if_any(places.failure, channels.gather)
         self.edits = Edits(self.units, places.device)
-        self.gatherer.on_kept, self.gatherer.on_training = self.edits.remember_kept, self._give_up_kept
+        self.coordinator.on_kept, self.coordinator.on_training = self.edits.remember_kept, self._give_up_kept
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
         self._gather_persistent()
@@ -137,17 +137,19 @@ class ShardedParameters(ParameterStore):
                     member.write_master = partial(trained.write_master, slot.offset)
             yield trained
 
-    def _build_gatherer(self, scopes: Sequence[Scope], policy: GatherPolicy) -> Gatherer:
+    def _build_coordinator(
+        self, gathered_modules: Sequence[GatheredModule], policy: GatherPolicy
+    ) -> ParameterCoordinator:
         unit_of = {id(m.parameter): unit for unit in self.units if not unit.is_persistent for m in unit.members}
-        hooked = hooked_scopes(scopes, unit_of)
+        modules = hook_modules(gathered_modules, unit_of)
         self._policy = policy
         self._unit_of = unit_of
-        gather_plan = self._gather_plan([scope for scope in hooked if scope.position is not None])
-        return Gatherer(self.units, hooked, gather_plan, self._channels.gather.negotiation)
+        gather_plan = self._gather_plan([hooked for hooked in modules if hooked.position is not None])
+        return ParameterCoordinator(self.units, modules, gather_plan, self._channels.gather.negotiation)
 
-    def _gather_plan(self, line: Sequence[HookedScope]) -> GatherPlan:
+    def _gather_plan(self, execution_order: Sequence[HookedModule]) -> GatherPlan:
         return plan_gathers(
-            [use_of(scope) for scope in line],
+            [use_of(hooked) for hooked in execution_order],
             max_live_numel=self._policy.max_live_numel,
             max_reuse_numel=self._policy.max_reuse_numel,
             prefetch_numel=self._policy.prefetch_numel,
@@ -160,7 +162,7 @@ class ShardedParameters(ParameterStore):
         if self._is_attached:
             return
         self._is_attached = True
-        self.gatherer.watch()
+        self.coordinator.watch()
         for module in self._module.modules():
             if any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False)):
                 watch(module, self._on_read)
@@ -172,7 +174,7 @@ class ShardedParameters(ParameterStore):
             return
         self._is_attached = False
         self._give_up_kept()
-        self.gatherer.unwatch()
+        self.coordinator.unwatch()
         for module in self._watched:
             unwatch(module)
         self._watched = []
@@ -184,14 +186,14 @@ class ShardedParameters(ParameterStore):
 
     def release(self) -> None:
         self.detach()
-        self.gatherer.close()
+        self.coordinator.close()
         self.edits = Edits((), self._device)  # what is written from now on is the user's own
         for unit in self.units:
             for member in unit.members:
                 member.owner, member.write_master = None, None
 
     def end_backward(self) -> None:
-        self.gatherer.end_backward()
+        self.coordinator.end_backward()
 
     def _give_up_kept(self) -> None:
         """What inference has kept gathered is about to be released."""
@@ -202,16 +204,16 @@ class ShardedParameters(ParameterStore):
                     part.leave_views()
 
     def prepare_update(self) -> None:
-        self.gatherer.settle()
+        self.coordinator.settle()
         self.edits.forget_released()
 
     def finish_update(self) -> None:
-        self.gatherer.reopen()
+        self.coordinator.reopen()
         self.edits.remember_persistent()
 
     @property
     def is_out_of_order(self) -> bool:
-        return self.gatherer.is_out_of_order
+        return self.coordinator.is_out_of_order
 
     def num_overwritten(self) -> Tensor | float:
         # A kernel or two per dtype, however many parameters there are. (One tensor for all stand-ins would be one
@@ -243,10 +245,10 @@ class ShardedParameters(ParameterStore):
         """Take over the order in which forward really goes; buckets follow in reverse, as backward will."""
         if not any_out_of_order:
             return None
-        orders = self._channels.reduce.gather_objects(self.gatherer.seen)
-        line = self.gatherer.line
-        order = merge_orders([list(seen) for seen in orders], len(line))  # type: ignore[call-overload]
-        self.gatherer.reorder(order, self._gather_plan([line[position] for position in order]))
+        orders = self._channels.reduce.gather_objects(self.coordinator.seen)
+        execution_order = self.coordinator.execution_order
+        order = merge_orders([list(seen) for seen in orders], len(execution_order))  # type: ignore[call-overload]
+        self.coordinator.reorder(order, self._gather_plan([execution_order[position] for position in order]))
         first = self._first_positions()
         buckets = sorted(range(len(first)), key=lambda bucket: -first[bucket])
         self._finished_at = sorted(first, reverse=True)
@@ -255,18 +257,18 @@ class ShardedParameters(ParameterStore):
     def _first_positions(self) -> list[int]:
         """Where each bucket's unit is used first in forward, so last in backward; -1 for persistent parameters."""
         position_of: dict[Unit, int] = {}
-        for position, scope in enumerate(self.gatherer.line):
-            for unit in scope.units:
+        for position, hooked in enumerate(self.coordinator.execution_order):
+            for unit in hooked.units:
                 position_of.setdefault(unit, position)
         return [position_of.get(unit, -1) for unit, _ in self._parts_in_reduce_order]
 
     def connect(self, reducer: Reductions) -> None:
         def tell(cursor: int | None) -> None:
             # Where the expected order is not the real one, what seems to be missing may still come.
-            if cursor is not None and not self.gatherer.is_out_of_order:
+            if cursor is not None and not self.coordinator.is_out_of_order:
                 reducer.pass_by(sum(first > cursor for first in self._finished_at))
 
-        self.gatherer.on_progress = tell
+        self.coordinator.on_progress = tell
 
     def adopt_edits(self) -> None:
         """Of parameters that are whole now: persistent ones, and what inference has kept."""
@@ -299,8 +301,8 @@ class ShardedParameters(ParameterStore):
 
     def _on_read(self, handle: ShardedParameter) -> None:
         unit = self._unit_of.get(id(handle.parameter))
-        if unit is not None and self.gatherer.is_running:
-            self.gatherer.read(unit)
+        if unit is not None and self.coordinator.is_running:
+            self.coordinator.read(unit)
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:

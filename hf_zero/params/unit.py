@@ -62,8 +62,8 @@ def digest(values: Tensor) -> Tensor:
     words = parts[: parts.numel() // 8 * 8].view(torch.int64)  # sums of other integers are many times slower
     width = max(1, math.isqrt(words.numel()))
     table = words[: words.numel() // width * width].view(-1, width)
-    line = torch.cat([table.sum(1), table.sum(0), words[table.numel() :], parts[words.numel() * 8 :].long()])
-    return (line * torch.arange(1, len(line) + 1, device=line.device)).sum()
+    sums = torch.cat([table.sum(1), table.sum(0), words[table.numel() :], parts[words.numel() * 8 :].long()])
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
 
 
 class UnitPart:

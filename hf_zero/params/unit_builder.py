@@ -13,7 +13,7 @@ from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, Row
 from hf_zero.offload.placement import Place, Places, Portion
 from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.vector import InMemoryVector, part_of
-from hf_zero.params.hooked_modules import Scope, assign_units
+from hf_zero.params.gathered_modules import GatheredModule, assign_units
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten
 from hf_zero.params.unit import Unit, UnitPart
@@ -64,7 +64,10 @@ class UnitBuilder:
         self._device = places.device
 
     def build(
-        self, scopes: Sequence[Scope], everything: Sequence[nn.Parameter], persistent: Collection[int]
+        self,
+        gathered_modules: Sequence[GatheredModule],
+        everything: Sequence[nn.Parameter],
+        persistent: Collection[int],
     ) -> tuple[Unit, ...]:
         """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
 
@@ -73,10 +76,10 @@ class UnitBuilder:
             persistent: ids of those that stay gathered.
         """
         units: list[Unit] = []
-        for scope, members in assign_units(scopes):
+        for gathered, members in assign_units(gathered_modules):
             parts = self._build_parts([p for p in members if id(p) not in persistent], self._places.parameters)
             if parts:
-                units.append(Unit(len(units), scope.name or type(scope.module).__name__, parts))
+                units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
         parts = self._build_parts([p for p in everything if id(p) in persistent], MemoryStore(self._device))
         if parts:
             units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))

@@ -24,7 +24,7 @@ from hf_zero.optim.onebit.compressing import Ranks
 from hf_zero.optim.registry import refuse_unfit, states_per_element, suit_precision
 from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.params.flat import FlatParameters
-from hf_zero.params.hooked_modules import assign_units, find_scopes
+from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.sharded import ShardedParameters
 from hf_zero.params.store import ParameterStore
 from hf_zero.params.unit_builder import Channels, Trained
@@ -223,7 +223,7 @@ def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
     if not plan.sharding.shards_parameters:
         return max(bucket.numel for bucket in _flat_layout(trained.specs, plan).buckets)
     numel_of = {id(p): spec.numel for p, spec in zip(trained.parameters, trained.specs, strict=True)}
-    units = assign_units(find_scopes(module))
+    units = assign_units(find_gathered_modules(module))
     return max((sum(numel_of.get(id(parameter), 0) for parameter in members) for _, members in units), default=0)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
-from hf_zero.params.hooked_modules import assign_units, find_scopes
+from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.leaf_modules import set_z3_leaf_modules
 from tests.support.models import tiny_llama
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    return [scope.name for scope, _ in assign_units(find_scopes(model))]
+    return [gathered.name for gathered, _ in assign_units(find_gathered_modules(model))]
 
 
 def test_a_transformer_block_is_one_unit() -> None:
@@ -24,10 +24,10 @@ def test_a_transformer_block_is_one_unit() -> None:
     ]
 
 
-def test_a_tied_head_has_a_scope_but_no_unit() -> None:
+def test_a_tied_head_is_a_gathered_module_without_a_unit() -> None:
     model = tiny_llama(tied=True)
     assert "lm_head" not in unit_names(model)
-    head = next(scope for scope in find_scopes(model) if scope.name == "lm_head")
+    head = next(found for found in find_gathered_modules(model) if found.name == "lm_head")
     assert head.parameters == (model.model.embed_tokens.weight,)
 
 
