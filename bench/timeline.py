@@ -35,7 +35,7 @@ class Timeline:
 def recorded(engine: Any) -> Iterator[Timeline]:
     """Watch the updates of `engine`, whose optimizer is on one drive and works portion by portion."""
     timeline, updater = Timeline(), engine.optimizer.updater
-    [drive] = engine._assembly.places.drives
+    [drive] = engine._assembly.placements.drives
     shelf, trace, marks = updater.shelf, [], []
     fetch, update = shelf._fetch, updater.update_shard
 

@@ -226,7 +226,7 @@ class ZeroEngine(EngineGradients):
         if self._store is not None:
             self._store.release()
         if self._assembly is not None:
-            self._assembly.places.close()
+            self._assembly.placements.close()
         self._assembly = self._store = None
         self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None

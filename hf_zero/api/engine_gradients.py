@@ -94,7 +94,7 @@ class EngineGradients(EngineModule):
     def _begin_backward(self) -> None:
         parts = self._training_parts("backward")
         self.reload_states()
-        parts.places.rest()
+        parts.placements.release_buffers()
         parts.reducer.begin(boundary=self._is_at_boundary)
 
     @property

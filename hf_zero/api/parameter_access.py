@@ -62,7 +62,7 @@ class Fragments:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
                     flat[numel] = 1.0
-        self._assembly.places.check(self._collectives)
+        self._assembly.placements.check(self._collectives)
         if not self._owns_all:
             self._collectives.all_reduce(flat).wait()
         return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
@@ -90,8 +90,8 @@ class Fragments:
                 if values is not None:
                     stays = self._assembly.optimizer.updater.shelf.always_at_hand
                     found.append(_inside(values, part) if stays else _inside(values, part).clone())
-        if self._assembly.places.failure is not None:
-            raise self._assembly.places.failure
+        if self._assembly.placements.failure is not None:
+            raise self._assembly.placements.failure
         return found[0] if len(found) == 1 else (torch.cat(found) if found else None)
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:

@@ -20,7 +20,7 @@ from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed
 from hf_zero.config import load_config, resolve_offload, resolve_precision
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.swap_store import SwapStore
-from hf_zero.offload.parameter_placement import store_at_birth
+from hf_zero.offload.parameter_placement import store_at_init
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.read_hooks import unwatch, watch
@@ -244,7 +244,7 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
 
 def _store(config: Any, collectives: Collectives) -> SwapStore | None:
     """On the drive, where the config wants parameters to be."""
-    return None if config is None else store_at_birth(resolve_offload(load_config(config)), collectives)
+    return None if config is None else store_at_init(resolve_offload(load_config(config)), collectives)
 
 
 def _precision(config: Any, dtype: torch.dtype | None) -> Precision:

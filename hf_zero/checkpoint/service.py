@@ -96,9 +96,9 @@ def _write(place: Destination, files: Mapping[str, Any], collectives: Collective
 
 def _check_drives(subject: ModelSubject) -> None:
     """Raises StorageError on all ranks, when one has lost what is to be saved, or what was loaded."""
-    if isinstance(subject, Subject) and subject.assembly.places.drives:
+    if isinstance(subject, Subject) and subject.assembly.placements.drives:
         subject.assembly.optimizer.updater.shelf.flush()
-        subject.assembly.places.check(subject.collectives)
+        subject.assembly.placements.check(subject.collectives)
 
 
 def _named_folder(call: str, folder: object) -> Path:

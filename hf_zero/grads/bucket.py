@@ -63,11 +63,11 @@ class BucketGradients:
     def _new_reduced(self) -> Vector:
         first = self.bucket.slots[0].parameter
         name = f"gradients of bucket {self.bucket.index} (parameter {first} and following)"
-        return self.flat.place.gradients.keep(name, self.flat.owned.numel, self.dtypes.accumulation)
+        return self.flat.placement.gradients.keep(name, self.flat.owned.numel, self.dtypes.accumulation)
 
     def reserve(self) -> None:
         """Take room on a drive at the start, so that one that is too small shows then."""
-        if self.flat.place.gradients.can_fail:
+        if self.flat.placement.gradients.can_fail:
             self._reduced = self._new_reduced()
 
     @property
@@ -95,7 +95,7 @@ class BucketGradients:
         """1-D, owned interval, on the training device: where the sum over ranks may be written; give it to
         `add_reduced` then."""
         same_dtype = self.dtypes.communication == self.dtypes.accumulation
-        if not self.has_reduced and same_dtype and self.flat.device == self.flat.place.work:
+        if not self.has_reduced and same_dtype and self.flat.device == self.flat.placement.work:
             self.reduced.fetch(reads=False)
             self._is_open_for_result = True
             return self.reduced.take()

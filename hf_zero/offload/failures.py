@@ -32,7 +32,7 @@ def stop_if_any(problem: StorageError | None, collectives: Collectives) -> None:
         raise StorageError("; ".join(found))
 
 
-def meet(problem: StorageError | None, collectives: Collectives, device: torch.device) -> None:
+def sync_failures(problem: StorageError | None, collectives: Collectives, device: torch.device) -> None:
     """`stop_if_any` for where it is called often: one number travels while all is well. Collective."""
     failed = torch.tensor([float(problem is not None)], dtype=torch.float64, device=device)
     collectives.agree(failed)

@@ -26,7 +26,7 @@ def store_of_parameters(policy: ParameterOffload | None, device: torch.device, d
     return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
 
 
-def store_at_birth(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> SwapStore | None:
+def store_at_init(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> SwapStore | None:
     """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
     policy, files = offload
     if policy is None or policy.device == "cpu" or policy.folder is None:

@@ -36,7 +36,7 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """Where everything of one bucket is kept between its uses.
 
     Attributes:
@@ -58,30 +58,32 @@ class Place:
         return kept if kept.device == self.work else StagedVector(kept, self.staging)
 
 
-def place_in_memory(device: torch.device, *, pinned: bool = False) -> Place:
+def in_memory_placement(device: torch.device, *, pinned: bool = False) -> Placement:
     """Everything in the memory of `device`, which also runs the update."""
     store = MemoryStore(device, pinned=pinned)
-    return Place(work=device, masters=store, states=None, gradients=store, staging=staging_on(device, pinned=pinned))
+    return Placement(
+        work=device, masters=store, states=None, gradients=store, staging=staging_on(device, pinned=pinned)
+    )
 
 
-def place_beside(device: torch.device, policy: OptimizerOffload) -> Place:
+def beside_placement(device: torch.device, policy: OptimizerOffload) -> Placement:
     """Host memory beside `device`; the CPU runs the update. Where `device` is the CPU this is the same place."""
     host = torch.device("cpu")
-    return place_in_memory(host, pinned=policy.pinned and device != host)
+    return in_memory_placement(host, pinned=policy.pinned and device != host)
 
 
 def staging_on(device: torch.device, *, pinned: bool) -> StagingPool:
     return StagingPool(lambda numel, dtype: empty_on(device, numel, dtype, pinned=pinned))
 
 
-class Places:
-    """Hands every bucket its place: the far one up to its share of the elements, then the near one."""
+class Placements:
+    """Hands every bucket its placement: the far one up to its share of the elements, then the near one."""
 
     def __init__(
         self,
         device: torch.device,
-        near: Place,
-        far: Place | None = None,
+        near: Placement,
+        far: Placement | None = None,
         *,
         parameters: Store | None = None,
         far_numel: int = 0,
@@ -114,41 +116,46 @@ class Places:
         if self.drives:
             stop_if_any(self.failure, collectives)
 
-    def rest(self) -> None:
+    def release_buffers(self) -> None:
         """Between forward, backward and update, which use different buffers."""
         for drive in self.drives:
-            drive.rest()
+            drive.release_buffers()
 
     def close(self) -> None:
         """Give up what is kept on drives."""
         for drive in self.drives:
             drive.close()
 
-    def next(self, numel: int) -> Place:
-        """The place of the next bucket, of which this rank owns `numel` elements."""
+    def next(self, numel: int) -> Placement:
+        """The placement of the next bucket, of which this rank owns `numel` elements."""
         if self._far is None or self._left <= 0:
             return self._near
         self._left -= numel
         return self._far
 
     def portions(
-        self, bucket: Bucket, owned: Interval, weights: Vector, wide: Tensor, place: Place
+        self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
     ) -> tuple[Portion, ...]:
         """Cut the owned part of a bucket for the update, and put its masters where they are kept.
 
         Args:
             weights: owned interval in the model's dtype.
-            wide: owned interval in the master dtype; not needed afterwards.
+            in_master_dtype: owned interval in the master dtype; not needed afterwards.
         """
-        return tuple(self._portions(bucket, owned, weights, wide, place))
+        return tuple(self._portions(bucket, owned, weights, in_master_dtype, placement))
 
     def _portions(
-        self, bucket: Bucket, owned: Interval, weights: Vector, wide: Tensor, place: Place
+        self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
     ) -> Iterator[Portion]:
         for group, part in cut_portions(bucket, owned, self.portion_numel):
-            narrow = place.weights(part_of(weights, part.start, part.numel))
-            if narrow.tensor is not None and narrow.dtype == wide.dtype:
+            narrow = placement.weights(part_of(weights, part.start, part.numel))
+            if narrow.tensor is not None and narrow.dtype == in_master_dtype.dtype:
                 yield Portion(group, part, narrow, None)
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
-                yield Portion(group, part, place.masters.adopt(name, wide.narrow(0, part.start, part.numel)), narrow)
+                yield Portion(
+                    group,
+                    part,
+                    placement.masters.adopt(name, in_master_dtype.narrow(0, part.start, part.numel)),
+                    narrow,
+                )

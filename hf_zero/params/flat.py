@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.placement import Places
+from hf_zero.offload.placement import Placements
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
@@ -33,7 +33,7 @@ class FlatParameters(ParameterStore):
         parameters: Sequence[nn.Parameter],
         sharding: Sharding,
         collectives: Collectives,
-        places: Places,
+        placements: Placements,
         precision: Precision,
     ) -> None:
         """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
@@ -41,13 +41,13 @@ class FlatParameters(ParameterStore):
         Args:
             layout: where each parameter goes; `layout.specs[i]` describes `parameters[i]`.
             parameters: trainable parameters, already on the training device.
-            places: where masters are kept.
+            placements: where masters are kept.
         """
-        super().__init__(layout, parameters, places.portion_numel)
+        super().__init__(layout, parameters, placements.portion_numel)
         self._sharding = sharding
         self._collectives = collectives
         self._flat = tuple(
-            self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], places, precision)
+            self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], placements, precision)
             for bucket in layout.buckets
         )
         self.buckets = self._flat
@@ -90,25 +90,27 @@ class FlatParameters(ParameterStore):
 
     @torch.no_grad()
     def _flatten(
-        self, bucket: Bucket, parameters: Sequence[nn.Parameter], places: Places, precision: Precision
+        self, bucket: Bucket, parameters: Sequence[nn.Parameter], placements: Placements, precision: Precision
     ) -> FlatBucket:
         model_dtype = getattr(torch, bucket.dtype)
         master_dtype = precision.master_dtype(model_dtype)
-        wide = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
+        in_master_dtype = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
-            wide.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
-        self._collectives.broadcast([wide])
+            in_master_dtype.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
+        self._collectives.broadcast([in_master_dtype])
         owned = self._sharding.owned(bucket)
-        flat = wide.to(model_dtype)
+        flat = in_master_dtype.to(model_dtype)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
         weights = InMemoryVector(flat.narrow(0, owned.start, owned.numel))
-        place = places.next(owned.numel)
+        placement = placements.next(owned.numel)
         return FlatBucket(
             bucket=bucket,
             owned=owned,
-            portions=places.portions(bucket, owned, weights, wide.narrow(0, owned.start, owned.numel), place),
-            place=place,
+            portions=placements.portions(
+                bucket, owned, weights, in_master_dtype.narrow(0, owned.start, owned.numel), placement
+            ),
+            placement=placement,
             parameters=tuple(parameters),
             device=flat.device,
             flat=flat,

@@ -12,7 +12,7 @@ from hf_zero.comm import Collectives, Negotiation, Pending
 from hf_zero.config import GatherPolicy
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.offload.failures import stop_if_any
-from hf_zero.offload.placement import Places
+from hf_zero.offload.placement import Placements
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import Edits
 from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
@@ -42,10 +42,10 @@ class ShardedParameters(ParameterStore):
         precision: Precision,
         policy: GatherPolicy,
         channels: Channels,
-        places: Places,
+        placements: Placements,
     ) -> None:
         """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
-        self._places = places
+        self._placements = placements
         self._module = module
         self._trained = trained
         self._index_of = trained.index_of()
@@ -53,21 +53,21 @@ class ShardedParameters(ParameterStore):
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._is_attached = False
         self._watched: list[nn.Module] = []
-        self._device = places.device
+        self._device = placements.device
         _retire_earlier_stores(self._everything())
         mark_leaves(module, policy)
         gathered_modules = find_gathered_modules(module)
-        builder = UnitBuilder(trained, self._names, precision, channels, places)
+        builder = UnitBuilder(trained, self._names, precision, channels, placements)
         self.units = builder.build(gathered_modules, self._everything(), self._choose_persistent(policy))
         self._parts_in_reduce_order = tuple(self._find_parts_in_reduce_order())
         self._adopt(channels.access)
-        super().__init__(self._build_layout(), trained.parameters, places.portion_numel)
+        super().__init__(self._build_layout(), trained.parameters, placements.portion_numel)
         self.buckets = tuple(self._trained_buckets(builder.placed))
         self.coordinator = self._build_coordinator(gathered_modules, policy)
-        if places.parameters.can_fail:
-            self.coordinator.has_failed = lambda: places.failure is not None
-            self.coordinator.on_failure = lambda: stop_if_any(places.failure, channels.gather)
-        self.edits = Edits(self.units, places.device)
+        if placements.parameters.can_fail:
+            self.coordinator.has_failed = lambda: placements.failure is not None
+            self.coordinator.on_failure = lambda: stop_if_any(placements.failure, channels.gather)
+        self.edits = Edits(self.units, placements.device)
         self.coordinator.on_kept, self.coordinator.on_training = self.edits.remember_kept, self._give_up_kept
         self._finished_at = sorted(self._first_positions(), reverse=True)
         self._buffers = GatherBuffers()
@@ -122,13 +122,13 @@ class ShardedParameters(ParameterStore):
     def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
         rank = self._channels.reduce.rank
         for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order, strict=True):
-            place, portions = placed[part]
+            placement, portions = placed[part]
             numel = part.layout.trained_numel
             trained = TrainedBucket(
                 bucket=bucket,
                 owned=Interval(rank * numel, (rank + 1) * numel),
                 portions=portions,
-                place=place,
+                placement=placement,
                 parameters=tuple(self.parameters[slot.parameter] for slot in bucket.slots),
                 device=self._device,
             )

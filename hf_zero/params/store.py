@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.offload.placement import Place, Portion
+from hf_zero.offload.placement import Placement, Portion
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class TrainedBucket:
     Attributes:
         owned: the interval of the bucket that this rank updates.
         portions: what the update takes one after the other, in order.
-        place: where what belongs to the bucket is kept.
+        placement: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
         device: where the bucket is reduced and gathered.
     """
@@ -30,7 +30,7 @@ class TrainedBucket:
     bucket: Bucket
     owned: Interval
     portions: tuple[Portion, ...]
-    place: Place
+    placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
 

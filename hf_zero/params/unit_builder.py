@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
-from hf_zero.offload.placement import Place, Places, Portion
+from hf_zero.offload.placement import Placement, Placements, Portion
 from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
@@ -19,7 +19,7 @@ from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_
 from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
-Placed = tuple[Place, tuple[Portion, ...]]
+Placed = tuple[Placement, tuple[Portion, ...]]
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
 
@@ -51,7 +51,12 @@ class UnitBuilder:
     """
 
     def __init__(
-        self, trained: Trained, names: Mapping[int, str], precision: Precision, channels: Channels, places: Places
+        self,
+        trained: Trained,
+        names: Mapping[int, str],
+        precision: Precision,
+        channels: Channels,
+        placements: Placements,
     ) -> None:
         """`names`: id of a parameter -> its name in the model."""
         self.placed: dict[UnitPart, Placed] = {}
@@ -60,8 +65,8 @@ class UnitBuilder:
         self._names = names
         self._precision = precision
         self._channels = channels
-        self._places = places
-        self._device = places.device
+        self._placements = placements
+        self._device = placements.device
 
     def build(
         self,
@@ -77,7 +82,7 @@ class UnitBuilder:
         """
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
-            parts = self._build_parts([p for p in members if id(p) not in persistent], self._places.parameters)
+            parts = self._build_parts([p for p in members if id(p) not in persistent], self._placements.parameters)
             if parts:
                 units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
         parts = self._build_parts([p for p in everything if id(p) in persistent], MemoryStore(self._device))
@@ -102,29 +107,29 @@ class UnitBuilder:
             specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
         )
         handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
-        wide = _wide(layout, handles, self._precision)
+        in_master_dtype = _in_master_dtype(layout, handles, self._precision)
         for handle in handles:
             if handle.shard.dtype != dtype:
                 with handle.opened() as chunk:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
         part = UnitPart(layout, handles, store, self._device)
         if layout.trained_numel:
-            self._place(part, wide)
+            self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":
             HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks, and what was made of them on the way
         return part
 
-    def _place(self, part: UnitPart, wide: Tensor | None) -> None:
+    def _store_masters(self, part: UnitPart, in_master_dtype: Tensor | None) -> None:
         """Put the masters of a part where they are kept."""
         layout = part.layout
         bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
-        place = self._places.next(layout.trained_numel)
+        placement = self._placements.next(layout.trained_numel)
         weights = part_of(part.kept, 0, layout.trained_numel)
-        if wide is None:
+        if in_master_dtype is None:
             with weights.opened() as values:
-                wide = values if weights.tensor is not None else values.clone()
-        portions = self._places.portions(bucket, row, weights, wide, place)
-        self.placed[part] = (place, portions)
+                in_master_dtype = values if weights.tensor is not None else values.clone()
+        portions = self._placements.portions(bucket, row, weights, in_master_dtype, placement)
+        self.placed[part] = (placement, portions)
 
     def _group_of(self, parameter: nn.Parameter) -> int | None:
         index = self._index_of.get(id(parameter))
@@ -141,16 +146,16 @@ class UnitBuilder:
         return handle
 
 
-def _wide(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
+def _in_master_dtype(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
     """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
     themselves, or nothing is trained."""
     weights: torch.dtype = getattr(torch, layout.dtype)
     masters = precision.master_dtype(weights)
     if masters == weights or not layout.trained_numel:
         return None
-    wide = torch.zeros(layout.trained_numel, dtype=masters, device=handles[0].shard.device)
+    in_master_dtype = torch.zeros(layout.trained_numel, dtype=masters, device=handles[0].shard.device)
     for slot, handle in zip(layout.slots, handles, strict=True):
         if slot.offset < layout.trained_numel:
             with handle.opened() as chunk:
-                wide.narrow(0, slot.offset, slot.chunk).copy_(chunk)
-    return wide
+                in_master_dtype.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+    return in_master_dtype

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.rows import read_rows
-from hf_zero.offload.failures import meet
+from hf_zero.offload.failures import sync_failures
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
 
 TOGETHER_NUMEL = 1 << 20  # what travels as one
@@ -32,7 +32,9 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     kept = [handle.kept for handle in handles if handle.kept is not None]
     if kept:
         failures = (vector.failure for vector in kept)
-        meet(next((failure for failure in failures if failure), None), handles[0].collectives, handles[0].device)
+        sync_failures(
+            next((failure for failure in failures if failure), None), handles[0].collectives, handles[0].device
+        )
     return [found[index] for index in range(len(handles))]
 
 

@@ -21,7 +21,7 @@ from hf_zero.grads.reducer import GradientReducer
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.placement import Places
+from hf_zero.offload.placement import Placements
 from hf_zero.params.store import ParameterStore
 
 MAX_NAMES = 8  # of parameters in a message
@@ -50,13 +50,13 @@ class Agreement:
         reducer: GradientReducer,
         sharding: Sharding,
         collectives: Collectives,
-        places: Places,
+        placements: Placements,
     ) -> None:
         self._store = store
         self._reducer = reducer
         self._sharding = sharding
         self._collectives = collectives
-        self._places = places
+        self._placements = placements
         self._squares_so_far: Tensor | None = None  # of the gradients as they are, once counted
 
     def sums(self) -> Tensor:
@@ -78,7 +78,7 @@ class Agreement:
         sums, (_, num_out_of_order, failures, *counts) = self._reduce_all()
         difference, num_failed = divmod(int(failures), MARK_UNIT)
         if num_failed:
-            self._places.check(self._collectives)
+            self._placements.check(self._collectives)
         self._store.settle_edits(are_equal=not difference)
         order = self._store.settle_order(num_out_of_order > 0)
         if order is not None:
@@ -105,7 +105,7 @@ class Agreement:
         for bucket in self._reducer.buckets:
             for index in bucket.used:
                 counts[index] = 1.0
-        failed = float(self._places.failure is not None) + MARK_UNIT * self._share_of_difference()
+        failed = float(self._placements.failure is not None) + MARK_UNIT * self._share_of_difference()
         facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
         sums[0] += self._own_squares()

@@ -17,7 +17,7 @@ from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.memory_estimate import Sizes, check_needs, needs_of
-from hf_zero.offload.placement import Places
+from hf_zero.offload.placement import Placements
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.onebit.compressing import Ranks
@@ -29,7 +29,7 @@ from hf_zero.params.sharded import ShardedParameters
 from hf_zero.params.store import ParameterStore
 from hf_zero.params.unit_builder import Channels, Trained
 from hf_zero.precision import Precision
-from hf_zero.step.attach_offload import furnish, places_for, rests_elsewhere, trained_numel
+from hf_zero.step.attach_offload import furnish, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.masters import master_shards
 from hf_zero.step.optimizer import StepRules, ZeroOptimizer
 from hf_zero.step.peers import peers_of
@@ -42,7 +42,7 @@ class Assembly:
     optimizer: ZeroOptimizer
     reducer: GradientReducer
     store: ParameterStore
-    places: Places
+    placements: Placements
     members: tuple[tuple[int, ...], ...] = ()  # of each optimizer group, in its own order, as indices of the layout
 
 
@@ -60,7 +60,7 @@ class Plan:
     @property
     def sharding(self) -> Sharding:
         collectives, zero = self.channels.reduce, self.zero
-        return Sharding(zero.stage, collectives.rank, collectives.world, alone=rests_elsewhere(zero, self.device))
+        return Sharding(zero.stage, collectives.rank, collectives.world, alone=is_kept_elsewhere(zero, self.device))
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
@@ -116,7 +116,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     whole_tensors = not sharding.shards_optimizer and traits.keeps_shapes and not wants_flat
     cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
-    places = places_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
+    placements = placements_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
         longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
         sizes = Sizes(num_states, longest, plan.precision)
@@ -124,10 +124,10 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
         check_needs(needs, plan.zero, plan.device, collectives)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, places)
+        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, placements)
     else:
         layout = _flat_layout(trained.specs, plan)
-        store = FlatParameters(layout, trained.parameters, sharding, collectives, places, plan.precision)
+        store = FlatParameters(layout, trained.parameters, sharding, collectives, placements, plan.precision)
     shards = master_shards(store, whole_tensors=whole_tensors)
     adopt_masters(optimizer, shards, groups)
     suit_precision(optimizer, plan.precision)
@@ -140,7 +140,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
     furnish(updater, store, reducer, plan.zero.offload_optimizer)
-    places.check(collectives)
+    placements.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
     wrapped = ZeroOptimizer(
@@ -150,17 +150,17 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
         sharding,
         collectives,
         plan.rules,
-        places,
+        placements,
         runs_ahead=is_at_hand and host_runs_ahead(plan.device),
     )
-    return Assembly(optimizer=wrapped, reducer=reducer, store=store, places=places, members=members)
+    return Assembly(optimizer=wrapped, reducer=reducer, store=store, placements=placements, members=members)
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
-    places = places_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
-    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, places)
-    places.check(plan.channels.reduce)
+    placements = placements_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
+    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, placements)
+    placements.check(plan.channels.reduce)
     return store
 
 

@@ -1,4 +1,4 @@
-"""From the offload policies to places, and to a shelf that fetches what an update works on."""
+"""From the offload policies to placements, and to a stager that fetches what an update works on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.parameter_placement import store_of_parameters
-from hf_zero.offload.placement import Place, Places, place_beside, place_in_memory, staging_on
+from hf_zero.offload.placement import Placement, Placements, beside_placement, in_memory_placement, staging_on
 from hf_zero.offload.vector import Vector
 from hf_zero.optim import Updater
 from hf_zero.optim.onebit.compressing import CompressingUpdater
@@ -28,10 +28,10 @@ from hf_zero.params.store import ParameterStore
 HOST = torch.device("cpu")
 
 
-def rests_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
+def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
     """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
-    place = zero.offload_param
-    return place is not None and (place.device == "nvme" or device != HOST)
+    placement = zero.offload_param
+    return placement is not None and (placement.device == "nvme" or device != HOST)
 
 
 def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
@@ -40,9 +40,9 @@ def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
     return -(-total // sharding.world) if sharding.shards_optimizer else total
 
 
-def places_for(
+def placements_for(
     zero: ZeroPolicy, device: torch.device, collectives: Collectives, owned_numel: int, *, cuts: bool
-) -> Places:
+) -> Placements:
     """Where everything of an engine is kept. Collective: a drive that cannot be used stops all ranks.
 
     Args:
@@ -52,15 +52,15 @@ def places_for(
     Raises:
         StorageError: with what is wrong with the drive, on every rank.
     """
-    return together(lambda: _places(zero, device, owned_numel, cuts=cuts), collectives)
+    return together(lambda: _placements(zero, device, owned_numel, cuts=cuts), collectives)
 
 
-def _places(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Places:
+def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Placements:
     drives, policy = _Drives(zero), zero.offload_optimizer
-    return Places(
+    return Placements(
         device,
-        place_in_memory(device),
-        None if policy is None else _far_place(policy, device, drives),
+        in_memory_placement(device),
+        None if policy is None else _far_placement(policy, device, drives),
         parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
         portion_numel=zero.sub_group_numel if cuts and policy is not None else None,
@@ -87,15 +87,15 @@ class _Drives:
         return tuple(self._open.values())
 
 
-def _far_place(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Place:
+def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Placement:
     drive, pinned = drives.of(policy), policy.pinned and device != HOST
     if policy.device == "cpu" or drive is None:
-        return place_beside(device, policy)
+        return beside_placement(device, policy)
     stages = 1 + policy.reads_ahead + policy.writes_behind
     portions = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), portions, writes_first=policy.writes_first)
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
-    return Place(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
+    return Placement(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
 
 
 def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
@@ -136,7 +136,7 @@ def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
 
 def _vectors(store: ParameterStore, reducer: GradientReducer) -> list[ShardVectors]:
     return [
-        ShardVectors(portion.master, portion.narrow, partial(_gradient, gradients), bucket.place.states)
+        ShardVectors(portion.master, portion.narrow, partial(_gradient, gradients), bucket.placement.states)
         for bucket, gradients in zip(store.buckets, reducer.buckets, strict=True)
         for portion in bucket.portions
     ]

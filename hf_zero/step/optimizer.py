@@ -15,7 +15,7 @@ from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout.sharding import Sharding
 from hf_zero.loss_scale import loss_scaler_from
-from hf_zero.offload.placement import Places
+from hf_zero.offload.placement import Placements
 from hf_zero.optim import MasterShard, Updater
 from hf_zero.optim.updater import ShardGradients
 from hf_zero.params.store import ParameterStore
@@ -57,7 +57,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sharding: Sharding,
         collectives: Collectives,
         rules: StepRules,
-        places: Places,
+        placements: Placements,
         *,
         runs_ahead: bool = False,
     ) -> None:
@@ -74,8 +74,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharding = sharding
         self._collectives = collectives
         self._rules = rules
-        self._places = places
-        self._agreement = Agreement(store, reducer, sharding, collectives, places)
+        self._placements = placements
+        self._agreement = Agreement(store, reducer, sharding, collectives, placements)
         self._is_settled = True
         self._factors: set[float] = set()  # that losses were multiplied with since the last step
         self._foreseen: StepOutcome | None = None
@@ -352,8 +352,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     published.wait()
                     published = self._store.publish(bucket)
             published.wait()
-            self._places.check(self._collectives)
-        self._places.rest()
+            self._placements.check(self._collectives)
+        self._placements.release_buffers()
 
     def _shard_gradients(self, used: Set[int], outcome: StepOutcome) -> ShardGradients:
         takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun

@@ -14,7 +14,7 @@ from hf_zero.device import pinned
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme.requests import Completion, FileAccess
 from hf_zero.offload.nvme.swap_store import BufferPool
-from hf_zero.step.attach_offload import places_for
+from hf_zero.step.attach_offload import placements_for
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.support.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def bytes_on_drive(rank: int, runs: list[Run]) -> list[tuple[int, int]]:
     found = []
     for run in runs:
         engine = engine_for(run, 1)
-        [drive] = engine._assembly.places.drives
+        [drive] = engine._assembly.placements.drives
         engine.optimizer.updater.shelf.flush()
         size = sum(file.stat().st_size for file in drive.folder.path.iterdir())
         found.append((size, drive.requests.traffic.bytes_written))
@@ -77,7 +77,7 @@ def test_sizes_of_the_pools() -> None:
 
 def pools(rank: int, run: Run) -> dict[str, BufferPool]:
     engine = engine_for(run, 1)
-    [drive] = engine._assembly.places.drives
+    [drive] = engine._assembly.placements.drives
     return {store.file.path.name: (store.pool._limit, store.pool._limit_numel) for store in drive._stores}
 
 
@@ -120,7 +120,7 @@ def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
     Gradients that backward has left are not meant: on a busy machine they are still being written at the first one.
     """
     engine = engine_for(run, 1)
-    [drive] = engine._assembly.places.drives
+    [drive] = engine._assembly.placements.drives
     drive.requests.trace = []
     updater, events, done = engine.optimizer.updater, [], []
     fetch, update = updater.shelf._fetch, updater.update_shard
@@ -268,6 +268,6 @@ def test_pin_memory_reaches_the_buffers_of_a_gpu(pinned: bool, tmp_path: Path) -
 def pinned_pools(rank: int, zero: Any, device: str = "cuda") -> list[bool]:
     from hf_zero.comm.collectives import LoneCollectives
 
-    places = places_for(zero, torch.device(device), LoneCollectives(), 1000, cuts=True)
+    places = placements_for(zero, torch.device(device), LoneCollectives(), 1000, cuts=True)
     [drive] = places.drives
     return [store.pool._pinned for store in drive._stores]

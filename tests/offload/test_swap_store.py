@@ -120,7 +120,7 @@ def test_buffers_make_room_between_two_kinds_of_work(tmp_path: Path) -> None:
     for vector in vectors:
         vector.fetch()
     vectors[0].release(changed=False)
-    drive.rest()
+    drive.release_buffers()
     assert store.pool.bytes_live == 2 * store.pool.num_bytes, "what is in use stays"
     assert drive.buffer_bytes == 3 * store.pool.num_bytes, "the most there have been"
     assert all(float(vector.take().sum()) == 3000 for vector in vectors[1:])

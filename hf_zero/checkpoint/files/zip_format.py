@@ -42,7 +42,7 @@ class Member:
 
 
 def plan(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) -> tuple[Member, ...]:
-    """Places for all records, in order."""
+    """Placements for all records, in order."""
     members, cursor = [], 0
     for name, content in contents:
         encoded = name.encode()

@@ -40,10 +40,10 @@ class Drive:
         """Host memory of all buffers, of each kind at its fullest."""
         return sum(store.pool.most_bytes for store in self._stores)
 
-    def rest(self) -> None:
+    def release_buffers(self) -> None:
         """One kind of work is over and another begins: its buffers make room."""
         for store in self._stores:
-            store.pool.rest()
+            store.pool.release_buffers()
 
     def close(self) -> None:
         """Finish what is under way and remove the folder."""

@@ -18,7 +18,7 @@ from hf_zero.offload.nvme.run_folder import RunFolder
 
 
 class SwapFile:
-    """Places in a file of `folder`, each of whole pages. Their blocks are reserved on the drive beforehand."""
+    """Placements in a file of `folder`, each of whole pages. Their blocks are reserved on the drive beforehand."""
 
     def __init__(self, folder: RunFolder, name: str, requests: Requests) -> None:
         self.path = folder.path / name

@@ -75,7 +75,7 @@ class BufferPool:
         grown = (self._num_live + 1) * self._num_bytes
         return within_count and (self._limit_numel is None or grown <= self._limit_numel * self._itemsize)
 
-    def rest(self) -> None:
+    def release_buffers(self) -> None:
         """Nobody will ask for a while: free what is not used, except what took long to lock in memory."""
         if not self._pinned:
             self.drop()
