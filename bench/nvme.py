@@ -117,7 +117,7 @@ def _update(arguments: argparse.Namespace) -> dict[str, float]:
         before = (drive_traffic.bytes_read, drive_traffic.bytes_written, drive_traffic.waited_s)
         started = time.perf_counter()
         engine.step()
-        engine.optimizer.updater.shelf.flush()
+        engine.optimizer.updater.stager.flush()
         seconds = time.perf_counter() - started
     read, written = drive_traffic.bytes_read - before[0], drive_traffic.bytes_written - before[1]
     waited = drive_traffic.waited_s - before[2]

@@ -117,7 +117,7 @@ def _step(engine: Any, tokens: torch.Tensor) -> dict[str, Any]:
     times.append(time.perf_counter())
     traffic.append(_traffic(engine))
     engine.step()
-    engine.optimizer.updater.shelf.flush()
+    engine.optimizer.updater.stager.flush()
     times.append(time.perf_counter())
     traffic.append(_traffic(engine))
     moved = {key: traffic[2][key] - traffic[1][key] for key in traffic[0]}

@@ -18,12 +18,12 @@ from hf_zero.surface import Surface
 
 def _masters(optimizer: Any) -> list[Tensor]:
     """This rank's fp32 masters, 1-D; what offload keeps elsewhere shows NaN in its place."""
-    return [shard.master for shard in optimizer.shards]
+    return [shard.master for shard in optimizer.sub_groups]
 
 
 def _weights(optimizer: Any) -> list[Tensor]:
     """This rank's part of the model's weights, 1-D, beside the masters; they are one where nothing is rounded."""
-    return [shard.master if shard.narrow is None else shard.narrow for shard in optimizer.shards]
+    return [shard.master if shard.narrow is None else shard.narrow for shard in optimizer.sub_groups]
 
 
 def _parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
@@ -38,7 +38,7 @@ def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
     """Param group -> this rank's reduced gradients (1-D, sums over ranks), between backward and step, where at hand."""
     optimizer.fragments.finish_reductions()
     found: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
-    for shard in optimizer.shards:
+    for shard in optimizer.sub_groups:
         with ExitStack() as opened:
             gradient = opened.enter_context(optimizer.reduced_gradient(shard))
             if gradient is not None:
@@ -47,7 +47,7 @@ def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
 
 
 def _offloads(optimizer: Any) -> bool:
-    return bool(not optimizer.updater.shelf.always_at_hand)
+    return bool(not optimizer.updater.stager.always_at_hand)
 
 
 # Rates and scales

@@ -41,7 +41,7 @@ class Fragments:
         self._assembly = assembly
         self._collectives = collectives
         self._parts: dict[int, list[_Part]] = {}
-        for number, shard in enumerate(assembly.optimizer.shards):
+        for number, shard in enumerate(assembly.optimizer.sub_groups):
             for piece in shard.pieces:
                 self._parts.setdefault(piece.parameter, []).append(_Part(number, piece))
         self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
@@ -88,7 +88,7 @@ class Fragments:
         for part in parts:
             with source(part.shard, False) as values:
                 if values is not None:
-                    stays = self._assembly.optimizer.updater.shelf.always_at_hand
+                    stays = self._assembly.optimizer.updater.stager.always_at_hand
                     found.append(_inside(values, part) if stays else _inside(values, part).clone())
         if self._assembly.placements.failure is not None:
             raise self._assembly.placements.failure
@@ -111,20 +111,20 @@ class Fragments:
     @contextmanager
     def master(self, shard: int, changes: bool) -> Iterator[Tensor | None]:
         optimizer = self._assembly.optimizer
-        with optimizer.updater.shelf.opened(shard, changes=changes):
-            yield optimizer.shards[shard].master
+        with optimizer.updater.stager.opened(shard, changes=changes):
+            yield optimizer.sub_groups[shard].master
 
     def gradient(self, shard: int, changes: bool) -> AbstractContextManager[Tensor | None]:
         optimizer = self._assembly.optimizer
-        return optimizer.reduced_gradient(optimizer.shards[shard], changes=changes)
+        return optimizer.reduced_gradient(optimizer.sub_groups[shard], changes=changes)
 
     def state(self, key: str) -> Source:
         optimizer = self._assembly.optimizer
 
         @contextmanager
         def opened(shard: int, changes: bool) -> Iterator[Tensor | None]:
-            with optimizer.updater.shelf.opened(shard, changes=changes):
-                yield optimizer.optimizer_state(optimizer.shards[shard], key)
+            with optimizer.updater.stager.opened(shard, changes=changes):
+                yield optimizer.optimizer_state(optimizer.sub_groups[shard], key)
 
         return opened
 

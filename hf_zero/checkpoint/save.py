@@ -36,7 +36,7 @@ from hf_zero.checkpoint.shard_states import (
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.layout.memory import extents_in_memory
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
+from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, sub_groups
 from hf_zero.layout.reshard import Extent, reshard
 from hf_zero.optim.updater import WholeStates
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order
@@ -53,7 +53,7 @@ def files_of(
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
     """
     subject.assembly.store.adopt_edits()
-    with subject.assembly.optimizer.updater.shelf.viewing():
+    with subject.assembly.optimizer.updater.stager.viewing():
         return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
 
 
@@ -111,8 +111,8 @@ class _Collected:
     @staticmethod
     def _bound(subject: Subject) -> Sequence[Mapping[str, Any]]:
         updater = subject.assembly.optimizer.updater
-        states = [updater.optimizer.state.get(shard.tensors[0].parameter, {}) for shard in updater.shards]
-        return bound_for_file(updater.shards, states, subject.names)
+        states = [updater.optimizer.state.get(shard.tensors[0].parameter, {}) for shard in updater.sub_groups]
+        return bound_for_file(updater.sub_groups, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in an order that all ranks share."""
@@ -149,11 +149,11 @@ def _group_states(
     """
     assembly, collectives = subject.assembly, subject.collectives
     sharded = assembly.optimizer.sharding.shards_optimizer
-    layout, limit = assembly.store.layout, assembly.store.portion_numel
+    layout, limit = assembly.store.layout, assembly.store.sub_group_numel
     source = [
         extent
         for rank in range(collectives.world)
-        for extent in extents_in_memory(layout, rank, sharded=sharded, portion_numel=limit)
+        for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit)
     ]
     exchange = Exchange(reshard(source, wanted), collectives)
     lines = _lines(subject, collected, targets)
@@ -188,7 +188,7 @@ class _Line:
 
 def _lines(subject: Subject, collected: _Collected, targets: Sequence[_Target]) -> list[_Line]:
     """The masters, then every kind of moment; the same on all ranks."""
-    shards = subject.assembly.optimizer.shards
+    shards = subject.assembly.optimizer.sub_groups
     wide = torch.float32
     for shard in shards:
         wide = torch.promote_types(wide, shard.master.dtype)
@@ -261,7 +261,7 @@ def _stages_1_2(
 
 def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
     rank, world, names, shapes = subject.collectives.rank, subject.collectives.world, subject.names, subject.shapes
-    subs: list[SubGroup] = []
+    subs: list[SubGroupPartition] = []
     targets: list[_Target] = []
     numbers: list[list[int]] = []
     for group, members in enumerate(_members(subject)):
@@ -281,7 +281,7 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
 
 def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
     """Every rank holds everything, and one writes it: nothing travels."""
-    shards, names, shapes = subject.assembly.optimizer.shards, subject.names, subject.shapes
+    shards, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
     states: dict[str, GroupState] = {}
     for shard, state in zip(shards, collected.states, strict=True):
         group = collected.groups[shard.group]

@@ -97,7 +97,7 @@ def _write(place: Destination, files: Mapping[str, Any], collectives: Collective
 def _check_drives(subject: ModelSubject) -> None:
     """Raises StorageError on all ranks, when one has lost what is to be saved, or what was loaded."""
     if isinstance(subject, Subject) and subject.assembly.placements.drives:
-        subject.assembly.optimizer.updater.shelf.flush()
+        subject.assembly.optimizer.updater.stager.flush()
         subject.assembly.placements.check(subject.collectives)
 
 

@@ -76,8 +76,8 @@ def needs_of(
     near, host, disk = kept - far, 0, 0
     if place is not None and place.device == "nvme":
         disk += far
-        portion = WIDE * min(zero.sub_group_numel, sizes.longest // parts)
-        host += portion * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
+        sub_group = WIDE * min(zero.sub_group_numel, sizes.longest // parts)
+        host += sub_group * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
         host += GRADIENT_BUFFERS * bucket
     else:
         host += far

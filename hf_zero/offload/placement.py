@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives
 from hf_zero.config import OptimizerOffload
 from hf_zero.layout import Bucket, Interval
-from hf_zero.layout.portions import cut_portions
+from hf_zero.layout.sub_groups import cut_sub_groups
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.requests import StorageError
@@ -21,7 +21,7 @@ from hf_zero.offload.vector import Vector, part_of
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class StoredSubGroup:
     """What is updated as one: elements `part` of what a rank owns of a bucket, of one optimizer group.
 
     Attributes:
@@ -87,7 +87,7 @@ class Placements:
         *,
         parameters: Store | None = None,
         far_numel: int = 0,
-        portion_numel: int | None = None,
+        sub_group_numel: int | None = None,
         drives: Sequence[Drive] = (),
     ) -> None:
         """
@@ -95,7 +95,7 @@ class Placements:
             device: where the model runs.
             parameters: where stage 3 keeps the shards of parameters; None: in the memory of `device`.
             far_numel: so many elements of this rank's part are kept far away.
-            portion_numel: most that is updated as one; None: whatever a bucket has.
+            sub_group_numel: most that is updated as one; None: whatever a bucket has.
             drives: what has to be closed in the end.
         """
         self.device = device
@@ -104,7 +104,7 @@ class Placements:
         self._far = far
         self._left = far_numel
         self.drives = tuple(drives)
-        self.portion_numel = portion_numel
+        self.sub_group_numel = sub_group_numel
 
     @property
     def failure(self) -> StorageError | None:
@@ -133,27 +133,27 @@ class Placements:
         self._left -= numel
         return self._far
 
-    def portions(
+    def sub_groups(
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
-    ) -> tuple[Portion, ...]:
+    ) -> tuple[StoredSubGroup, ...]:
         """Cut the owned part of a bucket for the update, and put its masters where they are kept.
 
         Args:
             weights: owned interval in the model's dtype.
             in_master_dtype: owned interval in the master dtype; not needed afterwards.
         """
-        return tuple(self._portions(bucket, owned, weights, in_master_dtype, placement))
+        return tuple(self._cut(bucket, owned, weights, in_master_dtype, placement))
 
-    def _portions(
+    def _cut(
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
-    ) -> Iterator[Portion]:
-        for group, part in cut_portions(bucket, owned, self.portion_numel):
+    ) -> Iterator[StoredSubGroup]:
+        for group, part in cut_sub_groups(bucket, owned, self.sub_group_numel):
             narrow = placement.weights(part_of(weights, part.start, part.numel))
             if narrow.tensor is not None and narrow.dtype == in_master_dtype.dtype:
-                yield Portion(group, part, narrow, None)
+                yield StoredSubGroup(group, part, narrow, None)
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
-                yield Portion(
+                yield StoredSubGroup(
                     group,
                     part,
                     placement.masters.adopt(name, in_master_dtype.narrow(0, part.start, part.numel)),

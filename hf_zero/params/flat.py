@@ -43,7 +43,7 @@ class FlatParameters(ParameterStore):
             parameters: trainable parameters, already on the training device.
             placements: where masters are kept.
         """
-        super().__init__(layout, parameters, placements.portion_numel)
+        super().__init__(layout, parameters, placements.sub_group_numel)
         self._sharding = sharding
         self._collectives = collectives
         self._flat = tuple(
@@ -107,7 +107,7 @@ class FlatParameters(ParameterStore):
         return FlatBucket(
             bucket=bucket,
             owned=owned,
-            portions=placements.portions(
+            sub_groups=placements.sub_groups(
                 bucket, owned, weights, in_master_dtype.narrow(0, owned.start, owned.numel), placement
             ),
             placement=placement,

@@ -61,7 +61,7 @@ class ShardedParameters(ParameterStore):
         self.units = builder.build(gathered_modules, self._everything(), self._choose_persistent(policy))
         self._parts_in_reduce_order = tuple(self._find_parts_in_reduce_order())
         self._adopt(channels.access)
-        super().__init__(self._build_layout(), trained.parameters, placements.portion_numel)
+        super().__init__(self._build_layout(), trained.parameters, placements.sub_group_numel)
         self.buckets = tuple(self._trained_buckets(builder.placed))
         self.coordinator = self._build_coordinator(gathered_modules, policy)
         if placements.parameters.can_fail:
@@ -122,12 +122,12 @@ class ShardedParameters(ParameterStore):
     def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
         rank = self._channels.reduce.rank
         for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order, strict=True):
-            placement, portions = placed[part]
+            placement, sub_groups = placed[part]
             numel = part.layout.trained_numel
             trained = TrainedBucket(
                 bucket=bucket,
                 owned=Interval(rank * numel, (rank + 1) * numel),
-                portions=portions,
+                sub_groups=sub_groups,
                 placement=placement,
                 parameters=tuple(self.parameters[slot.parameter] for slot in bucket.slots),
                 device=self._device,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.offload.placement import Placement, Portion
+from hf_zero.offload.placement import Placement, StoredSubGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class TrainedBucket:
 
     Attributes:
         owned: the interval of the bucket that this rank updates.
-        portions: what the update takes one after the other, in order.
+        sub-groups: what the update takes one after the other, in order.
         placement: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
         device: where the bucket is reduced and gathered.
@@ -29,7 +29,7 @@ class TrainedBucket:
 
     bucket: Bucket
     owned: Interval
-    portions: tuple[Portion, ...]
+    sub_groups: tuple[StoredSubGroup, ...]
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
@@ -42,17 +42,17 @@ class TrainedBucket:
     @property
     def has_masters(self) -> bool:
         """Whether weights and masters are two things."""
-        return any(portion.narrow is not None for portion in self.portions)
+        return any(sub_group.narrow is not None for sub_group in self.sub_groups)
 
     def write_master(self, start: int, values: Tensor) -> None:
         """Overwrite masters from element `start` of the owned interval on; nothing where they are the weights."""
         written = Interval(start, start + values.numel())
-        for portion in self.portions:
-            common = portion.part.intersect(written)
-            if common is None or portion.narrow is None:
+        for sub_group in self.sub_groups:
+            common = sub_group.part.intersect(written)
+            if common is None or sub_group.narrow is None:
                 continue
-            with portion.master.opened(changes=True) as master:
-                target = master.narrow(0, common.start - portion.part.start, common.numel)
+            with sub_group.master.opened(changes=True) as master:
+                target = master.narrow(0, common.start - sub_group.part.start, common.numel)
                 target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
 
 
@@ -70,14 +70,14 @@ class ParameterStore(ABC):
         layout: of the trained parameters; `layout.specs[i]` describes `parameters[i]`.
         parameters: the model's trained parameters.
         buckets: their buckets, in the order in which gradients are reduced.
-        portion_numel: most elements of a bucket that are updated as one; None: whatever it has.
+        sub_group_numel: most elements of a bucket that are updated as one; None: whatever it has.
     """
 
     def __init__(
-        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], portion_numel: int | None = None
+        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], sub_group_numel: int | None = None
     ) -> None:
         self.layout = layout
-        self.portion_numel = portion_numel
+        self.sub_group_numel = sub_group_numel
         self.parameters = tuple(parameters)
         self.buckets: tuple[TrainedBucket, ...] = ()
 

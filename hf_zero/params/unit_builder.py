@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
-from hf_zero.offload.placement import Placement, Placements, Portion
+from hf_zero.offload.placement import Placement, Placements, StoredSubGroup
 from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
@@ -19,7 +19,7 @@ from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_
 from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
-Placed = tuple[Placement, tuple[Portion, ...]]
+Placed = tuple[Placement, tuple[StoredSubGroup, ...]]
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
 
@@ -128,8 +128,8 @@ class UnitBuilder:
         if in_master_dtype is None:
             with weights.opened() as values:
                 in_master_dtype = values if weights.tensor is not None else values.clone()
-        portions = self._placements.portions(bucket, row, weights, in_master_dtype, placement)
-        self.placed[part] = (placement, portions)
+        sub_groups = self._placements.sub_groups(bucket, row, weights, in_master_dtype, placement)
+        self.placed[part] = (placement, sub_groups)
 
     def _group_of(self, parameter: nn.Parameter) -> int | None:
         index = self._index_of.get(id(parameter))

@@ -29,10 +29,10 @@ from hf_zero.params.sharded import ShardedParameters
 from hf_zero.params.store import ParameterStore
 from hf_zero.params.unit_builder import Channels, Trained
 from hf_zero.precision import Precision
-from hf_zero.step.attach_offload import furnish, is_kept_elsewhere, placements_for, trained_numel
-from hf_zero.step.masters import master_shards
+from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import StepRules, ZeroOptimizer
 from hf_zero.step.peers import peers_of
+from hf_zero.step.sub_groups import sub_groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +128,18 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(layout, trained.parameters, sharding, collectives, placements, plan.precision)
-    shards = master_shards(store, whole_tensors=whole_tensors)
-    adopt_masters(optimizer, shards, groups)
+    sub_groups = sub_groups_of(store, whole_tensors=whole_tensors)
+    adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
     store.connect(reducer)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     peers = peers_of(store, collectives) if sharding.shards_optimizer else None
-    updater = updater_for(optimizer, shards, peers, ranks, plan.zero.optimizer_sees)
+    updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    furnish(updater, store, reducer, plan.zero.offload_optimizer)
+    attach_offload(updater, store, reducer, plan.zero.offload_optimizer)
     placements.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None

@@ -22,7 +22,7 @@ from hf_zero.offload.placement import Placement, Placements, beside_placement, i
 from hf_zero.offload.vector import Vector
 from hf_zero.optim import Updater
 from hf_zero.optim.onebit.compressing import CompressingUpdater
-from hf_zero.optim.shelf import ShardVectors, WorkingShelf
+from hf_zero.optim.stager import OffloadStager, SubGroupVectors
 from hf_zero.params.store import ParameterStore
 
 HOST = torch.device("cpu")
@@ -47,7 +47,7 @@ def placements_for(
 
     Args:
         owned_numel: elements that this rank updates.
-        cuts: whether the optimizer can update a shard in portions.
+        cuts: whether the optimizer can update what a rank owns of a bucket in sub-groups.
 
     Raises:
         StorageError: with what is wrong with the drive, on every rank.
@@ -63,7 +63,7 @@ def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cut
         None if policy is None else _far_placement(policy, device, drives),
         parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
-        portion_numel=zero.sub_group_numel if cuts and policy is not None else None,
+        sub_group_numel=zero.sub_group_numel if cuts and policy is not None else None,
         drives=drives.all,
     )
 
@@ -92,14 +92,16 @@ def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Driv
     if policy.device == "cpu" or drive is None:
         return beside_placement(device, policy)
     stages = 1 + policy.reads_ahead + policy.writes_behind
-    portions = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
-    states = drive.store(drive.file("optimizer"), portions, writes_first=policy.writes_first)
+    sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
+    states = drive.store(drive.file("optimizer"), sub_groups, writes_first=policy.writes_first)
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
     return Placement(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
 
 
-def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
-    """Give `updater` a shelf that fetches, where anything has to be.
+def attach_offload(
+    updater: Updater, store: ParameterStore, reducer: GradientReducer, policy: OptimizerOffload | None
+) -> None:
+    """Give `updater` a stager that fetches, where anything has to be.
 
     Raises:
         ConfigError: when buffer_count is too small for the optimizer.
@@ -111,18 +113,18 @@ def furnish(updater: Updater, store: ParameterStore, reducer: GradientReducer, p
         name, path = type(updater.optimizer).__name__, "zero_optimization.offload_optimizer.device"
         rule = f"{name} keeps the momentum of all ranks at hand, so there would be little to offload"
         raise ConfigError(Problem(path, policy and policy.device, rule, 'use AdamW, or set the device to "none"'))
-    updater.shelf = WorkingShelf(
+    updater.stager = OffloadStager(
         updater.optimizer,
-        updater.shards,
+        updater.sub_groups,
         vectors,
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )
-    for index, shard in enumerate(updater.shards):
-        names = updater.state_names(updater.optimizer.param_groups[shard.group]) or ()
+    for index, sub_group in enumerate(updater.sub_groups):
+        names = updater.state_names(updater.optimizer.param_groups[sub_group.group]) or ()
         if policy is not None and vectors[index].states is not None:
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
-        updater.shelf.reserve(index, names, getattr(updater.optimizer, "state_dtype", None))
+        updater.stager.reserve(index, names, getattr(updater.optimizer, "state_dtype", None))
     for bucket in reducer.buckets:
         bucket.reserve()
 
@@ -134,11 +136,11 @@ def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
         raise ConfigError(Problem(path, policy.buffer_count, rule, f"set it to {needed} or more"))
 
 
-def _vectors(store: ParameterStore, reducer: GradientReducer) -> list[ShardVectors]:
+def _vectors(store: ParameterStore, reducer: GradientReducer) -> list[SubGroupVectors]:
     return [
-        ShardVectors(portion.master, portion.narrow, partial(_gradient, gradients), bucket.placement.states)
+        SubGroupVectors(sub_group.master, sub_group.narrow, partial(_gradient, gradients), bucket.placement.states)
         for bucket, gradients in zip(store.buckets, reducer.buckets, strict=True)
-        for portion in bucket.portions
+        for sub_group in bucket.sub_groups
     ]
 
 
@@ -146,7 +148,7 @@ def _gradient(bucket: BucketGradients) -> Vector:
     return bucket.reduced
 
 
-def _is_at_hand(vectors: ShardVectors) -> bool:
+def _is_at_hand(vectors: SubGroupVectors) -> bool:
     narrow = vectors.narrow
     at_hand = vectors.master.tensor is not None and (narrow is None or narrow.tensor is not None)
     return at_hand and vectors.states is None

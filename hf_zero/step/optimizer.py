@@ -16,8 +16,8 @@ from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout.sharding import Sharding
 from hf_zero.loss_scale import loss_scaler_from
 from hf_zero.offload.placement import Placements
-from hf_zero.optim import MasterShard, Updater
-from hf_zero.optim.updater import ShardGradients
+from hf_zero.optim import SubGroup, Updater
+from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import Agreement, refuse_unused
 from hf_zero.step.minimum_loss_scale import give_up
@@ -127,9 +127,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return bool(self._factors)
 
     @property
-    def shards(self) -> tuple[MasterShard, ...]:
+    def sub_groups(self) -> tuple[SubGroup, ...]:
         """What this rank updates."""
-        return self._updater.shards
+        return self._updater.sub_groups
 
     @property
     def updater(self) -> Updater:
@@ -185,9 +185,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agreement.forget()
 
     @contextmanager
-    def reduced_gradient(self, shard: MasterShard, *, changes: bool = False) -> Iterator[torch.Tensor | None]:
-        """The reduced gradient of `shard` (1-D, sum over ranks); None when nothing has been reduced since the step."""
-        bucket = self._reducer.buckets[shard.bucket]
+    def reduced_gradient(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[torch.Tensor | None]:
+        """The reduced gradient of `sub_group` (1-D, sum over ranks); None when there is none."""
+        bucket = self._reducer.buckets[sub_group.bucket]
         if not bucket.has_reduced:
             yield None
             return
@@ -195,15 +195,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.forget_squares()
             self._agreement.forget()
         with bucket.reduced.opened(changes=changes) as reduced:
-            yield reduced.narrow(0, shard.part.start, shard.part.numel)
+            yield reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
-    def optimizer_state(self, shard: MasterShard, key: str) -> torch.Tensor | None:
-        """State `key` of `shard` (1-D, as long as its master); None when the optimizer has none."""
-        values = [self.optimizer.state.get(tensor.parameter, {}).get(key) for tensor in shard.tensors]
+    def optimizer_state(self, sub_group: SubGroup, key: str) -> torch.Tensor | None:
+        """State `key` of `sub_group` (1-D, as long as its master); None when the optimizer has none."""
+        values = [self.optimizer.state.get(tensor.parameter, {}).get(key) for tensor in sub_group.tensors]
         found = [value.view(-1) for value in values if isinstance(value, torch.Tensor) and value.dim()]
         if len(found) != len(values):
             return None
-        return found[0] if len(found) == 1 else _spread(shard, found)
+        return found[0] if len(found) == 1 else _spread(sub_group, found)
 
     @torch.no_grad()
     def publish_master(self, parameter: int) -> None:
@@ -211,10 +211,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for index, bucket in enumerate(self._store.buckets):
             if any(slot.parameter == parameter for slot in bucket.bucket.slots):
                 self._store.prepare_update()
-                for number, shard in enumerate(self.shards):
-                    if shard.bucket == index:
-                        with self._updater.shelf.opened(number):
-                            self._updater.shelf.deliver(number)
+                for number, sub_group in enumerate(self.sub_groups):
+                    if sub_group.bucket == index:
+                        with self._updater.stager.opened(number):
+                            self._updater.stager.deliver(number)
                 self._store.publish(index).wait()
                 self._store.finish_update()
 
@@ -313,9 +313,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _held_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of a parameter, what this rank holds of its gradient), 1-D."""
-        for shard in self.shards:
-            with self.reduced_gradient(shard) as reduced:
-                for piece in shard.pieces if reduced is not None else ():
+        for sub_group in self.sub_groups:
+            with self.reduced_gradient(sub_group) as reduced:
+                for piece in sub_group.pieces if reduced is not None else ():
                     assert reduced is not None
                     yield piece.parameter, reduced.narrow(0, piece.in_shard, piece.numel)
         for bucket in self._reducer.buckets:
@@ -336,17 +336,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def _update_and_publish(self, used: Set[int], outcome: StepOutcome) -> None:
-        """Update shard by shard; a bucket is published as soon as its last shard is done, beside the next one's update.
+        """Update sub-group by sub-group; a bucket is published as soon as its last shard is done, beside the next one's update.
 
         One at a time, because what is under way takes memory.
         """
-        gradients = self._shard_gradients(used, outcome)
+        gradients = self._step_gradients(used, outcome)
         outcome.when_skipped(self._updater.take_back)
-        left = Counter(self._updater.shards[index].bucket for index in gradients.wanted)
+        left = Counter(self._updater.sub_groups[index].bucket for index in gradients.wanted)
         published = Pending()
         with ledger.phase("step"):
             for index in self._updater.step(gradients):
-                bucket = self._updater.shards[index].bucket
+                bucket = self._updater.sub_groups[index].bucket
                 left[bucket] -= 1
                 if not left[bucket]:
                     published.wait()
@@ -355,26 +355,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._placements.check(self._collectives)
         self._placements.release_buffers()
 
-    def _shard_gradients(self, used: Set[int], outcome: StepOutcome) -> ShardGradients:
+    def _step_gradients(self, used: Set[int], outcome: StepOutcome) -> StepGradients:
         takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun
         # Not by this rank's own pieces: whether a bucket is published must be the same on all ranks.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
-        return ShardGradients(
-            reduced=_Parts(len(self._updater.shards), self._whole_part if takes_local else self._reduced_part),
+        return StepGradients(
+            reduced=_Parts(len(self._updater.sub_groups), self._whole_part if takes_local else self._reduced_part),
             used=used,
             scale=outcome.scale,
-            wanted=[index for index, shard in enumerate(self._updater.shards) if updated[shard.bucket]],
+            wanted=[index for index, sub_group in enumerate(self._updater.sub_groups) if updated[sub_group.bucket]],
             skip=outcome.skip,
         )
 
     def _reduced_part(self, index: int) -> torch.Tensor:
-        """The reduced gradient of a shard, while it is in place."""
-        shard = self._updater.shards[index]
-        return self._reducer.buckets[shard.bucket].reduced.take().narrow(0, shard.part.start, shard.part.numel)
+        """The reduced gradient of a sub-group, while it is in place."""
+        sub_group = self._updater.sub_groups[index]
+        return (
+            self._reducer.buckets[sub_group.bucket].reduced.take().narrow(0, sub_group.part.start, sub_group.part.numel)
+        )
 
     def _whole_part(self, index: int) -> torch.Tensor:
-        """The gradient of a shard's whole bucket, from this rank alone."""
-        bucket = self._reducer.buckets[self._updater.shards[index].bucket]
+        """The gradient of a sub-group's whole bucket, from this rank alone."""
+        bucket = self._reducer.buckets[self._updater.sub_groups[index].bucket]
         if bucket.local is None:
             bucket.keep_local()  # this rank has none, and zeros count
         assert bucket.local is not None
@@ -382,7 +384,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 class _Parts(Sequence[torch.Tensor]):
-    """The gradient of every shard, asked for while it is in place."""
+    """The gradient of every sub-group, asked for while it is in place."""
 
     def __init__(self, number: int, part: Callable[[int], torch.Tensor]) -> None:
         self._number = number
@@ -395,9 +397,9 @@ class _Parts(Sequence[torch.Tensor]):
         return self._part(index)
 
 
-def _spread(shard: MasterShard, values: list[torch.Tensor]) -> torch.Tensor:
-    """Values of whole tensors as one vector over the shard; a copy, so only good for reading."""
-    flat = torch.zeros_like(shard.master, dtype=values[0].dtype)
-    for tensor, value in zip(shard.tensors, values, strict=True):
+def _spread(sub_group: SubGroup, values: list[torch.Tensor]) -> torch.Tensor:
+    """Values of whole tensors as one vector over the sub-group; a copy, so only good for reading."""
+    flat = torch.zeros_like(sub_group.master, dtype=values[0].dtype)
+    for tensor, value in zip(sub_group.tensors, values, strict=True):
         flat.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(value)
     return flat

@@ -20,7 +20,7 @@ def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor],
     engine._relief = Relief(parts.optimizer, parts.reducer, home="somewhere else")
     states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
     expected = sum(value.untyped_storage().nbytes() for value in states)
-    expected += sum(shard.master.untyped_storage().nbytes() for shard in engine.optimizer.shards if run.bf16)
+    expected += sum(shard.master.untyped_storage().nbytes() for shard in engine.optimizer.sub_groups if run.bf16)
     engine.offload_states()
     empty = sum(value.untyped_storage().nbytes() for value in states)
     engine.offload_states()  # what is away stays away

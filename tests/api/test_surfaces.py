@@ -72,7 +72,7 @@ def run_views(rank: int, stage: int) -> dict[str, Any]:
     one_step(engine)
     before = copy.deepcopy(engine.module_state_dict())
     masters = optimizer.fp32_partitioned_groups_flat
-    assert all(view.data_ptr() == shard.master.data_ptr() for view, shard in zip(masters, optimizer.shards))
+    assert all(view.data_ptr() == shard.master.data_ptr() for view, shard in zip(masters, optimizer.sub_groups))
     assert [p.shape for group in optimizer.bit16_groups for p in group] == [p.shape for p in engine.module.parameters()]
     assert optimizer.averaged_gradients == {0: []}
     one_step(engine, update=False)

@@ -213,11 +213,11 @@ def train_without_folder(rank: int, run: Run, drive: str) -> tuple[list[float], 
 
 
 def killed_in_update(rank: int, run: Run, folder: str) -> None:
-    """Rank 1 is killed when the second of its portions has been updated, after a checkpoint and a half-done step."""
+    """Rank 1 is killed when the second of its sub-groups has been updated, after a checkpoint and a half-done step."""
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)
     engine.save_checkpoint(folder)
-    updater, update, updated = engine.optimizer.updater, engine.optimizer.updater.update_shard, []
+    updater, update, updated = engine.optimizer.updater, engine.optimizer.updater.update_sub_group, []
 
     def last_updates(index: int, *arguments: object) -> None:
         update(index, *arguments)
@@ -225,7 +225,7 @@ def killed_in_update(rank: int, run: Run, folder: str) -> None:
         if rank == 1 and len(updated) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    updater.update_shard = last_updates
+    updater.update_sub_group = last_updates
     train(engine, run, rank, 2, first=1, steps=3)
 
 
@@ -254,8 +254,8 @@ engine, *_ = initialize(model=model, model_parameters=model.parameters(), config
     "zero_optimization": {"stage": 2, "offload_optimizer": place}})
 for number in range(3):
     if number == 2:
-        shelf, each = engine.optimizer.updater.shelf, engine.optimizer.updater.shelf.each
-        engine.optimizer.updater.shelf.each = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+        stager, each = engine.optimizer.updater.stager, engine.optimizer.updater.stager.each
+        engine.optimizer.updater.stager.each = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
     engine.backward(engine(torch.ones(2, 50)).square().mean())
     engine.step()
 """

@@ -42,7 +42,7 @@ def bytes_on_drive(rank: int, runs: list[Run]) -> list[tuple[int, int]]:
     for run in runs:
         engine = engine_for(run, 1)
         [drive] = engine._assembly.placements.drives
-        engine.optimizer.updater.shelf.flush()
+        engine.optimizer.updater.stager.flush()
         size = sum(file.stat().st_size for file in drive.folder.path.iterdir())
         found.append((size, drive.requests.traffic.bytes_written))
         engine.destroy()
@@ -115,7 +115,7 @@ def refused(rank: int, run: Run) -> str:
 
 
 def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
-    """What happens in one update; and, each time a portion's update begins, whether earlier portions are written.
+    """What happens in one update; and, each time a sub-group's update begins, whether earlier sub-groups are written.
 
     Gradients that backward has left are not meant: on a busy machine they are still being written at the first one.
     """
@@ -123,7 +123,7 @@ def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
     [drive] = engine._assembly.placements.drives
     drive.requests.trace = []
     updater, events, done = engine.optimizer.updater, [], []
-    fetch, update = updater.shelf._fetch, updater.update_shard
+    fetch, update = updater.stager._fetch, updater.update_sub_group
 
     def fetching(index: int) -> None:
         events.append(f"fetch {index}")
@@ -136,7 +136,7 @@ def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
         done.append(all(completion.is_done for verb, _, completion in drive.requests.trace if verb == "write"))
         update(index, *arguments)
 
-    updater.shelf._fetch, updater.update_shard = fetching, updating
+    updater.stager._fetch, updater.update_sub_group = fetching, updating
     train(engine, run, rank, 1, steps=1)
     return events[:6], done
 
@@ -156,7 +156,7 @@ def test_pipeline_write(tmp_path: Path) -> None:
 
 
 def write_beside_the_next_update(rank: int, run: Run) -> bool:
-    """Writes of the first portion end only when the second one's update has begun: without a pipeline, never."""
+    """Writes of the first sub-group end only when the second one's update has begun: without a pipeline, never."""
     begun, gate, met = threading.Event(), threading.Event(), []
 
     class Held(FileAccess):
@@ -167,14 +167,14 @@ def write_beside_the_next_update(rank: int, run: Run) -> bool:
 
     drives.ACCESS = Held()
     engine = engine_for(run, 1)
-    update = engine.optimizer.updater.update_shard
+    update = engine.optimizer.updater.update_sub_group
 
     def updating(index: int, *arguments: Any) -> None:
         begun.set() if index else None
         update(index, *arguments)
         gate.set()
 
-    engine.optimizer.updater.update_shard = updating
+    engine.optimizer.updater.update_sub_group = updating
     train(engine, run, rank, 1, steps=1)
     return len(met) > 0 and all(met)
 

@@ -21,7 +21,7 @@ from tests.support.launch import ROOT
 from tests.support.memory import live_bytes, shared_blocks
 from tests.support.ranks import run_ranks
 
-SMALLEST = 64 * 4  # bytes of the smallest thing that a step could leave behind: one state of one portion
+SMALLEST = 64 * 4  # bytes of the smallest thing that a step could leave behind: one state of one sub-group
 
 
 def levels(rank: int, run: Run) -> list[tuple[int, int, int]]:
@@ -30,7 +30,7 @@ def levels(rank: int, run: Run) -> list[tuple[int, int, int]]:
     found = []
     for steps in (5, 20, 20):
         train(engine, run, rank, 2, first=engine.global_steps, steps=steps)
-        engine.optimizer.updater.shelf.flush()  # how many buffers are under way is a matter of luck; now none is
+        engine.optimizer.updater.stager.flush()  # how many buffers are under way is a matter of luck; now none is
         places = engine._assembly.placements
         places.release_buffers()
         for drive in places.drives:
@@ -120,5 +120,5 @@ def test_what_was_said_beforehand_bounds_the_buffers(buffers: dict[str, int], tm
     zero["offload_param"] |= buffers
     count = AT_ONCE if "buffer_size" in buffers else max(AT_ONCE, buffers.get("buffer_count", 5))
     for used, said in run_ranks(buffers_and_needs, 2, Run(3, zero=zero)):
-        pages = 5 * 3 + GRADIENT_BUFFERS + count  # of portions, gradients, parameters
+        pages = 5 * 3 + GRADIENT_BUFFERS + count  # of sub-groups, gradients, parameters
         assert used <= said + pages * 4096

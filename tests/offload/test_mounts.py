@@ -114,7 +114,7 @@ def test_a_drive_that_somebody_else_fills_stops_all_ranks(kind: str, mount: Moun
 def lose_the_disk(rank: int, run: Run, image: str, saved: str) -> str:
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)
-    engine.optimizer.updater.shelf.flush()
+    engine.optimizer.updater.stager.flush()
     engine.save_checkpoint(saved)
     torch.distributed.barrier()
     if rank == 0:

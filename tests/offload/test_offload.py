@@ -79,7 +79,7 @@ def test_units_of_a_lone_rank_give_the_same_weights(tmp_path: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sweep(stage: int, world: int, place: str, tmp_path: Any) -> None:
-    """Both dtypes, with and without accumulation and clipping, in several portions; `half` is a ratio of 0.5."""
+    """Both dtypes, with and without accumulation and clipping, in several sub-groups; `half` is a ratio of 0.5."""
     offload = CPU if place == "cpu" else on_drive(tmp_path, parameters=stage == 3 and world > 1)
     if place == "half":
         offload["offload_optimizer"] = {**offload["offload_optimizer"], "ratio": 0.5}

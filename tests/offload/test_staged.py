@@ -63,7 +63,7 @@ def test_values_that_do_not_matter_are_not_copied(home: Vector) -> None:
 
 
 def test_parts_of_one_home(home: Vector) -> None:
-    """The update's portions: each has a buffer of its own; what they change comes together at home."""
+    """The update's sub-groups: each has a buffer of its own; what they change comes together at home."""
     buffers = pool()
     first, second = (StagedVector(part_of(home, start, 2500), buffers) for start in (0, 2500))
     first.fetch()

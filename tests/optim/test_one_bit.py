@@ -97,7 +97,7 @@ def continued(rank: int, folder: str, stage: int) -> tuple[int, bool, float, lis
     engine = start(settings("OneBitAdam", {**ADAM, "freeze_step": 10}, stage))
     engine.load_checkpoint(folder)
     updater = engine.optimizer.updater
-    owed = sum(float(updater.state_of(shard)["error_feedback"].norm() ** 2) for shard in updater.shards)
+    owed = sum(float(updater.state_of(shard)["error_feedback"].norm() ** 2) for shard in updater.sub_groups)
     advance(engine, list(gradients(rank, 3)))
     weights = [float(tensor.detach().norm()) for tensor in engine.module.tensors]
     return updater.num_updates, updater.takes_local_gradients, owed, weights

@@ -53,7 +53,7 @@ def train(engine: ZeroEngine, steps: range) -> None:
 
 def masters_and_states(engine: ZeroEngine) -> dict[str, Tensor]:
     found = {}
-    for index, shard in enumerate(engine.optimizer.shards):
+    for index, shard in enumerate(engine.optimizer.sub_groups):
         found[f"master {index}"] = shard.master.clone()
         for name, value in engine.optimizer.state[shard.tensors[0].parameter].items():
             found[f"{name} {index}"] = value.clone()
@@ -91,7 +91,7 @@ def test_as_plain_pytorch(kind: str, states: bool) -> None:
     for name, value in engine.module.state_dict().items():
         assert value.dtype == torch.bfloat16
         torch.testing.assert_close(value, expected[name], rtol=2**-6, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
-    for shard in engine.optimizer.shards:
+    for shard in engine.optimizer.sub_groups:
         assert shard.narrow is None and shard.master.dtype == torch.bfloat16, "no second copy of the weights"
         moments = [v for k, v in engine.optimizer.state[shard.tensors[0].parameter].items() if k != "step"]
         assert moments and all(v.dtype == (torch.bfloat16 if states else torch.float32) for v in moments)
@@ -178,7 +178,7 @@ def test_fp16_masters() -> None:
     engine = new_engine(**sections)
     before = engine.module.head.weight.detach().clone()
     train(engine, range(4))
-    (shard, *_) = engine.optimizer.shards
+    (shard, *_) = engine.optimizer.sub_groups
     assert shard.narrow is None and shard.master.dtype == torch.float16
     assert engine.optimizer.state[shard.tensors[0].parameter]["exp_avg"].dtype == torch.float32
     assert engine.skipped_steps == 0 and not torch.equal(before, engine.module.head.weight)

@@ -46,14 +46,16 @@ def run_script(rank: int, world: int, stage: int, script: str, options: dict[str
     engine, optimizer, _, _ = initialize(model=model, config=settings)
     seen = []
     for letter in script:
-        before = [shard.master.clone() for shard in optimizer.shards]
+        before = [shard.master.clone() for shard in optimizer.sub_groups]
         x = torch.ones(2, 6, dtype=torch.float16)
         if letter == "x" and rank == 0:
             x[0, 0] = float("inf")
         loss = engine(x)
         assert engine.backward(loss) is loss
         engine.step()
-        changed = any(not torch.equal(old, shard.master) for old, shard in zip(before, optimizer.shards, strict=True))
+        changed = any(
+            not torch.equal(old, shard.master) for old, shard in zip(before, optimizer.sub_groups, strict=True)
+        )
         seen.append(
             {
                 "scale": engine.loss_scale(),
@@ -117,7 +119,7 @@ def run_engine(rank: int, world: int, stage: int, options: dict[str, Any]) -> tu
         losses.append(loss.item())
         norms.append(engine.get_global_grad_norm() or 0.0)
     masters = {}
-    for shard in engine.optimizer.shards:
+    for shard in engine.optimizer.sub_groups:
         for piece in shard.pieces:
             name = engine.optimizer._store.layout.specs[piece.parameter].name
             masters[name, piece.in_parameter] = shard.master.narrow(0, piece.in_shard, piece.numel).clone()

@@ -173,7 +173,7 @@ def ended(kind: str, stage: int, rank: int, world: int) -> dict[str, Any]:
     found["counters"] = engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples
     found["schedule"] = engine.lr_scheduler.state_dict(), engine.lr_scheduler.get_last_lr(), engine.get_lr()
     found["applied"] = engine.was_step_applied()
-    for index, shard in enumerate(engine.optimizer.shards):
+    for index, shard in enumerate(engine.optimizer.sub_groups):
         found[f"master {index}"] = shard.master
         state = engine.optimizer.state.get(shard.tensors[0].parameter, {})
         found |= {f"{name} {index}": value for name, value in state.items() if isinstance(value, Tensor)}

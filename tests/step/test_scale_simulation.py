@@ -198,7 +198,7 @@ def test_ranks_beyond_a_small_parameter_hold_padding_only(rank: int, owned: list
         engine = world.engine(model, config_for(RELEASED))
         names = [spec.name for spec in engine._store.layout.specs]
         held = dict.fromkeys(names, 0)
-        for shard in engine.optimizer.shards:
+        for shard in engine.optimizer.sub_groups:
             for piece in shard.pieces:
                 held[names[piece.parameter]] += piece.numel
         assert list(held.values()) == owned

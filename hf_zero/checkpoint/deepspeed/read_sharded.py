@@ -28,7 +28,7 @@ from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, Line, by_parameter
 from hf_zero.checkpoint.whole_states import bound_together, together
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroup
+from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition
 from hf_zero.layout.reshard import Extent
 
 _FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
@@ -189,7 +189,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
     for group in pieces:
         members = [Member(next_index + i, _numel(shape)) for i, shape in enumerate(group.values())]
         next_index += len(members)
-        subs.append(SubGroup(tuple(members), world))
+        subs.append(SubGroupPartition(tuple(members), world))
     extents = [extent for s, sub in enumerate(subs) for r in range(world) for extent in sub.extents(r, s)]
     buffers: dict[str, dict[tuple[int, int], Tensor]] = {}
     torch_states = [need_mapping(file.inner, ds.OPTIMIZER_STATE_DICT, file.path) for file in files]

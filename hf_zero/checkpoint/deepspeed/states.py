@@ -14,7 +14,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.classes import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 from hf_zero.checkpoint.files.stream import Awaited, Streamed
 from hf_zero.checkpoint.plain import plain
-from hf_zero.layout.partitions import GroupPartition, SubGroup
+from hf_zero.layout.partitions import GroupPartition, SubGroupPartition
 
 Content = Tensor | Streamed | Awaited
 Shapes = Mapping[str, tuple[int, ...]]
@@ -234,7 +234,7 @@ class NamedSubGroup:
     """One sub-group of stage 3: its layout and the names of its members, in order."""
 
     names: tuple[str, ...]
-    shard: SubGroup
+    shard: SubGroupPartition
 
 
 def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:

@@ -22,7 +22,7 @@ from hf_zero.optim.onebit.compressing import (
     CompressingUpdater,
     add_own_gradient,
 )
-from hf_zero.optim.updater import MasterShard, ShardGradients
+from hf_zero.optim.updater import StepGradients, SubGroup
 
 
 class OneBitAdam(CompressingOptimizer):
@@ -51,33 +51,33 @@ class OneBitAdamUpdater(CompressingUpdater):
     def takes_local_gradients(self) -> bool:
         return self.compresses and self.num_updates >= self.optimizer.freeze_step
 
-    def update_all(self, gradients: ShardGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[int]:
         is_warm = self.num_updates > self.optimizer.freeze_step
         for index in gradients.wanted:
             gradient = gradients.reduced[index]
             if is_warm:
                 self._compressed(index, gradient, gradients)
             else:
-                self._exact(self.shards[index], gradient, gradients)
+                self._exact(self.sub_groups[index], gradient, gradients)
             yield index
 
-    def _exact(self, shard: MasterShard, gradient: Tensor, gradients: ShardGradients) -> None:
-        vectors = self.vectors(shard, gradient, (MOMENT, VARIANCE))
-        rule = rule_of(self.optimizer.param_groups[shard.group])
-        for run in self.runs(shard, gradients):
+    def _exact(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        vectors = self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
+        rule = rule_of(self.optimizer.param_groups[sub_group.group])
+        for run in self.runs(sub_group, gradients):
             adam(vectors.part(run.start, run.numel), rule, self.num_updates, gradients.scale)
 
-    def _compressed(self, index: int, gradient: Tensor, gradients: ShardGradients) -> None:
-        shard = self.shards[index]
+    def _compressed(self, index: int, gradient: Tensor, gradients: StepGradients) -> None:
+        sub_group = self.sub_groups[index]
         group, moment, slots = (
-            self.optimizer.param_groups[shard.group],
+            self.optimizer.param_groups[sub_group.group],
             self.moment(index),
-            self.slots(shard, gradients),
+            self.slots(sub_group, gradients),
         )
         add_own_gradient(moment, gradient, slots, 1 - group["betas"][0], gradients.scale)
         self.average(index, moment, slots)
-        vectors = self.vectors(shard, self.own_part(shard, moment), (VARIANCE,))
-        for run in self.runs(shard, gradients):
+        vectors = self.vectors(sub_group, self.own_part(sub_group, moment), (VARIANCE,))
+        for run in self.runs(sub_group, gradients):
             frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
 
 

@@ -20,7 +20,7 @@ from hf_zero.comm.compressed_mean import CompressedMean
 from hf_zero.kernels.vectors import Vectors, wide_chunks
 from hf_zero.layout import Bucket, Interval, Slot
 from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
-from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
+from hf_zero.optim.updater import StepGradients, SubGroup, Updater
 
 MOMENT, VARIANCE, OWED = "exp_avg", "exp_avg_sq", "error_feedback"
 UPDATES = "num_updates"
@@ -84,8 +84,8 @@ class Ranks:
 class CompressingUpdater(Updater):
     """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], ranks: Ranks) -> None:
-        super().__init__(optimizer, shards)
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+        super().__init__(optimizer, sub_groups)
         self.ranks = ranks
         self._means: dict[int, CompressedMean] = {}
         self._moments: dict[int, Tensor] = {}
@@ -109,25 +109,25 @@ class CompressingUpdater(Updater):
     @torch.no_grad()
     def collect_state(self) -> None:
         for index, mean in sorted(self._means.items()):
-            owned = self._owned(self.shards[index])
-            self.state_of(self.shards[index])[OWED] = mean.owed().narrow(0, owned.start, owned.numel)
+            owned = self._owned(self.sub_groups[index])
+            self.state_of(self.sub_groups[index])[OWED] = mean.owed().narrow(0, owned.start, owned.numel)
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[int]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group[UPDATES] += 1
         for index in self.update_all(gradients):
-            self.state_of(self.shards[index])["step"] += 1
+            self.state_of(self.sub_groups[index])["step"] += 1
             yield index
 
     @abstractmethod
-    def update_all(self, gradients: ShardGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[int]:
         """Update number `num_updates` of all shards; yields the index of each that is done."""
 
-    def state_of(self, shard: MasterShard) -> dict[str, Any]:
+    def state_of(self, sub_group: SubGroup) -> dict[str, Any]:
         """The shard's state, made at its first update."""
-        parameter = shard.tensors[0].parameter
+        parameter = sub_group.tensors[0].parameter
         state: dict[str, Any] = self.optimizer.state[parameter]
         for name in (MOMENT, VARIANCE):
             if name not in state:
@@ -136,36 +136,36 @@ class CompressingUpdater(Updater):
             state["step"] = torch.tensor(float(state.get("step", 0)))
         return state
 
-    def bucket(self, shard: MasterShard) -> Bucket:
-        return self.ranks.buckets[shard.bucket]
+    def bucket(self, sub_group: SubGroup) -> Bucket:
+        return self.ranks.buckets[sub_group.bucket]
 
-    def slots(self, shard: MasterShard, gradients: ShardGradients) -> list[Slot]:
+    def slots(self, sub_group: SubGroup, gradients: StepGradients) -> list[Slot]:
         """Where in the whole bucket the tensors lie that this step updates."""
-        return [slot for slot in self.bucket(shard).slots if slot.parameter in gradients.used]
+        return [slot for slot in self.bucket(sub_group).slots if slot.parameter in gradients.used]
 
-    def runs(self, shard: MasterShard, gradients: ShardGradients) -> list[Interval]:
-        """Maximal intervals of the shard to update, padding included."""
-        runs = Counters().advance(shard.pieces, gradients.used)
-        return [interval for interval, _ in with_padding(runs, shard)]
+    def runs(self, sub_group: SubGroup, gradients: StepGradients) -> list[Interval]:
+        """Maximal intervals of the sub-group to update, padding included."""
+        runs = Counters().advance(sub_group.pieces, gradients.used)
+        return [interval for interval, _ in with_padding(runs, sub_group)]
 
-    def vectors(self, shard: MasterShard, gradient: Tensor, states: Sequence[str]) -> Vectors:
-        """What a kernel gets for one shard."""
-        state = self.state_of(shard)
-        return Vectors(shard.master, gradient, tuple(state[name].view(-1) for name in states), shard.narrow)
+    def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
+        """What a kernel gets for one sub-group."""
+        state = self.state_of(sub_group)
+        return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.narrow)
 
     def moment(self, index: int) -> Tensor:
         """The momentum of the whole bucket, which every rank needs from the first compressed message on."""
         if index not in self._moments:
-            shard, state = self.shards[index], self.state_of(self.shards[index])
+            sub_group, state = self.sub_groups[index], self.state_of(self.sub_groups[index])
             whole = self.gather(state[MOMENT].view(-1))
-            owned = self._owned(shard)
+            owned = self._owned(sub_group)
             state[MOMENT] = whole.narrow(0, owned.start, owned.numel)  # a view: one update serves both
             self._moments[index] = whole
         return self._moments[index]
 
-    def own_part(self, shard: MasterShard, whole: Tensor) -> Tensor:
+    def own_part(self, sub_group: SubGroup, whole: Tensor) -> Tensor:
         """The shard's interval of a line over the whole bucket."""
-        owned = self._owned(shard)
+        owned = self._owned(sub_group)
         return whole.narrow(0, owned.start, owned.numel)
 
     def gather(self, own: Tensor) -> Tensor:
@@ -182,28 +182,28 @@ class CompressingUpdater(Updater):
         """Replace these tensors of a whole bucket's `line` by their compressed mean over ranks."""
         if self.compresses:
             positions = {
-                slot.parameter: position for position, slot in enumerate(self.bucket(self.shards[index]).slots)
+                slot.parameter: position for position, slot in enumerate(self.bucket(self.sub_groups[index]).slots)
             }
             self.mean(index, line).average(line, {positions[slot.parameter] for slot in slots})
 
     def mean(self, index: int, line: Tensor) -> CompressedMean:
         if index not in self._means:
-            slots = self.bucket(self.shards[index]).slots
+            slots = self.bucket(self.sub_groups[index]).slots
             self._means[index] = CompressedMean(self.ranks.collectives, line, [slot.interval for slot in slots])
-            owed = self.state_of(self.shards[index]).get(OWED)
+            owed = self.state_of(self.sub_groups[index]).get(OWED)
             if owed is not None:
                 self._means[index].worker_owed.copy_(self.gather(owed.view(-1)))
-        self.state_of(self.shards[index]).pop(OWED, None)
+        self.state_of(self.sub_groups[index]).pop(OWED, None)
         return self._means[index]
 
     def forget_owed(self) -> None:
         """Start the error feedback anew."""
         self._means.clear()
-        for shard in self.shards:
-            self.state_of(shard).pop(OWED, None)
+        for sub_group in self.sub_groups:
+            self.state_of(sub_group).pop(OWED, None)
 
-    def _owned(self, shard: MasterShard) -> Interval:
-        bucket = self.bucket(shard)
+    def _owned(self, sub_group: SubGroup) -> Interval:
+        bucket = self.bucket(sub_group)
         whole = Interval(0, bucket.numel)
         return bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else whole
 

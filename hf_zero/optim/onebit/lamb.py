@@ -33,7 +33,7 @@ from hf_zero.optim.onebit.compressing import (
     Ranks,
     add_own_gradient,
 )
-from hf_zero.optim.updater import MasterShard, ShardGradients
+from hf_zero.optim.updater import StepGradients, SubGroup
 
 FRESH = "exp_avg_sq_fresh"
 RATIOS, FACTORS = "lamb_coeff_freeze", "last_factor"
@@ -76,8 +76,8 @@ class OneBitLambUpdater(CompressingUpdater):
 
     optimizer: OneBitLamb
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], ranks: Ranks) -> None:
-        super().__init__(optimizer, shards, ranks)
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+        super().__init__(optimizer, sub_groups, ranks)
         self._num_parameters = 1 + max(slot.parameter for bucket in ranks.buckets for slot in bucket.slots)
         self._load_ratios()
 
@@ -98,84 +98,84 @@ class OneBitLambUpdater(CompressingUpdater):
             group[RATIOS], group[FACTORS] = tuple(self._ratios.tolist()), tuple(self._factors.tolist())
 
     def _load_ratios(self) -> None:
-        group, device = self.optimizer.param_groups[0], self.shards[0].master.device
+        group, device = self.optimizer.param_groups[0], self.sub_groups[0].master.device
         ratios = group[RATIOS] or [0.0] * self._num_parameters
         factors = group[FACTORS] or [1.0] * self._num_parameters
         self._ratios = torch.tensor(ratios, dtype=torch.float64, device=device)
         self._factors = torch.tensor(factors, dtype=torch.float64, device=device)
 
-    def update_all(self, gradients: ShardGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[int]:
         is_warm = self.num_updates > self.optimizer.freeze_step
         return self._compressed(gradients) if is_warm else self._exact(gradients)
 
-    def _exact(self, gradients: ShardGradients) -> Iterator[int]:
+    def _exact(self, gradients: StepGradients) -> Iterator[int]:
         squares = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=self._ratios.device)
         for index in gradients.wanted:
-            shard, gradient = self.shards[index], gradients.reduced[index]
-            pieces, vectors = self._pieces(shard, gradients), self.vectors(shard, gradient, (MOMENT, VARIANCE))
+            sub_group, gradient = self.sub_groups[index], gradients.reduced[index]
+            pieces, vectors = self._pieces(sub_group, gradients), self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
             if pieces:
-                moments = lamb_moments(vectors, self._rule(shard), _segments(pieces), gradients.scale)
+                moments = lamb_moments(vectors, self._rule(sub_group), _segments(pieces), gradients.scale)
                 squares[self._places(pieces)] += moments
         self._add_up(squares)
         for index in gradients.wanted:
-            shard, gradient = self.shards[index], gradients.reduced[index]
-            pieces, rule = self._pieces(shard, gradients), self._rule(shard)
+            sub_group, gradient = self.sub_groups[index], gradients.reduced[index]
+            pieces, rule = self._pieces(sub_group, gradients), self._rule(sub_group)
             if pieces:
                 rates = rule.lr * rule.trust_ratios(squares[self._places(pieces)])
-                lamb_apply(self.vectors(shard, gradient, (MOMENT, VARIANCE)), rule, rates, _segments(pieces))
-            self._follow(shard, rule, squares, gradients)
+                lamb_apply(self.vectors(sub_group, gradient, (MOMENT, VARIANCE)), rule, rates, _segments(pieces))
+            self._follow(sub_group, rule, squares, gradients)
             yield index
 
-    def _follow(self, shard: MasterShard, rule: LambRule, squares: Tensor, gradients: ShardGradients) -> None:
+    def _follow(self, sub_group: SubGroup, rule: LambRule, squares: Tensor, gradients: StepGradients) -> None:
         """a of every tensor of the bucket, also of those that other ranks update."""
-        places = self._all_places(shard, gradients)
+        places = self._all_places(sub_group, gradients)
         ratios, old, beta = rule.trust_ratios(squares[places]), self._ratios[places], self.optimizer.coeff_beta
         self._ratios[places] = torch.where(ratios == 1, old, beta * old + (1 - beta) * ratios)
 
-    def _compressed(self, gradients: ShardGradients) -> Iterator[int]:
+    def _compressed(self, gradients: StepGradients) -> Iterator[int]:
         for index in gradients.wanted:
             gradient = gradients.reduced[index]
-            shard = self.shards[index]
-            state, slots = self.state_of(shard), self.slots(shard, gradients)
+            sub_group = self.sub_groups[index]
+            state, slots = self.state_of(sub_group), self.slots(sub_group, gradients)
             state.setdefault(FRESH, state[VARIANCE].clone())
-            beta1, moment = self.optimizer.param_groups[shard.group]["betas"][0], self.moment(index)
-            before = self.own_part(shard, moment).clone()
+            beta1, moment = self.optimizer.param_groups[sub_group.group]["betas"][0], self.moment(index)
+            before = self.own_part(sub_group, moment).clone()
             add_own_gradient(moment, gradient, slots, 1 - beta1, gradients.scale)
             self.average(index, moment, slots)
-            self._refresh(shard, before, gradients)
-            self._rescale(shard, gradients)
-            self._move(shard, gradients)
+            self._refresh(sub_group, before, gradients)
+            self._rescale(sub_group, gradients)
+            self._move(sub_group, gradients)
             yield index
 
-    def _refresh(self, shard: MasterShard, before: Tensor, gradients: ShardGradients) -> None:
+    def _refresh(self, sub_group: SubGroup, before: Tensor, gradients: StepGradients) -> None:
         """w from the gradient that the mean momentum shows."""
-        state, (beta1, beta2) = self.state_of(shard), self.optimizer.param_groups[shard.group]["betas"]
-        for piece in self._pieces(shard, gradients):
+        state, (beta1, beta2) = self.state_of(sub_group), self.optimizer.param_groups[sub_group.group]["betas"]
+        for piece in self._pieces(sub_group, gradients):
             span = (0, piece.in_shard, piece.numel)
             shown = (state[MOMENT].narrow(*span) - beta1 * before.narrow(*span)) / (1 - beta1)
             state[FRESH].view(-1).narrow(*span).mul_(beta2).addcmul_(shown, shown, value=1 - beta2)
 
-    def _rescale(self, shard: MasterShard, gradients: ShardGradients) -> None:
+    def _rescale(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """f of every tensor of the bucket. Collective where it is sharded: a row per rank is added up."""
         world, rank = self.ranks.collectives.world, self.ranks.collectives.rank
         table = torch.zeros(world, self._num_parameters, 3, dtype=torch.float64, device=self._ratios.device)
-        for piece in self._pieces(shard, gradients):
-            table[rank if self.ranks.is_sharded else 0, piece.parameter] = self._facts(shard, piece)
+        for piece in self._pieces(sub_group, gradients):
+            table[rank if self.ranks.is_sharded else 0, piece.parameter] = self._facts(sub_group, piece)
         self._add_up(table)
-        places = self._all_places(shard, gradients)
+        places = self._all_places(sub_group, gradients)
         largest, (adaptive, whole) = table[..., 0].amax(dim=0)[places], table[..., 1:].sum(dim=0)[places].unbind(dim=1)
-        if self.optimizer.param_groups[shard.group]["weight_decay"]:
+        if self.optimizer.param_groups[sub_group.group]["weight_decay"]:
             share = (adaptive / whole).sqrt().nan_to_num(nan=1.0).clamp(max=1.0)
             largest = largest * share + 1 - share
         last, near = self._factors[places], self.optimizer.factor_threshold
         kept = largest.clamp(self.optimizer.factor_min, self.optimizer.factor_max)
         self._factors[places] = torch.minimum(torch.maximum(kept, last * (1 - near)), last * (1 + near))
 
-    def _facts(self, shard: MasterShard, piece: Piece) -> Tensor:
+    def _facts(self, sub_group: SubGroup, piece: Piece) -> Tensor:
         """[3]: largest (sqrt(v) + eps) / (sqrt(w) + eps), squared norms of m / (sqrt(v) + eps) and of u."""
-        group = self.optimizer.param_groups[shard.group]
-        vectors = self.vectors(shard, self.state_of(shard)[MOMENT].view(-1), (VARIANCE, FRESH))
-        facts = torch.zeros(3, dtype=torch.float64, device=shard.master.device)
+        group = self.optimizer.param_groups[sub_group.group]
+        vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE, FRESH))
+        facts = torch.zeros(3, dtype=torch.float64, device=sub_group.master.device)
         part = vectors.part(piece.in_shard, piece.numel)
         for chunk in wide_chunks(part):
             old, new = (state.sqrt() + group["eps"] for state in chunk.states)
@@ -186,16 +186,16 @@ class OneBitLambUpdater(CompressingUpdater):
             facts[2] += torch.dot(whole, whole)
         return facts
 
-    def _move(self, shard: MasterShard, gradients: ShardGradients) -> None:
-        group = self.optimizer.param_groups[shard.group]
-        vectors = self.vectors(shard, self.state_of(shard)[MOMENT].view(-1), (VARIANCE,))
+    def _move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        group = self.optimizer.param_groups[sub_group.group]
+        vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE,))
         rates = float(group["lr"]) * self._ratios * self._factors
-        for piece in self._pieces(shard, gradients):
+        for piece in self._pieces(sub_group, gradients):
             part = vectors.part(piece.in_shard, piece.numel)
             frozen_adam(part, rates[piece.parameter], group["eps"], group["weight_decay"])
 
-    def _rule(self, shard: MasterShard) -> LambRule:
-        group = self.optimizer.param_groups[shard.group]
+    def _rule(self, sub_group: SubGroup) -> LambRule:
+        group = self.optimizer.param_groups[sub_group.group]
         return LambRule(
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),
@@ -207,14 +207,14 @@ class OneBitLambUpdater(CompressingUpdater):
             bias_correction=False,
         )
 
-    def _pieces(self, shard: MasterShard, gradients: ShardGradients) -> list[Piece]:
-        return [piece for piece in shard.pieces if piece.parameter in gradients.used]
+    def _pieces(self, sub_group: SubGroup, gradients: StepGradients) -> list[Piece]:
+        return [piece for piece in sub_group.pieces if piece.parameter in gradients.used]
 
     def _places(self, pieces: Sequence[Piece]) -> Tensor:
         return torch.tensor([piece.parameter for piece in pieces], dtype=torch.long, device=self._ratios.device)
 
-    def _all_places(self, shard: MasterShard, gradients: ShardGradients) -> Tensor:
-        indices = [slot.parameter for slot in self.slots(shard, gradients)]
+    def _all_places(self, sub_group: SubGroup, gradients: StepGradients) -> Tensor:
+        indices = [slot.parameter for slot in self.slots(sub_group, gradients)]
         return torch.tensor(indices, dtype=torch.long, device=self._ratios.device)
 
     def _add_up(self, table: Tensor) -> None:

@@ -33,7 +33,7 @@ from hf_zero.optim.onebit.compressing import (
     Ranks,
     add_own_gradient,
 )
-from hf_zero.optim.updater import MasterShard, ShardGradients
+from hf_zero.optim.updater import StepGradients, SubGroup
 
 COMMON = "last_common_weights"
 RATES, VARIANCE_EVERY, VARIANCE_CHANGES, LOCAL_STEPS, LOCAL_COUNT = (
@@ -79,8 +79,8 @@ class ZeroOneAdamUpdater(CompressingUpdater):
     def takes_local_gradients(self) -> bool:
         return self.compresses and not self._is_exact(self.num_updates + 1)
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], ranks: Ranks) -> None:
-        super().__init__(optimizer, shards, ranks)
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+        super().__init__(optimizer, sub_groups, ranks)
         self._all = frozenset(slot.parameter for bucket in ranks.buckets for slot in bucket.slots)
         self._moved: set[int] = set()
 
@@ -91,7 +91,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (*super().state_names(group), COMMON)
 
-    def update_all(self, gradients: ShardGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[int]:
         number = self.num_updates
         if number == self.optimizer.var_freeze_step + 1:
             self.forget_owed()
@@ -100,7 +100,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
             if number > self.optimizer.var_freeze_step:
                 self._alone(index, gradient, gradients)
             elif self._is_exact(number):
-                self._exact(self.shards[index], gradient, gradients)
+                self._exact(self.sub_groups[index], gradient, gradients)
             else:
                 self._one_bit(index, gradient, gradients)
             yield index
@@ -116,47 +116,47 @@ class ZeroOneAdamUpdater(CompressingUpdater):
             return False
         return not self.compresses or number % self._counter(VARIANCE_EVERY) == 0
 
-    def _exact(self, shard: MasterShard, gradient: Tensor, gradients: ShardGradients) -> None:
-        vectors = self.vectors(shard, gradient, (MOMENT, VARIANCE))
-        rule = rule_of(self.optimizer.param_groups[shard.group])
-        for run in self.runs(shard, gradients):
+    def _exact(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        vectors = self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
+        rule = rule_of(self.optimizer.param_groups[sub_group.group])
+        for run in self.runs(sub_group, gradients):
             adam(vectors.part(run.start, run.numel), rule, self.num_updates, gradients.scale)
 
-    def _one_bit(self, index: int, gradient: Tensor, gradients: ShardGradients) -> None:
-        shard, slots = self.shards[index], self.slots(self.shards[index], gradients)
-        beta1, moment = self.optimizer.param_groups[shard.group]["betas"][0], self.moment(index)
+    def _one_bit(self, index: int, gradient: Tensor, gradients: StepGradients) -> None:
+        sub_group, slots = self.sub_groups[index], self.slots(self.sub_groups[index], gradients)
+        beta1, moment = self.optimizer.param_groups[sub_group.group]["betas"][0], self.moment(index)
         line = torch.zeros_like(moment)
         add_own_gradient(line, gradient, slots, 1.0, gradients.scale)
         self.average(index, line, slots)
         add_own_gradient(moment, line, slots, 1 - beta1, 1.0)
-        self._move(shard, gradients)
+        self._move(sub_group, gradients)
 
-    def _move(self, shard: MasterShard, gradients: ShardGradients) -> None:
-        group = self.optimizer.param_groups[shard.group]
-        vectors = self.vectors(shard, self.state_of(shard)[MOMENT].view(-1), (VARIANCE,))
-        for run in self.runs(shard, gradients):
+    def _move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        group = self.optimizer.param_groups[sub_group.group]
+        vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE,))
+        for run in self.runs(sub_group, gradients):
             frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
 
-    def _alone(self, index: int, gradient: Tensor, gradients: ShardGradients) -> None:
-        shard, slots = self.shards[index], self.slots(self.shards[index], gradients)
+    def _alone(self, index: int, gradient: Tensor, gradients: StepGradients) -> None:
+        sub_group, slots = self.sub_groups[index], self.slots(self.sub_groups[index], gradients)
         if self.compresses:
-            self.state_of(shard).setdefault(COMMON, shard.master.clone())
-        beta1 = self.optimizer.param_groups[shard.group]["betas"][0]
+            self.state_of(sub_group).setdefault(COMMON, sub_group.master.clone())
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
         add_own_gradient(self.moment(index), gradient, slots, 1 - beta1, gradients.scale)
-        self._move(shard, gradients)
+        self._move(sub_group, gradients)
 
     def _synchronise_all(self) -> None:
-        for index, shard in enumerate(self.shards):
-            if COMMON in self.state_of(shard):
+        for index, sub_group in enumerate(self.sub_groups):
+            if COMMON in self.state_of(sub_group):
                 self._synchronise(index)
         self._moved.clear()
 
     def _synchronise(self, index: int) -> None:
         """All ranks at the same weights again: from the last common ones by the mean of what each has moved."""
-        shard, state = self.shards[index], self.state_of(self.shards[index])
-        group, bucket = self.optimizer.param_groups[shard.group], self.bucket(shard)
+        sub_group, state = self.sub_groups[index], self.state_of(self.sub_groups[index])
+        group, bucket = self.optimizer.param_groups[sub_group.group], self.bucket(sub_group)
         common, root = state[COMMON].view(-1), state[VARIANCE].view(-1).sqrt()
-        moved = (shard.master - common).mul_(root + group["eps"])
+        moved = (sub_group.master - common).mul_(root + group["eps"])
         slots = [slot for slot in bucket.slots if slot.parameter in self._moved]
         self.average(index, moved, slots)
         rates = group[RATES] + float(group["lr"])
@@ -165,9 +165,9 @@ class ZeroOneAdamUpdater(CompressingUpdater):
             state[MOMENT].view(-1).narrow(0, slot.offset, slot.numel).copy_(part).div_(-rates)
         moved.div_(root + group["eps"]).masked_fill_(root == 0, 0.0)
         common.add_(moved)
-        shard.master.copy_(common)
-        if shard.narrow is not None:
-            shard.narrow.copy_(shard.master)
+        sub_group.master.copy_(common)
+        if sub_group.narrow is not None:
+            sub_group.narrow.copy_(sub_group.master)
 
     def _counter(self, name: str) -> int:
         return int(self.optimizer.param_groups[0][name])

@@ -1,10 +1,10 @@
-"""Brings what an update works on to where it runs, shard by shard, and takes it back.
+"""Brings what an update works on to where it runs, sub-group by sub-group, and takes it back.
 
     time ->     shard 0     fetch | update | write back
                 shard 1             fetch  | update | write back
                 shard 2                      fetch  | update | write back
 
-`Shelf` is the case in which everything is at hand already. On a `WorkingShelf` masters, states and gradients are
+`StateStager` is the case in which everything is at hand already. With an `OffloadStager` masters, states and gradients are
 vectors in some place; while they are away, the optimizer's tensors show NaN in their true shape and take no memory.
 """
 
@@ -20,24 +20,24 @@ from torch import Tensor
 
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector, absent
-from hf_zero.optim.shards import MasterShard
+from hf_zero.optim.sub_group import SubGroup
 
 WritesAll = Callable[[int], bool]
 COUNTERS = ("step",)
 
 
-class Shelf:
+class StateStager:
     """Everything is where updates run."""
 
-    def __init__(self, shards: Sequence[MasterShard]) -> None:
-        self.shards = tuple(shards)
+    def __init__(self, sub_groups: Sequence[SubGroup]) -> None:
+        self.sub_groups = tuple(sub_groups)
 
     def each(
         self, indices: Sequence[int], work: Callable[[int], None], *, writes_all: WritesAll | None = None
     ) -> Iterator[int]:
-        """Do `work` for one shard after the other; yields each index when its new weights are where they belong.
+        """Do `work` for one sub-group after the other; yields each index when its new weights are where they belong.
 
-        `writes_all` says whether the work rounds every weight of a shard, so that the old ones need not be fetched.
+        `writes_all` says whether the work rounds every weight of a sub-group, so that the old ones need not be fetched.
         """
         for index in indices:
             work(index)
@@ -48,19 +48,19 @@ class Shelf:
         yield indices
 
     def deliver(self, index: int) -> None:
-        """Round a shard that is in place to where its weights belong."""
-        shard = self.shards[index]
-        if shard.narrow is not None:
-            shard.narrow.copy_(shard.master)
+        """Round a sub-group that is in place to where its weights belong."""
+        sub_group = self.sub_groups[index]
+        if sub_group.narrow is not None:
+            sub_group.narrow.copy_(sub_group.master)
 
     @contextmanager
     def opened(self, index: int, *, changes: bool = False) -> Iterator[None]:
-        """Master and states of one shard in place, outside an update."""
+        """Master and states of one sub-group in place, outside an update."""
         yield
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
-        """Masters and states of all shards can be read. What was read stays right until the next change."""
+        """Masters and states of all sub-groups can be read. What was read stays right until the next change."""
         yield
 
     @property
@@ -76,8 +76,8 @@ class Shelf:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardVectors:
-    """What belongs to one shard, as it is kept.
+class SubGroupVectors:
+    """What belongs to one sub-group, as it is kept.
 
     Attributes:
         gradient: asks for the reduced gradient's vector, which may be made anew for every step.
@@ -90,22 +90,22 @@ class ShardVectors:
     states: Store | None
 
 
-class WorkingShelf(Shelf):
+class OffloadStager(StateStager):
     """Vectors are fetched for an update and released after it."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        shards: Sequence[MasterShard],
-        vectors: Sequence[ShardVectors],
+        sub_groups: Sequence[SubGroup],
+        vectors: Sequence[SubGroupVectors],
         *,
         reads_ahead: bool = True,
         writes_behind: bool = True,
     ) -> None:
-        super().__init__(shards)
+        super().__init__(sub_groups)
         self._optimizer = optimizer
         self._vectors = tuple(vectors)
-        self._states: tuple[dict[tuple[int, str], Vector], ...] = tuple({} for _ in self.shards)
+        self._states: tuple[dict[tuple[int, str], Vector], ...] = tuple({} for _ in self.sub_groups)
         self._reserved: set[tuple[int, int, str]] = set()  # shard, tensor, name
         self._reads_ahead = reads_ahead
         self._writes_behind = writes_behind
@@ -113,7 +113,7 @@ class WorkingShelf(Shelf):
     def reserve(self, index: int, names: Sequence[str], dtype: torch.dtype | None) -> None:
         """Make room for states that the optimizer is known to have: zeros, one per element."""
         store = self._vectors[index].states
-        for position, tensor in enumerate(self.shards[index].tensors if store is not None else ()):
+        for position, tensor in enumerate(self.sub_groups[index].tensors if store is not None else ()):
             for name in names:
                 assert store is not None
                 dtype = dtype or tensor.parameter.dtype
@@ -133,11 +133,11 @@ class WorkingShelf(Shelf):
                 narrow.fetch(reads=writes_all is None or not (narrow.is_whole and writes_all(index)))
 
         for index in self._walk(indices, fetch):
-            shard, narrow = self.shards[index], self._vectors[index].narrow
+            sub_group, narrow = self.sub_groups[index], self._vectors[index].narrow
             if narrow is None:
                 work(index)
             else:
-                with _pointing(shard.narrow, narrow.take()):
+                with _pointing(sub_group.narrow, narrow.take()):
                     work(index)
                 narrow.release(changed=True)
             self._leave(index)
@@ -167,7 +167,7 @@ class WorkingShelf(Shelf):
         narrow = self._vectors[index].narrow
         if narrow is not None:
             with narrow.opened(reads=not narrow.is_whole, changes=True) as target:
-                target.copy_(self.shards[index].master)
+                target.copy_(self.sub_groups[index].master)
 
     @contextmanager
     def opened(self, index: int, *, changes: bool = False) -> Iterator[None]:
@@ -175,7 +175,7 @@ class WorkingShelf(Shelf):
         with ExitStack() as stack:
             if narrow is not None:
                 place = stack.enter_context(narrow.opened(changes=changes))
-                stack.enter_context(_pointing(self.shards[index].narrow, place))
+                stack.enter_context(_pointing(self.sub_groups[index].narrow, place))
             for vector in self._kept(index):
                 vector.fetch()
             self._point(index, lambda vector: vector.take(), begins=False)
@@ -187,17 +187,17 @@ class WorkingShelf(Shelf):
     @contextmanager
     def viewing(self) -> Iterator[None]:
         self.flush()
-        for index in range(len(self.shards)):
+        for index in range(len(self.sub_groups)):
             self._point(index, lambda vector: vector.view(), begins=False)
         try:
             yield
         finally:
-            for index in range(len(self.shards)):
+            for index in range(len(self.sub_groups)):
                 self._put_away(index)
 
     @property
     def always_at_hand(self) -> bool:
-        return all(vector.tensor is not None for index in range(len(self.shards)) for vector in self._kept(index))
+        return all(vector.tensor is not None for index in range(len(self.sub_groups)) for vector in self._kept(index))
 
     def forget_states(self, index: int) -> None:
         states = self._states[index]
@@ -205,7 +205,7 @@ class WorkingShelf(Shelf):
             states.pop((position, name)).free()
 
     def flush(self) -> None:
-        for index in range(len(self.shards)):
+        for index in range(len(self.sub_groups)):
             self._flush(index)
 
     # One shard
@@ -224,11 +224,11 @@ class WorkingShelf(Shelf):
 
     def _point(self, index: int, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
         """Let the optimizer's tensors show what `values` gives; with `begins` also states it does not have yet."""
-        shard, master = self.shards[index], self._vectors[index].master
+        sub_group, master = self.sub_groups[index], self._vectors[index].master
         if master.tensor is None:
-            _show_master(shard, values(master))
+            _show_master(sub_group, values(master))
         for (position, name), vector in self._states[index].items():
-            parameter = shard.tensors[position].parameter
+            parameter = sub_group.tensors[position].parameter
             is_known = name in self._optimizer.state.get(parameter, {})
             if (is_known and vector.tensor is None) or (begins and not is_known):
                 self._optimizer.state[parameter][name] = values(vector).view(parameter.shape)
@@ -248,7 +248,7 @@ class WorkingShelf(Shelf):
 
     def _keep_states(self, index: int, store: Store) -> None:
         states = self._states[index]
-        for position, tensor in enumerate(self.shards[index].tensors):
+        for position, tensor in enumerate(self.sub_groups[index].tensors):
             for name, value in self._optimizer.state.get(tensor.parameter, {}).items():
                 if not _is_per_element(name, value, tensor.parameter):
                     continue
@@ -259,11 +259,11 @@ class WorkingShelf(Shelf):
                     known.take().copy_(value.reshape(-1))
 
     def _put_away(self, index: int) -> None:
-        shard = self.shards[index]
+        sub_group = self.sub_groups[index]
         if self._vectors[index].master.tensor is None:
-            _show_master(shard, absent(shard.part.numel, shard.master.dtype))
+            _show_master(sub_group, absent(sub_group.part.numel, sub_group.master.dtype))
         for (position, name), vector in self._states[index].items():
-            state = self._optimizer.state.get(shard.tensors[position].parameter, {})
+            state = self._optimizer.state.get(sub_group.tensors[position].parameter, {})
             if vector.tensor is None and name in state:
                 state[name] = absent(vector.numel, vector.dtype).view(state[name].shape)
 
@@ -273,13 +273,13 @@ class WorkingShelf(Shelf):
             vector.flush()
 
     def _name(self, index: int, name: str) -> str:
-        shard = self.shards[index]
-        return f"{name} of bucket {shard.bucket} [{shard.part.start}:{shard.part.stop}]"
+        sub_group = self.sub_groups[index]
+        return f"{name} of bucket {sub_group.bucket} [{sub_group.part.start}:{sub_group.part.stop}]"
 
 
-def _show_master(shard: MasterShard, values: Tensor) -> None:
-    shard.master.data = values
-    for tensor in shard.tensors:
+def _show_master(sub_group: SubGroup, values: Tensor) -> None:
+    sub_group.master.data = values
+    for tensor in sub_group.tensors:
         part = values.narrow(0, tensor.interval.start, tensor.interval.numel)
         tensor.parameter.data = part.view(tensor.parameter.shape)
 

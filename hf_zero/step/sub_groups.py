@@ -5,30 +5,30 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.layout import Interval
-from hf_zero.layout.portions import pieces_of_portion
-from hf_zero.offload.placement import Portion
+from hf_zero.layout.sub_groups import pieces_of_sub_group
+from hf_zero.offload.placement import StoredSubGroup
 from hf_zero.offload.vector import at_hand_or_absent
-from hf_zero.optim import MasterShard, MasterTensor
+from hf_zero.optim import MasterTensor, SubGroup
 from hf_zero.params.store import ParameterStore, TrainedBucket
 
 
-def master_shards(store: ParameterStore, *, whole_tensors: bool) -> tuple[MasterShard, ...]:
-    """One shard per portion of the update, in bucket order.
+def sub_groups_of(store: ParameterStore, *, whole_tensors: bool) -> tuple[SubGroup, ...]:
+    """One per sub-group of the update, in bucket order.
 
     Args:
         whole_tensors: give the optimizer every parameter in its own shape (possible only where a rank owns whole
-            buckets); otherwise it sees one flat tensor per shard.
+            buckets); otherwise it sees one flat tensor per sub-group.
     """
     return tuple(
-        _shard(index, bucket, portion, whole_tensors)
+        _sub_group(index, bucket, sub_group, whole_tensors)
         for index, bucket in enumerate(store.buckets)
-        for portion in bucket.portions
+        for sub_group in bucket.sub_groups
     )
 
 
-def _shard(index: int, bucket: TrainedBucket, portion: Portion, whole_tensors: bool) -> MasterShard:
-    part = portion.part
-    master = at_hand_or_absent(portion.master)
+def _sub_group(index: int, bucket: TrainedBucket, sub_group: StoredSubGroup, whole_tensors: bool) -> SubGroup:
+    part = sub_group.part
+    master = at_hand_or_absent(sub_group.master)
     if whole_tensors:
         assert part.numel == bucket.bucket.numel, "whole tensors need whole buckets"
         tensors = tuple(
@@ -41,12 +41,12 @@ def _shard(index: int, bucket: TrainedBucket, portion: Portion, whole_tensors: b
         )
     else:
         tensors = (MasterTensor(nn.Parameter(master), Interval(0, part.numel)),)
-    return MasterShard(
+    return SubGroup(
         bucket=index,
         part=part,
-        group=portion.group,
+        group=sub_group.group,
         master=master,
-        narrow=None if portion.narrow is None else at_hand_or_absent(portion.narrow),
+        narrow=None if sub_group.narrow is None else at_hand_or_absent(sub_group.narrow),
         tensors=tensors,
-        pieces=pieces_of_portion(bucket.bucket, bucket.owned, part),
+        pieces=pieces_of_sub_group(bucket.bucket, bucket.owned, part),
     )

@@ -1,4 +1,4 @@
-"""Cuts what a rank owns of a bucket into the portions that an update takes one after the other."""
+"""Cuts what a rank owns of a bucket into the sub-groups that an update takes one after the other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hf_zero.layout.intervals import Interval, round_up
 CUT_NUMEL = 64
 
 
-def cut_portions(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[tuple[int, Interval], ...]:
-    """(optimizer group, elements of `owned`) of every portion, in order; they cover `owned`.
+def cut_sub_groups(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[tuple[int, Interval], ...]:
+    """(optimizer group, elements of `owned`) of every sub-group, in order; they cover `owned`.
 
     Args:
-        limit: no portion has more elements than this, rounded up to a multiple of `CUT_NUMEL`; None: one for each run.
+        limit: none has more elements than this, rounded up to a multiple of `CUT_NUMEL`; None: one for each run.
     """
     found = []
     for number, run in enumerate(bucket.runs):
@@ -24,7 +24,7 @@ def cut_portions(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[tu
     return tuple(found)
 
 
-def pieces_of_portion(bucket: Bucket, owned: Interval, part: Interval) -> tuple[Piece, ...]:
+def pieces_of_sub_group(bucket: Bucket, owned: Interval, part: Interval) -> tuple[Piece, ...]:
     """Which parts of which parameters lie in elements `part` of `owned`; `in_shard` counts from where `part` begins."""
     found = []
     for piece in bucket.pieces(owned):

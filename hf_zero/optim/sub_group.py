@@ -23,8 +23,8 @@ class MasterTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class MasterShard:
-    """What one rank updates of one bucket for one of the optimizer's groups, or a portion of that.
+class SubGroup:
+    """What one rank updates of one bucket for one of the optimizer's groups, or a sub-group of that.
 
     Attributes:
         bucket: index of the bucket.
