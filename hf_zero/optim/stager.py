@@ -4,8 +4,8 @@
                 shard 1             fetch  | update | write back
                 shard 2                      fetch  | update | write back
 
-`StateStager` is the case in which everything is at hand already. With an `OffloadStager` masters, states and gradients are
-vectors in some place; while they are away, the optimizer's tensors show NaN in their true shape and take no memory.
+`StateStager` is the case in which everything is at hand already. With an `OffloadStager` masters, states and gradients
+are vectors in some place; while they are away, the optimizer's tensors show NaN in their true shape and take no memory.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def _update_and_publish(self, used: Set[int], outcome: StepOutcome) -> None:
-        """Update sub-group by sub-group; a bucket is published as soon as its last shard is done, beside the next one's update.
+        """Update sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update.
 
         One at a time, because what is under way takes memory.
         """
