@@ -91,7 +91,7 @@ class Relief:
 
     def _tensors(self, kind: OffloadStateTypeEnum) -> Iterator[Tensor]:
         if kind is OffloadStateTypeEnum.hp_params:
-            yield from (shard.master for shard in self._optimizer.sub_groups if shard.narrow is not None)
+            yield from (shard.master for shard in self._optimizer.sub_groups if shard.lp_param is not None)
         elif kind is OffloadStateTypeEnum.optim_states:
             for state in self._optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())

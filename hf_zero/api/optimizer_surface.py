@@ -23,7 +23,7 @@ def _masters(optimizer: Any) -> list[Tensor]:
 
 def _weights(optimizer: Any) -> list[Tensor]:
     """This rank's part of the model's weights, 1-D, beside the masters; they are one where nothing is rounded."""
-    return [shard.master if shard.narrow is None else shard.narrow for shard in optimizer.sub_groups]
+    return [shard.master if shard.lp_param is None else shard.lp_param for shard in optimizer.sub_groups]
 
 
 def _parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:

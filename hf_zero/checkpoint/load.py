@@ -258,8 +258,8 @@ def _write_masters(shard: SubGroup, plan: LoadPlan) -> None:
         if parts is not None:
             target = shard.master.narrow(0, piece.in_shard, piece.numel)
             _fill(target, parts(piece.in_parameter, piece.in_parameter + piece.numel))
-    if shard.narrow is not None:
-        shard.narrow.copy_(shard.master)
+    if shard.lp_param is not None:
+        shard.lp_param.copy_(shard.master)
 
 
 def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:

@@ -189,11 +189,11 @@ class _Line:
 def _lines(subject: Subject, collected: _Collected, targets: Sequence[_Target]) -> list[_Line]:
     """The masters, then every kind of moment; the same on all ranks."""
     shards = subject.assembly.optimizer.sub_groups
-    wide = torch.float32
+    fp32 = torch.float32
     for shard in shards:
-        wide = torch.promote_types(wide, shard.master.dtype)
+        fp32 = torch.promote_types(fp32, shard.master.dtype)
     held = [shard.master.detach() for shard in shards]  # at hand now; later a drive may have them
-    masters = _Line("", wide, [t.master_numel for t in targets], lambda: [master.to(wide) for master in held])
+    masters = _Line("", fp32, [t.master_numel for t in targets], lambda: [master.to(fp32) for master in held])
     lengths = [target.moment_numel for target in targets]
     return [
         masters,
@@ -299,7 +299,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
             if piece.parameter in group.steps:
                 scalars[ds.STEP] = group.steps[piece.parameter]
             states[name] = GroupState(master, moments, _scalars(subject, scalars))
-    has_masters = any(shard.narrow is not None for shard in shards)
+    has_masters = any(shard.lp_param is not None for shard in shards)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
     return {ds.model_file(0, 0): {**model_states(run, weights, in_order, optimizer), ds.HF_ZERO: ours(part)}}

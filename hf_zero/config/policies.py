@@ -53,8 +53,8 @@ class PrecisionPolicy:
     auto_cast_inputs: bool  # cast floating positional inputs of forward to the model's dtype
     loss_scale: LossScalePolicy | None = None  # None: the loss is differentiated as it is
     autocast: AutocastPolicy | None = None
-    narrow_masters: bool = False  # 16-bit weights are their own masters
-    narrow_states: bool = False  # optimizer states in the masters' dtype; else at least fp32
+    low_precision_masters: bool = False  # 16-bit weights are their own masters
+    low_precision_states: bool = False  # optimizer states in the masters' dtype; else at least fp32
     rounds_stochastically: bool = False  # how bf16 masters are rounded after an update; else to nearest
 
 

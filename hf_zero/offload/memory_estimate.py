@@ -16,7 +16,7 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.log import announce
 from hf_zero.precision import Precision
 
-WIDE, NARROW = 4, 2  # bytes of a master or of one optimizer state
+FP32_BYTES, LP_BYTES = 4, 2  # bytes of a master or of one optimizer state
 GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
 AT_ONCE = 3  # shards of parameters in memory whatever the config allows: one at work, one fetched ahead, one going
 _HINTS = {
@@ -64,19 +64,19 @@ def needs_of(
     parts = sharding.world if sharding.shards_optimizer else 1
     numel = sum(spec.numel for spec in specs) // parts
     weights = sum(spec.numel * _size(spec) for spec in specs) // parts
-    wide = sum(spec.numel for spec in specs if _size(spec) == WIDE) // parts
+    fp32 = sum(spec.numel for spec in specs if _size(spec) == FP32_BYTES) // parts
     bucket = sizes.longest // parts * max((_size(spec) for spec in specs), default=0)
     place, rest = zero.offload_optimizer, zero.offload_param
-    master_bytes, state_bytes = WIDE, NARROW if sizes.precision.narrow_states else WIDE
-    if sizes.precision.narrow_masters:  # the weights themselves, unless those are wanted on another device
-        master_bytes = NARROW if place is not None and device.type != "cpu" else 0
-    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - wide)
+    master_bytes, state_bytes = FP32_BYTES, LP_BYTES if sizes.precision.low_precision_states else FP32_BYTES
+    if sizes.precision.low_precision_masters:  # the weights themselves, unless those are wanted on another device
+        master_bytes = LP_BYTES if place is not None and device.type != "cpu" else 0
+    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - fp32)
     kept = states + weights  # gradients are as large as weights
     far = 0 if place is None else round(kept * place.ratio)
     near, host, disk = kept - far, 0, 0
     if place is not None and place.device == "nvme":
         disk += far
-        sub_group = WIDE * min(zero.sub_group_numel, sizes.longest // parts)
+        sub_group = FP32_BYTES * min(zero.sub_group_numel, sizes.longest // parts)
         host += sub_group * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
         host += GRADIENT_BUFFERS * bucket
     else:

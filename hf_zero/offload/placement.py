@@ -26,13 +26,13 @@ class StoredSubGroup:
 
     Attributes:
         master: the weights in the master dtype; the same vector as the weights where those are wide enough and at hand.
-        narrow: where rounded weights go after an update; None when the master is the weight itself.
+        lp_param: where rounded weights go after an update; None when the master is the weight itself.
     """
 
     group: int
     part: Interval
     master: Vector
-    narrow: Vector | None
+    lp_param: Vector | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ class Placements:
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
     ) -> Iterator[StoredSubGroup]:
         for group, part in cut_sub_groups(bucket, owned, self.sub_group_numel):
-            narrow = placement.weights(part_of(weights, part.start, part.numel))
-            if narrow.tensor is not None and narrow.dtype == in_master_dtype.dtype:
-                yield StoredSubGroup(group, part, narrow, None)
+            lp_param = placement.weights(part_of(weights, part.start, part.numel))
+            if lp_param.tensor is not None and lp_param.dtype == in_master_dtype.dtype:
+                yield StoredSubGroup(group, part, lp_param, None)
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
                 yield StoredSubGroup(
                     group,
                     part,
                     placement.masters.adopt(name, in_master_dtype.narrow(0, part.start, part.numel)),
-                    narrow,
+                    lp_param,
                 )

@@ -236,8 +236,8 @@ class AdafactorUpdater(Updater):
                     update = moment.mul_(rule.beta1).add_(update, alpha=1 - rule.beta1)
                 weight = sub_group.master.narrow(0, at, update.numel())
                 weight.copy_(weight * (1 - rule.decay) - update)
-                if sub_group.narrow is not None:
-                    sub_group.narrow.narrow(0, at, update.numel()).copy_(weight)
+                if sub_group.lp_param is not None:
+                    sub_group.lp_param.narrow(0, at, update.numel()).copy_(weight)
             part.rule = None
 
     def _momentum(self, sub_group: SubGroup) -> Tensor:

@@ -59,11 +59,11 @@ class Family(ABC):
         return state
 
     def vectors(
-        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, narrow: Tensor | None
+        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None
     ) -> Vectors:
         """What the kernel gets for one parameter or shard; all are 1-D views."""
         states = tuple(state[name].view(-1) for name in self.state_names(group))
-        return Vectors(weight=weight, gradient=gradient, states=states, narrow=narrow)
+        return Vectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update_alone(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
@@ -222,7 +222,7 @@ class ElementwiseUpdater(Updater):
             self._counted.append((index, before, gradients.used))
         runs = with_padding(runs, sub_group)
         state["step"].fill_(max(step for _, step in runs))
-        vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.narrow)
+        vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)
         for interval, step in runs:
             part = vectors.part(interval.start, interval.numel)
             seed = self._seed(sub_group, interval, step) if self.rounds_stochastically else None

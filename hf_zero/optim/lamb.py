@@ -208,7 +208,7 @@ class LambUpdater(Updater):
         state = state_of(self.optimizer, sub_group.tensors[0].parameter)
         states = tuple(state[name].view(-1) for name in _STATES)
         return Vectors(
-            weight=sub_group.master, gradient=gradients.reduced[index], states=states, narrow=sub_group.narrow
+            weight=sub_group.master, gradient=gradients.reduced[index], states=states, lp_param=sub_group.lp_param
         )
 
     def _prepare(self, index: int, gradients: StepGradients) -> _Work:

@@ -170,5 +170,5 @@ class MuonUpdater(Updater):
             part = sub_group.master.narrow(0, piece.in_shard, piece.numel)
             part.mul_(1 - lr * group["weight_decay"])
             part.sub_(orthogonalised.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
-            if sub_group.narrow is not None:
-                sub_group.narrow.narrow(0, piece.in_shard, piece.numel).copy_(part)
+            if sub_group.lp_param is not None:
+                sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(part)

@@ -50,8 +50,8 @@ class StateStager:
     def deliver(self, index: int) -> None:
         """Round a sub-group that is in place to where its weights belong."""
         sub_group = self.sub_groups[index]
-        if sub_group.narrow is not None:
-            sub_group.narrow.copy_(sub_group.master)
+        if sub_group.lp_param is not None:
+            sub_group.lp_param.copy_(sub_group.master)
 
     @contextmanager
     def opened(self, index: int, *, changes: bool = False) -> Iterator[None]:
@@ -85,7 +85,7 @@ class SubGroupVectors:
     """
 
     master: Vector
-    narrow: Vector | None
+    lp_param: Vector | None
     gradient: Callable[[], Vector]
     states: Store | None
 
@@ -128,18 +128,18 @@ class OffloadStager(StateStager):
     ) -> Iterator[int]:
         def fetch(index: int) -> None:
             self._fetch(index)
-            narrow = self._vectors[index].narrow
-            if narrow is not None:
-                narrow.fetch(reads=writes_all is None or not (narrow.is_whole and writes_all(index)))
+            lp_param = self._vectors[index].lp_param
+            if lp_param is not None:
+                lp_param.fetch(reads=writes_all is None or not (lp_param.is_whole and writes_all(index)))
 
         for index in self._walk(indices, fetch):
-            sub_group, narrow = self.sub_groups[index], self._vectors[index].narrow
-            if narrow is None:
+            sub_group, lp_param = self.sub_groups[index], self._vectors[index].lp_param
+            if lp_param is None:
                 work(index)
             else:
-                with _pointing(sub_group.narrow, narrow.take()):
+                with _pointing(sub_group.lp_param, lp_param.take()):
                     work(index)
-                narrow.release(changed=True)
+                lp_param.release(changed=True)
             self._leave(index)
             yield index
 
@@ -164,18 +164,18 @@ class OffloadStager(StateStager):
                 self._flush(index)
 
     def deliver(self, index: int) -> None:
-        narrow = self._vectors[index].narrow
-        if narrow is not None:
-            with narrow.opened(reads=not narrow.is_whole, changes=True) as target:
+        lp_param = self._vectors[index].lp_param
+        if lp_param is not None:
+            with lp_param.opened(reads=not lp_param.is_whole, changes=True) as target:
                 target.copy_(self.sub_groups[index].master)
 
     @contextmanager
     def opened(self, index: int, *, changes: bool = False) -> Iterator[None]:
-        narrow = self._vectors[index].narrow
+        lp_param = self._vectors[index].lp_param
         with ExitStack() as stack:
-            if narrow is not None:
-                place = stack.enter_context(narrow.opened(changes=changes))
-                stack.enter_context(_pointing(self.sub_groups[index].narrow, place))
+            if lp_param is not None:
+                place = stack.enter_context(lp_param.opened(changes=changes))
+                stack.enter_context(_pointing(self.sub_groups[index].lp_param, place))
             for vector in self._kept(index):
                 vector.fetch()
             self._point(index, lambda vector: vector.take(), begins=False)
@@ -268,8 +268,8 @@ class OffloadStager(StateStager):
                 state[name] = absent(vector.numel, vector.dtype).view(state[name].shape)
 
     def _flush(self, index: int) -> None:
-        narrow = self._vectors[index].narrow
-        for vector in (*self._kept(index), *([narrow] if narrow is not None else [])):
+        lp_param = self._vectors[index].lp_param
+        for vector in (*self._kept(index), *([lp_param] if lp_param is not None else [])):
             vector.flush()
 
     def _name(self, index: int, name: str) -> str:

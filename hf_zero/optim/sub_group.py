@@ -31,7 +31,7 @@ class SubGroup:
         part: which elements of the rank's part of the bucket these are.
         group: index of the optimizer's param group.
         master: 1-D master weights of the owned part.
-        narrow: 1-D, same length, where the rounded weights go; None when the master is the weight.
+        lp_param: 1-D, same length, where the rounded weights go; None when the master is the weight.
         tensors: how the base optimizer sees `master`: one flat tensor, or one tensor per parameter.
         pieces: which parameters lie where in `master`.
     """
@@ -40,6 +40,6 @@ class SubGroup:
     part: Interval
     group: int
     master: Tensor
-    narrow: Tensor | None
+    lp_param: Tensor | None
     tensors: tuple[MasterTensor, ...]
     pieces: tuple[Piece, ...]

@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-_WIDE_FRACTION = 52  # bits of a float64
+_FP64_FRACTION = 52  # bits of a float64
 # Of each type: the integer of its size, and the bits of its fraction; the first of them says that a NaN is quiet.
 _FORMATS = {
     torch.float64: (torch.int64, 52),
@@ -37,7 +37,7 @@ def signature(number: int, dtype: torch.dtype) -> int:
     if dtype not in _FORMATS:
         return 0
     _, fraction = _FORMATS[dtype]
-    return _payload(number, dtype) << (_WIDE_FRACTION - fraction)
+    return _payload(number, dtype) << (_FP64_FRACTION - fraction)
 
 
 def signature_of(value: float) -> int:
@@ -45,7 +45,7 @@ def signature_of(value: float) -> int:
     if value == value:
         return 0
     (bits,) = struct.unpack("<Q", struct.pack("<d", value))
-    return int(bits) & ((1 << (_WIDE_FRACTION - 1)) - 1)
+    return int(bits) & ((1 << (_FP64_FRACTION - 1)) - 1)
 
 
 def _quiet(dtype: torch.dtype) -> int:

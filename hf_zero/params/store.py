@@ -42,14 +42,14 @@ class TrainedBucket:
     @property
     def has_masters(self) -> bool:
         """Whether weights and masters are two things."""
-        return any(sub_group.narrow is not None for sub_group in self.sub_groups)
+        return any(sub_group.lp_param is not None for sub_group in self.sub_groups)
 
     def write_master(self, start: int, values: Tensor) -> None:
         """Overwrite masters from element `start` of the owned interval on; nothing where they are the weights."""
         written = Interval(start, start + values.numel())
         for sub_group in self.sub_groups:
             common = sub_group.part.intersect(written)
-            if common is None or sub_group.narrow is None:
+            if common is None or sub_group.lp_param is None:
                 continue
             with sub_group.master.opened(changes=True) as master:
                 target = master.narrow(0, common.start - sub_group.part.start, common.numel)

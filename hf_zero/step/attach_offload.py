@@ -138,7 +138,7 @@ def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
 
 def _vectors(store: ParameterStore, reducer: GradientReducer) -> list[SubGroupVectors]:
     return [
-        SubGroupVectors(sub_group.master, sub_group.narrow, partial(_gradient, gradients), bucket.placement.states)
+        SubGroupVectors(sub_group.master, sub_group.lp_param, partial(_gradient, gradients), bucket.placement.states)
         for bucket, gradients in zip(store.buckets, reducer.buckets, strict=True)
         for sub_group in bucket.sub_groups
     ]
@@ -149,6 +149,6 @@ def _gradient(bucket: BucketGradients) -> Vector:
 
 
 def _is_at_hand(vectors: SubGroupVectors) -> bool:
-    narrow = vectors.narrow
-    at_hand = vectors.master.tensor is not None and (narrow is None or narrow.tensor is not None)
+    lp_param = vectors.lp_param
+    at_hand = vectors.master.tensor is not None and (lp_param is None or lp_param.tensor is not None)
     return at_hand and vectors.states is None

@@ -46,7 +46,7 @@ def _sub_group(index: int, bucket: TrainedBucket, sub_group: StoredSubGroup, who
         part=part,
         group=sub_group.group,
         master=master,
-        narrow=None if sub_group.narrow is None else at_hand_or_absent(sub_group.narrow),
+        lp_param=None if sub_group.lp_param is None else at_hand_or_absent(sub_group.lp_param),
         tensors=tensors,
         pieces=pieces_of_sub_group(bucket.bucket, bucket.owned, part),
     )

@@ -415,8 +415,8 @@ def test_accumulation_in_fp32_keeps_what_bf16_rounds_away(stage: int) -> None:
     """1 + 63/512: in bf16 every single 1/512 is lost on the way."""
     exact = -(1 + 63 / 512)
     wide = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "fp32"))
-    narrow = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "bf16"))
+    lp_param = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "bf16"))
     copies = 2 if stage == 0 else 1  # at stage 0 both ranks hold the whole master
     # The sum travels in bf16, the communication dtype: eight bits of it arrive.
     assert wide / copies == pytest.approx(exact, rel=2**-8)
-    assert narrow / copies == -1.0
+    assert lp_param / copies == -1.0

@@ -60,10 +60,10 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
 
 def test_16_bit_masters() -> None:
     """The weights are the masters, except where the update runs on another device."""
-    narrow = Precision(None, None, None, narrow_masters=True)
-    assert needs(CUDA, 2, 4, narrow) == Needs(device=2500 * M)
-    assert needs(CUDA, 2, 4, replace(narrow, narrow_states=True)) == Needs(device=1500 * M)
-    assert needs(CUDA, 2, 4, narrow, offload_optimizer={"device": "cpu"}) == Needs(host=3000 * M)
+    lp_param = Precision(None, None, None, low_precision_masters=True)
+    assert needs(CUDA, 2, 4, lp_param) == Needs(device=2500 * M)
+    assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)) == Needs(device=1500 * M)
+    assert needs(CUDA, 2, 4, lp_param, offload_optimizer={"device": "cpu"}) == Needs(host=3000 * M)
 
 
 def refused(rank: int, run: Run) -> str:

@@ -35,7 +35,7 @@ class Sum:
         self._barrier.wait()
 
 
-def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, narrow: Tensor | None) -> SubGroup:
+def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, lp_param: Tensor | None) -> SubGroup:
     """Rank's equal part of `flat`, which holds parameters of these sizes one after the other."""
     length = flat.numel() // world
     assert length * world == flat.numel()
@@ -52,7 +52,7 @@ def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, narrow: 
         part=Interval(0, length),
         group=0,
         master=master,
-        narrow=None if narrow is None else narrow.narrow(0, mine.start, length),
+        lp_param=None if lp_param is None else lp_param.narrow(0, mine.start, length),
         tensors=(MasterTensor(nn.Parameter(master), Interval(0, length)),),
         pieces=tuple(pieces),
     )

@@ -92,7 +92,7 @@ def test_as_plain_pytorch(kind: str, states: bool) -> None:
         assert value.dtype == torch.bfloat16
         torch.testing.assert_close(value, expected[name], rtol=2**-6, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
     for shard in engine.optimizer.sub_groups:
-        assert shard.narrow is None and shard.master.dtype == torch.bfloat16, "no second copy of the weights"
+        assert shard.lp_param is None and shard.master.dtype == torch.bfloat16, "no second copy of the weights"
         moments = [v for k, v in engine.optimizer.state[shard.tensors[0].parameter].items() if k != "step"]
         assert moments and all(v.dtype == (torch.bfloat16 if states else torch.float32) for v in moments)
 
@@ -179,7 +179,7 @@ def test_fp16_masters() -> None:
     before = engine.module.head.weight.detach().clone()
     train(engine, range(4))
     (shard, *_) = engine.optimizer.sub_groups
-    assert shard.narrow is None and shard.master.dtype == torch.float16
+    assert shard.lp_param is None and shard.master.dtype == torch.float16
     assert engine.optimizer.state[shard.tensors[0].parameter]["exp_avg"].dtype == torch.float32
     assert engine.skipped_steps == 0 and not torch.equal(before, engine.module.head.weight)
 

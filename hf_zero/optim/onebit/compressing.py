@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives
 from hf_zero.comm.collectives import own_shard
 from hf_zero.comm.compressed_mean import CompressedMean
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 from hf_zero.layout import Bucket, Interval, Slot
 from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
 from hf_zero.optim.updater import StepGradients, SubGroup, Updater
@@ -151,7 +151,7 @@ class CompressingUpdater(Updater):
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
         """What a kernel gets for one sub-group."""
         state = self.state_of(sub_group)
-        return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.narrow)
+        return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 
     def moment(self, index: int) -> Tensor:
         """The momentum of the whole bucket, which every rank needs from the first compressed message on."""
@@ -214,5 +214,5 @@ def add_own_gradient(
     """m = m + rest * (scale * gradient - m) for these tensors of two lines."""
     for slot in slots:
         part = Vectors(moment, gradient).part(slot.offset, slot.numel)
-        for chunk in wide_chunks(part, scale):
+        for chunk in fp32_chunks(part, scale):
             chunk.weight.lerp_(chunk.gradient, rest)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_zero.kernels.frozen_adam import frozen_adam, preconditioned
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
-from hf_zero.kernels.vectors import wide_chunks
+from hf_zero.kernels.vectors import fp32_chunks
 from hf_zero.layout import Piece
 from hf_zero.optim.onebit.compressing import (
     MOMENT,
@@ -177,7 +177,7 @@ class OneBitLambUpdater(CompressingUpdater):
         vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE, FRESH))
         facts = torch.zeros(3, dtype=torch.float64, device=sub_group.master.device)
         part = vectors.part(piece.in_shard, piece.numel)
-        for chunk in wide_chunks(part):
+        for chunk in fp32_chunks(part):
             old, new = (state.sqrt() + group["eps"] for state in chunk.states)
             adaptive = preconditioned(chunk.gradient, chunk.states[0], group["eps"])
             whole = adaptive.add(chunk.weight, alpha=group["weight_decay"])

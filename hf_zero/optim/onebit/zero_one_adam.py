@@ -166,8 +166,8 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         moved.div_(root + group["eps"]).masked_fill_(root == 0, 0.0)
         common.add_(moved)
         sub_group.master.copy_(common)
-        if sub_group.narrow is not None:
-            sub_group.narrow.copy_(sub_group.master)
+        if sub_group.lp_param is not None:
+            sub_group.lp_param.copy_(sub_group.master)
 
     def _counter(self, name: str) -> int:
         return int(self.optimizer.param_groups[0][name])
