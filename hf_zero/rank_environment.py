@@ -10,7 +10,7 @@ LOCAL_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankEnvironment:
     """A process's place among those that one program started.
 
     Attributes:
@@ -43,8 +43,8 @@ _MPI = {
 }
 
 
-def find_seat(environment: Mapping[str, str]) -> Seat | None:
-    """The seat that an MPI's mpirun or Slurm's srun gave; None without either.
+def find_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """What an MPI's mpirun or Slurm's srun gave; None without either.
 
     Raises:
         ValueError: when the variables do not make sense together.
@@ -63,7 +63,7 @@ def find_seat(environment: Mapping[str, str]) -> Seat | None:
     return None
 
 
-def adopt_seat(environment: MutableMapping[str, str], port: int) -> Seat | None:
+def set_rank_environment(environment: MutableMapping[str, str], port: int) -> RankEnvironment | None:
     """Set torchrun's variables where only MPI or Slurm said which rank this is; None where nothing was to be done.
 
     Raises:
@@ -71,21 +71,22 @@ def adopt_seat(environment: MutableMapping[str, str], port: int) -> Seat | None:
     """
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         return None
-    seat = find_seat(environment)
-    if seat is None or seat.world_size == 1:
+    found = find_rank_environment(environment)
+    if found is None or found.world_size == 1:
         return None
     if not environment.get("MASTER_ADDR"):
-        address = LOCAL_ADDRESS if seat.local_world_size == seat.world_size else seat.first_host
+        is_one_host = found.local_world_size == found.world_size
+        address = LOCAL_ADDRESS if is_one_host else found.first_host
         if address is None:
             raise ValueError(
-                f"{seat.source} started {seat.world_size} ranks on several hosts, and MASTER_ADDR does not say where "
-                "rank 0 is: export MASTER_ADDR (and MASTER_PORT), or start with `hf-zero launch`, which does"
+                f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR does not say "
+                "where rank 0 is: export MASTER_ADDR (and MASTER_PORT), or start with `hf-zero launch`, which does"
             )
         environment["MASTER_ADDR"] = address
     if not environment.get("MASTER_PORT"):
         environment["MASTER_PORT"] = str(port)
-    environment.update(seat.variables())
-    return seat
+    environment.update(found.variables())
+    return found
 
 
 def first_host(hosts: str) -> str | None:
@@ -113,7 +114,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def _checked(
     numbers: list[int | None], source: str, names: tuple[str, ...], first_host: str | None = None
-) -> Seat | None:
+) -> RankEnvironment | None:
     rank, world, local_rank, local_world = numbers
     if rank is None or world is None:
         return None
@@ -121,4 +122,4 @@ def _checked(
         raise ValueError(f"{names[0]}={rank} and {names[1]}={world} contradict one another: ranks are below the size")
     if local_rank is None or local_world is None:
         local_rank, local_world = rank, world  # old starters do not say; then it was one host
-    return Seat(rank, world, local_rank, local_world, source, first_host)
+    return RankEnvironment(rank, world, local_rank, local_world, source, first_host)

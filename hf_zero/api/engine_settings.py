@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_zero.api.loader import data_loader
-from hf_zero.api.offload_states import Relief
+from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.config import Resolved
 from hf_zero.step.assemble import Assembly
@@ -23,7 +23,7 @@ class EngineSettings(nn.Module):
         self._assembly = assembly
         self._accumulation_steps = resolved.batch.accumulation_steps
         self._micro_batch_size = resolved.batch.micro_batch_size
-        self._relief: Relief | None = None
+        self._offload_states: OffloadStates | None = None
 
     def train_batch_size(self) -> int:
         return self._micro_batch_size * self._accumulation_steps * self.dp_world_size
@@ -138,15 +138,15 @@ class EngineSettings(nn.Module):
         """
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f"offload_states(device={device!r}): only host memory (cpu) serves")
-        if self._relief is None:
+        if self._offload_states is None:
             parts = self._training_parts("offload_states")
-            self._relief = Relief(parts.optimizer, parts.reducer)
-        self._relief.send(include, pinned=pin_memory)
+            self._offload_states = OffloadStates(parts.optimizer, parts.reducer)
+        self._offload_states.send(include, pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has sent away; nothing if there is nothing."""
-        if self._relief is not None:
-            self._relief.bring_back()
+        if self._offload_states is not None:
+            self._offload_states.bring_back()
 
     def _training_parts(self, caller: str) -> Assembly:
         if self._assembly is None:

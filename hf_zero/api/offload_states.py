@@ -37,7 +37,7 @@ class OffloadDeviceEnum(str, Enum):
 _ALL = tuple(kind for kind in OffloadStateTypeEnum if kind is not OffloadStateTypeEnum.lp_params)
 
 
-class Relief:
+class OffloadStates:
     """Sends states of one engine to host memory and back. Does nothing for what is in host memory anyway."""
 
     def __init__(self, optimizer: ZeroOptimizer, reducer: GradientReducer, *, home: str = "cpu") -> None:

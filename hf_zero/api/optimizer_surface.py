@@ -138,7 +138,7 @@ def _reload_states(optimizer: Any, non_blocking: bool = False) -> None:
 def _refresh_masters(optimizer: Any) -> None:
     """Masters from weights that were written to: what a step does first anyway."""
     optimizer.settle()
-    optimizer.store.adopt_edits()
+    optimizer.store.sync_masters()
 
 
 def _set_boundary(optimizer: Any, is_boundary: bool) -> None:

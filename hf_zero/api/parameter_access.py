@@ -132,9 +132,9 @@ class Fragments:
     def gradient_factor(self) -> float:
         return self._assembly.optimizer.gradient_factor
 
-    def adopt_edits(self) -> None:
+    def sync_masters(self) -> None:
         """What was written into weights counts, before masters are read or written."""
-        self._assembly.store.adopt_edits()
+        self._assembly.store.sync_masters()
 
     def finish_reductions(self) -> None:
         self._assembly.reducer.wait()
@@ -162,9 +162,9 @@ class Fragments:
         optimizer = self._assembly.optimizer
         return optimizer.gradient_factor * (optimizer.sharding.world if optimizer.rules.gradients.average else 1)
 
-    def publish(self, parameter: nn.Parameter) -> None:
+    def all_gather_params(self, parameter: nn.Parameter) -> None:
         """Let edited masters be seen by the model. Collective."""
-        self._assembly.optimizer.publish_master(self._index[id(parameter)])
+        self._assembly.optimizer.master_to_params(self._index[id(parameter)])
 
 
 def _inside(values: Tensor, part: _Part) -> Tensor:
@@ -189,7 +189,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     fragments = _fragments_of(param)
     if fragments is None:
         return None
-    fragments.adopt_edits()
+    fragments.sync_masters()
     return fragments.read(param, fragments.master)
 
 
@@ -219,9 +219,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite master and model weight; `value` is the same on all ranks."""
     fragments = _managed(param)
-    fragments.adopt_edits()
+    fragments.sync_masters()
     fragments.write(param, value, fragments.master)
-    fragments.publish(param)
+    fragments.all_gather_params(param)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -263,7 +263,7 @@ def safe_update_full_grad_vectorized(
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
-    fragments.adopt_edits()
+    fragments.sync_masters()
     return fragments.read_local(param, fragments.master)
 
 
@@ -281,9 +281,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
-    fragments.adopt_edits()
+    fragments.sync_masters()
     fragments.write_local(param, value, fragments.master)
-    fragments.publish(param)
+    fragments.all_gather_params(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:

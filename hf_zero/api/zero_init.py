@@ -83,17 +83,19 @@ class Init(AbstractContextManager[Any]):
         self._collectives = collectives_for(local_device(), Channel.ACCESS)
         config = config_dict_or_path if config_dict_or_path is not None else config
         self._precision = _precision(config, dtype)
-        self._birth = _Birth(self._collectives, self._precision, self._device, _store(config, self._collectives))
+        self._init_rules = _InitRules(
+            self._collectives, self._precision, self._device, _store(config, self._collectives)
+        )
         if module is not None:
-            self._birth.shard_tree(module)
-            self._birth.close()
+            self._init_rules.shard_tree(module)
+            self._init_rules.close()
 
     def __enter__(self) -> Init:
         if self._enabled:
             Init._active.append(self)
             if len(Init._active) == 1:  # nested contexts are one
-                self._birth.begin()
-            self._before = Init._active[0]._birth.unattached()
+                self._init_rules.begin()
+            self._before = Init._active[0]._init_rules.unattached()
         return self
 
     def __exit__(
@@ -103,9 +105,9 @@ class Init(AbstractContextManager[Any]):
             first = Init._active[0]
             Init._active.remove(self)
             if not Init._active:
-                first._birth.end(shard=kind is None)
+                first._init_rules.end(shard=kind is None)
             elif kind is None:
-                first._birth.shard_since(self._before)
+                first._init_rules.shard_since(self._before)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -119,17 +121,17 @@ class Init(AbstractContextManager[Any]):
 @contextmanager
 def suspended() -> Iterator[None]:
     """An active Init lets modules be; `initialize` puts its own things together in here."""
-    births = [init._birth for init in Init._active[:1]]
-    for birth in births:
-        birth.pause()
+    inits = [init._init_rules for init in Init._active[:1]]
+    for init_rules in inits:
+        init_rules.pause()
     try:
         yield
     finally:
-        for birth in births:
-            birth.resume()
+        for init_rules in inits:
+            init_rules.resume()
 
 
-class _Birth:
+class _InitRules:
     """Shards modules while they are put together."""
 
     def __init__(
@@ -143,7 +145,7 @@ class _Birth:
         self._handles: list[Any] = []
         # In order of appearance, which is the same on all ranks.
         self._unattached: dict[int, weakref.ref[nn.Module]] = {}
-        self._watched: list[weakref.ref[nn.Module]] = []
+        self._read_hooked: list[weakref.ref[nn.Module]] = []
         self._opened: list[ShardedParameter] = []
         self._paused = False
 
@@ -164,11 +166,11 @@ class _Birth:
             if self._store is not None:
                 stop_if_any(self._store.failure, self._collectives)
         self._unattached.clear()
-        for reference in self._watched:
-            watched = reference()
-            if watched is not None:
-                unwatch(watched)
-        self._watched = []
+        for reference in self._read_hooked:
+            read_hooked = reference()
+            if read_hooked is not None:
+                unwatch(read_hooked)
+        self._read_hooked = []
 
     def unattached(self) -> frozenset[int]:
         """Ids of the modules that are not part of another one yet."""
@@ -198,7 +200,7 @@ class _Birth:
                 self._shard(parameter)
             if fresh:
                 watch(inner, self._on_read)
-                self._watched.append(weakref.ref(inner))
+                self._read_hooked.append(weakref.ref(inner))
 
     def close(self) -> None:
         """Parameters opened by a read go back to shards, with rank 0's values."""

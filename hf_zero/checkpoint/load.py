@@ -75,7 +75,7 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
     store = subject.store
     if store is not None:
         store.prepare_update()
-        store.adopt_edits()
+        store.sync_masters()
     _write_unsharded(subject, plan)
     if store is not None and isinstance(subject, Subject):
         _write_trained(store, subject, plan)
@@ -89,7 +89,7 @@ def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> N
         with stager.opened(number, changes=True):
             _write_masters(shard, plan)
     for index in range(len(store.buckets)):
-        store.publish(index).wait()
+        store.all_gather_params(index).wait()
     if any(group is not None for group in plan.groups):
         _write_optimizer(subject, plan)
     subject.assembly.reducer.clear()  # gradients of the old weights; and the optimizer may want others from now on

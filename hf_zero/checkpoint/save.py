@@ -52,7 +52,7 @@ def files_of(
     Args:
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
     """
-    subject.assembly.store.adopt_edits()
+    subject.assembly.store.sync_masters()
     with subject.assembly.optimizer.updater.stager.viewing():
         return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
 
@@ -316,7 +316,7 @@ def model_files_of(
 ) -> dict[str, Any]:
     """This rank's files of a model without optimizer: as at stage 0, or at stage 3 the shards of all ranks."""
     if subject.store is not None:
-        subject.store.adopt_edits()
+        subject.store.sync_masters()
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage < 3:
         weights = replace(weights, frozen=None, frozen_shapes=None)  # they stand in `module`

@@ -61,12 +61,12 @@ def _stand_before(hook: Callable[..., None]) -> None:
     def name_the_dead(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         hook(kind, error, traceback)
         if isinstance(error, RuntimeError) and _OF_CONNECTIONS.search(str(error)):
-            logger.error("%s", obituary(_known.others))
+            logger.error("%s", describe_dead(_known.others))
 
     sys.excepthook = name_the_dead
 
 
-def obituary(others: Sequence[_Process], patience_s: float = _PATIENCE_S) -> str:
+def describe_dead(others: Sequence[_Process], patience_s: float = _PATIENCE_S) -> str:
     """Which ranks have ended, as far as this machine can tell."""
     here = [process for process in others if process.place == _place()]
     deadline = time.monotonic() + patience_s

@@ -76,11 +76,11 @@ class GradientReducer:
         self._next = 0
         self._num_backward = 0
         self._subject = collectives.new_subject()
-        self._is_landing = False
+        self._is_completing = False
         self._reducing = True
         self._negotiation = store.negotiation
         if self._negotiation is not None:
-            self._negotiation.meanwhile(self._land_ready)
+            self._negotiation.meanwhile(self._complete_ready)
         self._wants_local: Callable[[], bool] = lambda: False
         self.late: set[int] = set()
         self._hooks = [
@@ -94,7 +94,7 @@ class GradientReducer:
 
     def begin(self, *, boundary: bool) -> None:
         """A backward is about to start; `boundary` says that a step follows it."""
-        self._land_until(0)  # every bucket must know what it holds; these have had the whole forward to arrive
+        self._complete_until(0)  # every bucket must know what it holds; these have had the whole forward to arrive
         self._reducing = (boundary or self._sharding.shards_gradients) and not self._wants_local()
         self._next = 0
         self._num_backward += 1
@@ -122,7 +122,7 @@ class GradientReducer:
         """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero."""
         if self._reducing:
             self._launch_up_to(num_buckets)
-            self._land_ready()
+            self._complete_ready()
 
     def finish(self) -> None:
         """The backward has ended: deal with every bucket that was not complete. Does not wait for reductions."""
@@ -149,7 +149,7 @@ class GradientReducer:
 
     def wait(self) -> None:
         """Return when every launched reduction has reached its `reduced` shard."""
-        self._land_until(0)
+        self._complete_until(0)
 
     def reduce_late(self) -> None:
         """Reduce what came after its bucket was closed. Collective: all ranks call it when any rank is late."""
@@ -190,7 +190,7 @@ class GradientReducer:
             return
         self.late.discard(index)  # a leftover of the last backward is part of this gradient now
         if bucket.is_empty:
-            self._land_ready()
+            self._complete_ready()
         bucket.arrive(index)
         if not bucket.is_complete:
             return
@@ -212,7 +212,7 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: BucketGradients) -> None:
-        self._land_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0)
+        self._complete_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0)
         number = self._count_launch()
         if self._sharding.shards_optimizer and self._collectives.world == 1 and bucket.local is None:
             result = bucket.place_for_result()  # nobody to send to, so nothing to send from
@@ -261,20 +261,20 @@ class GradientReducer:
         buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.flat.device)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
-    def _land_ready(self) -> None:
+    def _complete_ready(self) -> None:
         """Count in what has arrived, so that the others get their buffers back."""
-        while not self._is_landing and self._flights and self._flights[0].pending.is_ready():
-            self._land_first()
+        while not self._is_completing and self._flights and self._flights[0].pending.is_ready():
+            self._complete_first()
 
-    def _land_until(self, num_left: int) -> None:
+    def _complete_until(self, num_left: int) -> None:
         """Count the oldest reductions in, until `num_left` are under way."""
         while len(self._flights) > num_left:
             if self._negotiation is not None:
                 self._negotiation.clear_to_wait(self._flights[0].number)
-            self._land_first()
+            self._complete_first()
 
-    def _land_first(self) -> None:
-        self._is_landing = True  # while it waits, others may be looked after, but not the same reduction
+    def _complete_first(self) -> None:
+        self._is_completing = True  # while it waits, others may be looked after, but not the same reduction
         try:
             flight = self._flights.popleft()
             flight.pending.wait()
@@ -283,7 +283,7 @@ class GradientReducer:
             if flight.sent is not None:
                 self._collectives.give_send_buffer(flight.sent)
         finally:
-            self._is_landing = False
+            self._is_completing = False
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:

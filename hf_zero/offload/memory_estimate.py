@@ -31,7 +31,7 @@ class DoesNotFit(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryEstimate:
     """Bytes that one rank takes on top of the model as it is."""
 
     device: int = 0
@@ -53,13 +53,13 @@ class Sizes:
     precision: Precision
 
 
-def needs_of(
+def estimate_memory(
     specs: Sequence[ParameterSpec],
     zero: ZeroPolicy,
     sharding: Sharding,
     device: torch.device,
     sizes: Sizes,
-) -> Needs:
+) -> MemoryEstimate:
     """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive."""
     parts = sharding.world if sharding.shards_optimizer else 1
     numel = sum(spec.numel for spec in specs) // parts
@@ -91,10 +91,10 @@ def needs_of(
     elif rest is not None:
         host += 0 if device.type == "cpu" else weights
     on_host = device.type == "cpu"
-    return Needs(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
+    return MemoryEstimate(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
 
 
-def check_needs(needs: Needs, zero: ZeroPolicy, device: torch.device, collectives: Collectives) -> None:
+def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.device, collectives: Collectives) -> None:
     """Say what every rank needs, and refuse on all of them if it cannot fit on any machine. Collective.
 
     Raises:
@@ -102,28 +102,28 @@ def check_needs(needs: Needs, zero: ZeroPolicy, device: torch.device, collective
     """
     folders = [place.folder for place in (zero.offload_optimizer, zero.offload_param) if place is not None]
     folder = next((name for name in folders if name is not None), None)
-    available = Needs(
-        device=device_available(device) if needs.device else 0,
+    available = MemoryEstimate(
+        device=device_available(device) if estimate.device else 0,
         host=host_available(),
-        disk=disk_available(folder) if folder is not None and needs.disk else 0,
+        disk=disk_available(folder) if folder is not None and estimate.disk else 0,
     )
-    announce(f"offload: this rank needs {_sentence(needs, available)}")
-    everyone = collectives.gather_objects((os.uname().nodename, needs, available))
+    announce(f"offload: this rank needs {_sentence(estimate, available)}")
+    everyone = collectives.gather_objects((os.uname().nodename, estimate, available))
     problems = list(_problems(everyone))  # type: ignore[arg-type]
     if problems:
         raise DoesNotFit("; ".join(problems))
 
 
-def _problems(everyone: Sequence[tuple[str, Needs, Needs]]) -> list[str]:
+def _problems(everyone: Sequence[tuple[str, MemoryEstimate, MemoryEstimate]]) -> list[str]:
     found = []
     for node in dict.fromkeys(name for name, _, _ in everyone):
-        needs = [needed for name, needed, _ in everyone if name == node]
+        estimate = [needed for name, needed, _ in everyone if name == node]
         there = [available for name, _, available in everyone if name == node]
-        host, disk = sum(one.host for one in needs), sum(one.disk for one in needs)
+        host, disk = sum(one.host for one in estimate), sum(one.disk for one in estimate)
         have_host, have_disk = min(one.host for one in there), min(one.disk for one in there)
-        found += _problem(node, "host memory", host, have_host, len(needs))
-        found += _problem(node, "disk", disk, have_disk, len(needs))
-        for needed, available in zip(needs, there, strict=True):
+        found += _problem(node, "host memory", host, have_host, len(estimate))
+        found += _problem(node, "disk", disk, have_disk, len(estimate))
+        for needed, available in zip(estimate, there, strict=True):
             found += _problem(node, "device memory", needed.device, available.device, 1)
     return found
 
@@ -137,13 +137,13 @@ def _problem(node: str, kind: str, needed: int, available: int, ranks: int) -> l
     ]
 
 
-def _sentence(needs: Needs, available: Needs) -> str:
+def _sentence(estimate: MemoryEstimate, available: MemoryEstimate) -> str:
     parts = [
         f"{_amount(needed)} of {kind} ({_amount(there)} available)"
         for kind, needed, there in (
-            ("device memory", needs.device, available.device),
-            ("host memory", needs.host, available.host),
-            ("disk", needs.disk, available.disk),
+            ("device memory", estimate.device, available.device),
+            ("host memory", estimate.host, available.host),
+            ("disk", estimate.disk, available.disk),
         )
         if needed
     ]

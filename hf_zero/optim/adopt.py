@@ -29,12 +29,12 @@ def adopt(
     optimizer: torch.optim.Optimizer, masters: Sequence[Sequence[nn.Parameter]], groups: Sequence[dict[str, Any]]
 ) -> None:
     """Make `optimizer` hold `masters`, listed by group."""
-    made_state_at_birth = _refuse_used(optimizer)
+    made_state_at_init = _refuse_used(optimizer)
     optimizer.state.clear()
     for group, mine in zip(groups, masters, strict=True):
         group["params"] = list(mine)
     optimizer.param_groups[:] = groups
-    if made_state_at_birth:
+    if made_state_at_init:
         # Adagrad and its like fill `state` in the constructor: let it do so again, for the masters.
         newborn = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
         optimizer.state.update(newborn.state)

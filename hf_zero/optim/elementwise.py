@@ -109,7 +109,7 @@ class Counters:
 
     steps: list[int] = field(default_factory=list)
 
-    def take_back(self, pieces: Sequence[Piece], used: Set[int]) -> None:
+    def roll_back(self, pieces: Sequence[Piece], used: Set[int]) -> None:
         """Undo one `advance`."""
         for position, piece in enumerate(pieces):
             self.steps[position] -= piece.parameter in used
@@ -172,10 +172,10 @@ class ElementwiseUpdater(Updater):
         self._counters = [Counters() for _ in self.sub_groups]
         self._counted = []
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         for index, step, used in self._counted:
             sub_group = self.sub_groups[index]
-            self._counters[index].take_back(sub_group.pieces, used)
+            self._counters[index].roll_back(sub_group.pieces, used)
             self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(step)
         self._counted = []
 

@@ -148,7 +148,7 @@ class LambUpdater(Updater):
         self._steps.clear()
         self._counted = []
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         for index, known, pieces in self._counted:
             for piece in pieces:
                 self._steps[index, piece.in_shard] -= 1

@@ -47,7 +47,7 @@ class StateStager:
         """Shards whose masters, states and gradients are in place together, until the next ones are asked for."""
         yield indices
 
-    def deliver(self, index: int) -> None:
+    def copy_to_lp(self, index: int) -> None:
         """Round a sub-group that is in place to where its weights belong."""
         sub_group = self.sub_groups[index]
         if sub_group.lp_param is not None:
@@ -163,7 +163,7 @@ class OffloadStager(StateStager):
             if not self._writes_behind:
                 self._flush(index)
 
-    def deliver(self, index: int) -> None:
+    def copy_to_lp(self, index: int) -> None:
         lp_param = self._vectors[index].lp_param
         if lp_param is not None:
             with lp_param.opened(reads=not lp_param.is_whole, changes=True) as target:

@@ -114,7 +114,7 @@ class Updater(ABC):
         """Whether the next step wants this rank's own gradients of whole buckets, unreduced. The same on all ranks."""
         return False
 
-    def take_back(self) -> None:  # noqa: B027
+    def roll_back(self) -> None:  # noqa: B027
         """The last step was skipped by the device: it does not count. Only asked of those that obey."""
 
     def collect_state(self) -> None:  # noqa: B027
@@ -230,7 +230,7 @@ class WholeStepUpdater(Updater):
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
             for index in batch:
-                self.stager.deliver(index)
+                self.stager.copy_to_lp(index)
                 yield index
 
     def _hand_over(self, index: int, gradients: StepGradients) -> None:

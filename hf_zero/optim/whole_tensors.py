@@ -78,7 +78,7 @@ class WholeTensorUpdater(Updater):
             options.end()
             for index in batch:
                 self._send_back(index, gradients.used)
-                self.stager.deliver(index)
+                self.stager.copy_to_lp(index)
                 yield index
 
     def _members(self, sub_group: SubGroup) -> Sequence[int]:

@@ -69,24 +69,24 @@ class Edits:
         for unit in self._units:
             if unit.is_gathered:
                 for part in unit.parts:
-                    self._adopt(part)
+                    self._sync(part)
 
-    def _adopt(self, part: UnitPart) -> None:
+    def _sync(self, part: UnitPart) -> None:
         if part in self._totals:
             self._sync_persistent(part)
             return
         known = self._digests.get(part)
         found = None if known is None else _digests(part)
         for place, member in enumerate(part.members):
-            member.adopt_edit(is_certain=known is not None and found is not None and known[place] != found[place])
+            member.sync_master(is_certain=known is not None and found is not None and known[place] != found[place])
         if found is not None:
             self._digests[part] = found
 
     def _sync_persistent(self, part: UnitPart) -> None:
         """This is part of every step: one look at all, and only if that finds something, one at each."""
         is_changed = self._may_look and bool(part.digest() != self._totals[part])
-        adopted = [member.adopt_edit(is_certain=is_changed and member.differs()) for member in part.members]
-        if is_changed or any(adopted):
+        synced = [member.sync_master(is_certain=is_changed and member.differs()) for member in part.members]
+        if is_changed or any(synced):
             self._totals[part] = part.digest()
 
     def rewritten(self, handle: ShardedParameter) -> None:

@@ -53,12 +53,12 @@ class FlatParameters(ParameterStore):
         self.buckets = self._flat
         self._versions = [parameter._version for parameter in self.parameters]
 
-    def publish(self, bucket: int) -> Pending:
+    def all_gather_params(self, bucket: int) -> Pending:
         """Gather the other ranks' parts of the bucket, in place."""
         return self._collectives.all_gather(self._flat[bucket].flat) if self._sharding.shards_optimizer else Pending()
 
     @torch.no_grad()
-    def adopt_edits(self) -> None:
+    def sync_masters(self) -> None:
         """Carry what the user wrote into parameters since the last step over to the masters.
 
         Our own updates go through the flat buffers and leave `parameter._version` alone, so a changed version is an

@@ -10,7 +10,7 @@ from torch import nn
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 
 
-class WatchedParameters(dict[str, Any]):
+class ReadHookedParameters(dict[str, Any]):
     """A module's `_parameters`. `module.weight` looks a name up here, which is where a read can be seen.
 
     Iterating (`parameters()`, `state_dict()`) is not reading: it does not come through `__getitem__`.
@@ -37,11 +37,11 @@ class WatchedParameters(dict[str, Any]):
 
 def watch(module: nn.Module, on_read: Callable[[ShardedParameter], None]) -> None:
     """Report reads of `module`'s own parameters to `on_read`; replaces an earlier watcher."""
-    watched = WatchedParameters(module._parameters)
-    watched.on_read = on_read
-    module.__dict__["_parameters"] = watched
+    read_hooked = ReadHookedParameters(module._parameters)
+    read_hooked.on_read = on_read
+    module.__dict__["_parameters"] = read_hooked
 
 
 def unwatch(module: nn.Module) -> None:
-    if isinstance(module._parameters, WatchedParameters):
+    if isinstance(module._parameters, ReadHookedParameters):
         module.__dict__["_parameters"] = dict(module._parameters)

@@ -52,7 +52,7 @@ class ShardedParameters(ParameterStore):
         self._channels = channels
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._is_attached = False
-        self._watched: list[nn.Module] = []
+        self._read_hooked: list[nn.Module] = []
         self._device = placements.device
         _retire_earlier_stores(self._everything())
         mark_leaves(module, policy)
@@ -166,7 +166,7 @@ class ShardedParameters(ParameterStore):
         for module in self._module.modules():
             if any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False)):
                 watch(module, self._on_read)
-                self._watched.append(module)
+                self._read_hooked.append(module)
 
     def detach(self) -> None:
         """Stop watching; parameters stay sharded. `attach` goes on."""
@@ -175,9 +175,9 @@ class ShardedParameters(ParameterStore):
         self._is_attached = False
         self._give_up_kept()
         self.coordinator.unwatch()
-        for module in self._watched:
+        for module in self._read_hooked:
             unwatch(module)
-        self._watched = []
+        self._read_hooked = []
 
     @property
     def max_live_numel(self) -> int:
@@ -197,7 +197,7 @@ class ShardedParameters(ParameterStore):
 
     def _give_up_kept(self) -> None:
         """What inference has kept gathered is about to be released."""
-        self.adopt_edits()
+        self.sync_masters()
         for unit in self.units:
             if unit.is_gathered and not unit.is_persistent:
                 for part in unit.parts:
@@ -270,7 +270,7 @@ class ShardedParameters(ParameterStore):
 
         self.coordinator.on_progress = tell
 
-    def adopt_edits(self) -> None:
+    def sync_masters(self) -> None:
         """Of parameters that are whole now: persistent ones, and what inference has kept."""
         self.edits.adopt()
 
@@ -283,7 +283,7 @@ class ShardedParameters(ParameterStore):
             self.edits.refuse_unequal(self._channels.reduce)
         self.edits.agreed()
 
-    def publish(self, bucket: int) -> Pending:
+    def all_gather_params(self, bucket: int) -> Pending:
         """Gather updated persistent parameters again; all others wait as shards for their next use."""
         unit, part = self._parts_in_reduce_order[bucket]
         return part.refill(self._channels.reduce, self._buffers) if unit.is_persistent else Pending()

@@ -102,7 +102,7 @@ class ShardedParameter:
         else:
             self.hide()
 
-    def adopt_edit(self, *, is_certain: bool = False) -> bool:
+    def sync_master(self, *, is_certain: bool = False) -> bool:
         """Carry over what has been written into the gathered tensor, if so; it may be about to go.
 
         Args:

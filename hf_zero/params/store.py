@@ -86,11 +86,11 @@ class ParameterStore(ABC):
         return self.buckets[0].device
 
     @abstractmethod
-    def adopt_edits(self) -> None:
+    def sync_masters(self) -> None:
         """Carry what the user wrote into parameters since the last step over to the masters."""
 
     @abstractmethod
-    def publish(self, bucket: int) -> Pending:
+    def all_gather_params(self, bucket: int) -> Pending:
         """Bring the updated weights of a bucket to where the next forward pass finds them. Collective."""
 
     def connect(self, reducer: Reductions) -> None:

@@ -171,7 +171,7 @@ class UnitPart:
 
     def release(self) -> None:
         for member in self.members:
-            member.adopt_edit()
+            member.sync_master()
             member.unsharded = None
             if not member.unshard_count:
                 member.hide()
@@ -271,7 +271,7 @@ class Unit:
 
     def finish(self, buffers: GatherBuffers) -> None:
         """Wait for the gather; parameters have their values then."""
-        rows = self._land()
+        rows = self._complete()
         with torch.inference_mode(False), torch.no_grad():
             for part, arrived in zip(self.parts, rows, strict=True):
                 part.unpack(arrived, buffers)
@@ -279,7 +279,7 @@ class Unit:
 
     def discard(self, buffers: GatherBuffers) -> None:
         """Wait for a gather whose result is not wanted after all."""
-        for arrived in self._land():
+        for arrived in self._complete():
             buffers.give(arrived)
         self.put_back()
 
@@ -290,7 +290,7 @@ class Unit:
                 part.release()
             self.is_gathered = False
 
-    def _land(self) -> Sequence[Rows]:
+    def _complete(self) -> Sequence[Rows]:
         assert self._gathering is not None, "finish without start"
         try:
             rows = self._gathering.wait()

@@ -81,7 +81,7 @@ def unshard(handles: Sequence[ShardedParameter]) -> None:
             handle.show(unsharded)
         for handle in fresh:
             if handle.unsharded is not None:
-                handle.adopt_edit()
+                handle.sync_master()
                 handle.show(handle.unsharded.clone())  # edits in here must be able to be dropped
     for handle in handles:
         handle.unshard_count += 1

@@ -16,7 +16,7 @@ from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.memory_estimate import Sizes, check_needs, needs_of
+from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 from hf_zero.offload.placement import Placements
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.elementwise import ElementwiseUpdater
@@ -120,8 +120,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
         longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
         sizes = Sizes(num_states, longest, plan.precision)
-        needs = needs_of(trained.specs, plan.zero, sharding, plan.device, sizes)
-        check_needs(needs, plan.zero, plan.device, collectives)
+        estimate = estimate_memory(trained.specs, plan.zero, sharding, plan.device, sizes)
+        check_memory(estimate, plan.zero, plan.device, collectives)
     store: ParameterStore
     if sharding.shards_parameters:
         store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, placements)

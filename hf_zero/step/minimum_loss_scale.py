@@ -13,7 +13,7 @@ from hf_zero.layout import ParameterSpec
 from hf_zero.step.agreement import MAX_NAMES, listed
 
 
-def give_up(
+def refuse_minimum_loss_scale(
     gradients: Iterable[tuple[int, Tensor]], specs: Sequence[ParameterSpec], collectives: Collectives, scale: float
 ) -> NoReturn:
     """Raise, naming what any rank sees. Collective.

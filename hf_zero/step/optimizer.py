@@ -20,7 +20,7 @@ from hf_zero.optim import SubGroup, Updater
 from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import Agreement, refuse_unused
-from hf_zero.step.minimum_loss_scale import give_up
+from hf_zero.step.minimum_loss_scale import refuse_minimum_loss_scale
 from hf_zero.step.outcome import NormRule, StepOutcome
 from hf_zero.surface import Surface
 
@@ -206,7 +206,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return found[0] if len(found) == 1 else _spread(sub_group, found)
 
     @torch.no_grad()
-    def publish_master(self, parameter: int) -> None:
+    def master_to_params(self, parameter: int) -> None:
         """Round edited masters of one parameter into the model's weights and let every rank see them. Collective."""
         for index, bucket in enumerate(self._store.buckets):
             if any(slot.parameter == parameter for slot in bucket.bucket.slots):
@@ -214,8 +214,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for number, sub_group in enumerate(self.sub_groups):
                     if sub_group.bucket == index:
                         with self._updater.stager.opened(number):
-                            self._updater.stager.deliver(number)
-                self._store.publish(index).wait()
+                            self._updater.stager.copy_to_lp(number)
+                self._store.all_gather_params(index).wait()
                 self._store.finish_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -253,7 +253,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise RuntimeError("a sharded step cannot re-evaluate a closure; call backward() and then step()")
         self._refuse_mixed_factors()
-        self._store.adopt_edits()
+        self._store.sync_masters()
         self._store.prepare_update()
         self.settle()
         agreed = self._agreement.reach()
@@ -263,7 +263,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not (self._runs_ahead and self._updater.obeys_skip):
             self.settle()
         if not (self.outcome.is_known and self.outcome.skipped):
-            self._update_and_publish(agreed.used, self.outcome)
+            self._update_and_gather(agreed.used, self.outcome)
         self._store.finish_update()
         self._clear()
 
@@ -298,9 +298,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         outcome.read()
         if outcome.has_overwritten:
             self._refuse_overwritten()
-        if outcome.skipped and self.loss_scaler.is_exhausted:
+        if outcome.skipped and self.loss_scaler.is_at_minimum:
             try:
-                give_up(self._held_gradients(), self._store.layout.specs, self._collectives, self.loss_scale)
+                refuse_minimum_loss_scale(
+                    self._held_gradients(), self._store.layout.specs, self._collectives, self.loss_scale
+                )
             finally:
                 self._clear()
         self.loss_scaler.update(outcome.skipped)
@@ -335,29 +337,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
             skips=self._rules.skip_nonfinite,
         )
 
-    def _update_and_publish(self, used: Set[int], outcome: StepOutcome) -> None:
+    def _update_and_gather(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update.
 
         One at a time, because what is under way takes memory.
         """
         gradients = self._step_gradients(used, outcome)
-        outcome.when_skipped(self._updater.take_back)
+        outcome.when_skipped(self._updater.roll_back)
         left = Counter(self._updater.sub_groups[index].bucket for index in gradients.wanted)
-        published = Pending()
+        gathered = Pending()
         with ledger.phase("step"):
             for index in self._updater.step(gradients):
                 bucket = self._updater.sub_groups[index].bucket
                 left[bucket] -= 1
                 if not left[bucket]:
-                    published.wait()
-                    published = self._store.publish(bucket)
-            published.wait()
+                    gathered.wait()
+                    gathered = self._store.all_gather_params(bucket)
+            gathered.wait()
             self._placements.check(self._collectives)
         self._placements.release_buffers()
 
     def _step_gradients(self, used: Set[int], outcome: StepOutcome) -> StepGradients:
         takes_local = self._updater.takes_local_gradients  # it may say otherwise as soon as the step has begun
-        # Not by this rank's own pieces: whether a bucket is published must be the same on all ranks.
+        # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
         return StepGradients(
             reduced=_Parts(len(self._updater.sub_groups), self._whole_part if takes_local else self._reduced_part),

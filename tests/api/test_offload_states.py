@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.api.offload_states import OffloadStateTypeEnum, Relief
+from hf_zero.api.offload_states import OffloadStates, OffloadStateTypeEnum
 from tests.offload.offload_runs import Run, engine_for, train, train_run, weights_of
 from tests.support.ranks import run_ranks
 
@@ -17,7 +17,7 @@ def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor],
     engine = engine_for(run, 2)
     numbers = train(engine, run, rank, 2, steps=2)
     parts = engine._assembly
-    engine._relief = Relief(parts.optimizer, parts.reducer, home="somewhere else")
+    engine._offload_states = OffloadStates(parts.optimizer, parts.reducer, home="somewhere else")
     states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
     expected = sum(value.untyped_storage().nbytes() for value in states)
     expected += sum(shard.master.untyped_storage().nbytes() for shard in engine.optimizer.sub_groups if run.bf16)
@@ -26,7 +26,7 @@ def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor],
     engine.offload_states()  # what is away stays away
     numbers += train(engine, run, rank, 2, first=2, steps=2)
     assert all(value.untyped_storage().nbytes() for value in states)
-    sent = engine._relief.send()
+    sent = engine._offload_states.send()
     engine.reload_states()
     return numbers, weights_of(engine), empty, sent - expected
 

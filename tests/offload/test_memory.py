@@ -91,7 +91,7 @@ def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -
 def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
     from hf_zero.step import assemble
 
-    said, check, write = [], assemble.check_needs, os.pwritev
+    said, check, write = [], assemble.check_memory, os.pwritev
 
     def listening(needs: Any, *others: Any) -> None:
         said.append(needs.host)
@@ -101,7 +101,7 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
         time.sleep(0.005)
         return write(*arguments)
 
-    assemble.check_needs = listening
+    assemble.check_memory = listening
     requests.os.pwritev = slow
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)  # in which the order of this model's modules is not known yet

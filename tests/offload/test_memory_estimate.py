@@ -12,7 +12,7 @@ from hf_zero.config import resolve
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload import memory_estimate as needs_module
-from hf_zero.offload.memory_estimate import DoesNotFit, Needs, Sizes, needs_of
+from hf_zero.offload.memory_estimate import DoesNotFit, MemoryEstimate, Sizes, estimate_memory
 from hf_zero.precision import Precision
 from tests.offload.offload_runs import Run, engine_for
 from tests.offload.test_offload import CPU, on_drive
@@ -24,29 +24,33 @@ M = 10**6
 WIDE_MASTERS = Precision(None, None, None)
 
 
-def needs(device: torch.device, stage: int, world: int, precision: Precision = WIDE_MASTERS, **zero: object) -> Needs:
+def needs(
+    device: torch.device, stage: int, world: int, precision: Precision = WIDE_MASTERS, **zero: object
+) -> MemoryEstimate:
     config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
     policy = resolve(config, world_size=world).zero
     sizes = Sizes(num_states=2, longest=100 * M, precision=precision)
-    return needs_of(BILLION, policy, Sharding(stage, 0, world), device, sizes)
+    return estimate_memory(BILLION, policy, Sharding(stage, 0, world), device, sizes)
 
 
 def test_adam_on_a_billion_parameters_in_bf16() -> None:
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 3}
     # 12 bytes of master and states, 2 of gradient
-    assert needs(CUDA, 2, 4) == Needs(device=3500 * M)
-    assert needs(CUDA, 2, 4, offload_optimizer=cpu) == Needs(host=3500 * M)
-    assert needs(CUDA, 0, 4, offload_optimizer=cpu) == Needs(host=14_000 * M)
-    assert needs(CUDA, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == Needs(device=1750 * M, host=1750 * M)
-    assert needs(HOST, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == Needs(host=3500 * M)
+    assert needs(CUDA, 2, 4) == MemoryEstimate(device=3500 * M)
+    assert needs(CUDA, 2, 4, offload_optimizer=cpu) == MemoryEstimate(host=3500 * M)
+    assert needs(CUDA, 0, 4, offload_optimizer=cpu) == MemoryEstimate(host=14_000 * M)
+    assert needs(CUDA, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == MemoryEstimate(device=1750 * M, host=1750 * M)
+    assert needs(HOST, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == MemoryEstimate(host=3500 * M)
     portions, bucket = 4 * 10 * M * 3, 2 * 100 * M // 4
     small = {"sub_group_size": 10 * M}
-    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == Needs(host=3 * portions + 3 * bucket, disk=3500 * M)
+    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == MemoryEstimate(
+        host=3 * portions + 3 * bucket, disk=3500 * M
+    )
     without = {**nvme, "pipeline_read": False, "pipeline_write": False}
     assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == portions + 3 * bucket
     rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
     both = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small)
-    assert both == Needs(host=3 * portions + 3 * bucket + 5 * bucket, disk=4000 * M)
+    assert both == MemoryEstimate(host=3 * portions + 3 * bucket + 5 * bucket, disk=4000 * M)
     for little, numel in [
         ({"buffer_size": 18 * M}, 90 * M),
         ({"buffer_count": 4}, 100 * M),
@@ -61,9 +65,9 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
 def test_16_bit_masters() -> None:
     """The weights are the masters, except where the update runs on another device."""
     lp_param = Precision(None, None, None, low_precision_masters=True)
-    assert needs(CUDA, 2, 4, lp_param) == Needs(device=2500 * M)
-    assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)) == Needs(device=1500 * M)
-    assert needs(CUDA, 2, 4, lp_param, offload_optimizer={"device": "cpu"}) == Needs(host=3000 * M)
+    assert needs(CUDA, 2, 4, lp_param) == MemoryEstimate(device=2500 * M)
+    assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)) == MemoryEstimate(device=1500 * M)
+    assert needs(CUDA, 2, 4, lp_param, offload_optimizer={"device": "cpu"}) == MemoryEstimate(host=3000 * M)
 
 
 def refused(rank: int, run: Run) -> str:

@@ -22,7 +22,7 @@ from hf_zero.layout import Bucket, Interval, Slot
 from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
 from hf_zero.optim.updater import StepGradients, SubGroup, Updater
 
-MOMENT, VARIANCE, OWED = "exp_avg", "exp_avg_sq", "error_feedback"
+MOMENT, VARIANCE, ERROR_FEEDBACK = "exp_avg", "exp_avg_sq", "error_feedback"
 UPDATES = "num_updates"
 _UNUSED_KEYS = ("exp_avg_mask", "non_freeze")
 
@@ -100,7 +100,7 @@ class CompressingUpdater(Updater):
         return self.ranks.collectives.world > 1
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (MOMENT, VARIANCE, OWED)
+        return (MOMENT, VARIANCE, ERROR_FEEDBACK)
 
     def state_replaced(self) -> None:
         self._means.clear()
@@ -110,7 +110,9 @@ class CompressingUpdater(Updater):
     def collect_state(self) -> None:
         for index, mean in sorted(self._means.items()):
             owned = self._owned(self.sub_groups[index])
-            self.state_of(self.sub_groups[index])[OWED] = mean.owed().narrow(0, owned.start, owned.numel)
+            self.state_of(self.sub_groups[index])[ERROR_FEEDBACK] = mean.error_feedback().narrow(
+                0, owned.start, owned.numel
+            )
 
     @torch.no_grad()
     def step(self, gradients: StepGradients) -> Iterator[int]:
@@ -190,17 +192,17 @@ class CompressingUpdater(Updater):
         if index not in self._means:
             slots = self.bucket(self.sub_groups[index]).slots
             self._means[index] = CompressedMean(self.ranks.collectives, line, [slot.interval for slot in slots])
-            owed = self.state_of(self.sub_groups[index]).get(OWED)
-            if owed is not None:
-                self._means[index].worker_owed.copy_(self.gather(owed.view(-1)))
-        self.state_of(self.sub_groups[index]).pop(OWED, None)
+            error = self.state_of(self.sub_groups[index]).get(ERROR_FEEDBACK)
+            if error is not None:
+                self._means[index].worker_error.copy_(self.gather(error.view(-1)))
+        self.state_of(self.sub_groups[index]).pop(ERROR_FEEDBACK, None)
         return self._means[index]
 
-    def forget_owed(self) -> None:
+    def reset_error_feedback(self) -> None:
         """Start the error feedback anew."""
         self._means.clear()
         for sub_group in self.sub_groups:
-            self.state_of(sub_group).pop(OWED, None)
+            self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
 
     def _owned(self, sub_group: SubGroup) -> Interval:
         bucket = self.bucket(sub_group)

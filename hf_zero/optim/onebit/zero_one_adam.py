@@ -94,7 +94,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
     def update_all(self, gradients: StepGradients) -> Iterator[int]:
         number = self.num_updates
         if number == self.optimizer.var_freeze_step + 1:
-            self.forget_owed()
+            self.reset_error_feedback()
         for index in gradients.wanted:
             gradient = gradients.reduced[index]
             if number > self.optimizer.var_freeze_step:
