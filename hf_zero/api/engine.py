@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.api.engine_gradients import EngineGradients
+from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
 from hf_zero.api.engine_surface import SURFACE
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_offload import ParameterOffload
@@ -109,7 +109,7 @@ class ZeroEngine(EngineGradients):
         self._check_scaled(optimizer)
         self._background_save.check()
         scale = optimizer.loss_scale
-        self._has_run = False
+        AT_WORK.end(self)
         self.rates_of_last_update = self.get_lr()
         with self._timer.phase("step"):
             optimizer.step()
@@ -219,7 +219,7 @@ class ZeroEngine(EngineGradients):
         self._background_save.wait()
         self.reload_states()
         self._settle()
-        self._retire()
+        AT_WORK.end(self)
         if self._assembly is not None:
             self._assembly.reducer.clear()
             self._assembly.reducer.remove_hooks()

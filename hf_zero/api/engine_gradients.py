@@ -8,7 +8,6 @@ reductions does not depend on how autograd walks through a graph of two models.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.api.engine_module import EngineModule
+from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.comm import ledger
 from hf_zero.config import Resolved
 from hf_zero.params.first_nan import FirstNan
@@ -23,8 +23,7 @@ from hf_zero.step.assemble import Assembly
 from hf_zero.timing import PhaseTimer
 
 _numbers = iter(range(1 << 62))
-# Engines with an optimizer in this process, by number.
-_TRAINED: weakref.WeakValueDictionary[int, EngineGradients] = weakref.WeakValueDictionary()
+AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()
 
 
 class EngineGradients(EngineModule):
@@ -40,10 +39,7 @@ class EngineGradients(EngineModule):
         self._syncs = True
         self._has_scaled = False
         self._reached: Sequence[EngineGradients] = ()
-        self._has_run = False
         self.number = next(_numbers)  # the same on all ranks
-        if assembly is not None:
-            _TRAINED[self.number] = self
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and reduce them over ranks as the stage demands.
@@ -62,7 +58,7 @@ class EngineGradients(EngineModule):
         self._first_nan.look(loss, f"backward {self.micro_steps + 1}")
         if scale_wrt_gas and self._accumulation_steps > 1:
             loss = loss / self._accumulation_steps
-        others = self._engines_at_work()
+        others = AT_WORK.others(self)
         with self._timer.phase("backward"), ledger.phase("backward"):
             self._begin_backward()
             parts.store.begin_backward()
@@ -105,12 +101,8 @@ class EngineGradients(EngineModule):
 
     def _note_forward(self) -> None:
         """A forward has run; where gradients are recorded, a loss may depend on it until the next step."""
-        self._has_run = self._has_run or torch.is_grad_enabled()
-
-    def _engines_at_work(self) -> Sequence[EngineGradients]:
-        """The other trained engines whose forward has run since their last step. An engine that nobody uses any more
-        is none of them: it lives until the garbage collector comes, which is not the same moment on all ranks."""
-        return [engine for number, engine in sorted(_TRAINED.items()) if number != self.number and engine._has_run]
+        if self._assembly is not None and torch.is_grad_enabled():
+            AT_WORK.begin(self, has_peers=self.dp_world_size > 1)
 
     def _run_backward(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
         """Whether gradients have arrived for each of the others."""
@@ -141,17 +133,13 @@ class EngineGradients(EngineModule):
     def _reduces_now(self) -> bool:
         return self._is_at_boundary or self._training_parts("backward").optimizer.sharding.shards_gradients
 
-    def _retire(self) -> None:
-        """No backward has to look after this engine any more."""
-        _TRAINED.pop(self.number, None)
-
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those already reduced or accumulated."""
         if self._assembly is not None:
             self._assembly.optimizer.zero_grad()
-        self._has_run = False
+        AT_WORK.end(self)
         for parameter in self.module.parameters():
             parameter.grad = None
 

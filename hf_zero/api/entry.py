@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
+from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.loader import data_loader
 from hf_zero.api.model_view import model_view
 from hf_zero.api.parameter_access import attach_fragments
@@ -84,6 +85,7 @@ def initialize(
     resolved = resolve(raw, model=model_view(model), world_size=get_world_size())
     _log_settings(resolved)
     device = local_device()
+    AT_WORK.drop_abandoned()
     with suspended():
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device)
     if training_data is not None:

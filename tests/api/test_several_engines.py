@@ -8,6 +8,8 @@ out of step where only one rank's loss reached them, and divided by the wrong lo
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +250,32 @@ def run_engines_that_are_gone(rank: int) -> None:
 
 def test_a_destroyed_engine_is_in_nobodys_way() -> None:
     run_ranks(run_engines_that_are_gone, RANKS)
+
+
+def run_beside_an_abandoned_engine(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
+    """Rank 0's garbage collector comes by, rank 1's does not."""
+    gc.disable()
+    engines = [initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in models()]
+    abandoned = initialize(model=models()[1], config=ds(stage, limits, optimizer={"type": "AdamW"}))[0]
+    abandoned(noise(0, 7, 3)).sum()
+    alive = weakref.ref(abandoned)
+    del abandoned
+    if rank == 0:
+        gc.collect()
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    for step in range(STEPS):
+        colleagues(*engines, noise(step, 5, 1)[own], noise(step, 7, 2)[own])
+    weights = [weights_of(engine) for engine in engines]
+    initialize(model=models()[0], config=ds(stage, limits, optimizer={"type": "AdamW"}))
+    assert alive() is None, "the next engine makes room"
+    return weights
+
+
+@pytest.mark.parametrize(("stage", "limits"), [(1, {}), (3, TIGHT)], ids=["1", "3-limits-0"])
+def test_an_abandoned_engine_is_the_same_to_all_ranks(stage: int, limits: dict[str, int]) -> None:
+    """A judge whose last forward no step had followed was forgotten by the program, but not by the garbage collector of
+    every rank: one asked what had reached two engines, the other what had reached one, and both stopped."""
+    expected = train_plainly(colleagues)
+    for result in run_ranks(run_beside_an_abandoned_engine, RANKS, stage, limits):
+        for weights, theirs in zip(result, expected, strict=True):
+            assert_same_weights(weights, theirs, TOLERANCE)

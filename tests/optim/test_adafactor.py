@@ -18,7 +18,7 @@ from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.factored import Sums, Table
 from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
-from tests.optim.sub_groups import run_sharded
+from tests.optim.shards import run_sharded
 
 STEPS = 12
 SHAPES = [(7, 5), (5,), (4, 9), (), (3, 2, 4), (2, 3, 3, 2), (1, 6), (6, 1)]

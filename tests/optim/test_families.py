@@ -23,7 +23,7 @@ from hf_zero.optim import (
 )
 from hf_zero.optim.traits import holds_whole_tensors
 from tests.config.deepspeed_answers import ask_deepspeed
-from tests.optim.sub_groups import run_sharded
+from tests.optim.shards import run_sharded
 
 STEPS = 200
 SHAPES = [(7, 5), (11,), (3, 2, 4), (1,)]

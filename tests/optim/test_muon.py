@@ -13,7 +13,7 @@ from hf_zero.config import ConfigError, OptimizerPolicy
 from hf_zero.optim.muon import Muon, direction, muon_groups, orthogonal
 from hf_zero.optim.registry import build_optimizer
 from hf_zero.optim.traits import holds_whole_tensors
-from tests.optim.sub_groups import run_sharded
+from tests.optim.shards import run_sharded
 
 STEPS = 200
 SHAPES = [(7, 5), (4, 9), (3, 2, 4), (3, 2, 2, 2)]

@@ -14,10 +14,9 @@ from __future__ import annotations
 import os
 import random
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,7 +25,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero.api import engine_gradients, engine_settings, entry
+from hf_zero.api import engine, engine_gradients, engine_settings, entry
+from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.comm import Channel, Collectives
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
@@ -353,29 +353,15 @@ class InProcessCollectives(HostCollectives):
         tensor.copy_(values)
 
 
-class _PerRank(MutableMapping[int, Any]):
-    """A registry that is one per process, where every rank has a process of its own."""
+class _PerRank:
+    """One per rank of what a process has one of."""
 
-    def __init__(self, world: InProcessWorld) -> None:
+    def __init__(self, world: InProcessWorld, make: Callable[[], Any]) -> None:
         self._world = world
-        self._kept: list[weakref.WeakValueDictionary[int, Any]] = [
-            weakref.WeakValueDictionary() for _ in range(world.world)
-        ]
+        self._kept = [make() for _ in range(world.world)]
 
-    def __getitem__(self, key: int) -> Any:
-        return self._kept[self._world.rank][key]
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        self._kept[self._world.rank][key] = value
-
-    def __delitem__(self, key: int) -> None:
-        del self._kept[self._world.rank][key]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self._kept[self._world.rank]))
-
-    def __len__(self) -> int:
-        return len(self._kept[self._world.rank])
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kept[self._world.rank], name)
 
 
 @contextmanager
@@ -388,13 +374,14 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     def initialize(**arguments: Any) -> Any:
         return entry.initialize(**arguments, dist_init_required=False)
 
+    at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [
         (entry, "get_world_size", lambda: world.world),
         (entry, "collectives_for", collectives_for),
         (entry, "local_device", lambda: torch.device("cpu")),
         (engine_settings, "get_world_size", lambda: world.world),
         (engine_settings, "get_rank", lambda: world.rank),
-        (engine_gradients, "_TRAINED", _PerRank(world)),
+        *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:
         for room, name, stand_in in stand_ins:
