@@ -55,9 +55,9 @@ def contenders(numel: int) -> dict[str, Step]:
     from hf_zero.kernels.vectors import Vectors
 
     master, m, v, wide = (torch.zeros(numel) for _ in range(4))
-    gradient, narrow = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    gradient, lp_param = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
     rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
-    vectors = Vectors(weight=master, gradient=gradient, states=(m, v), narrow=narrow)
+    vectors = Vectors(weight=master, gradient=gradient, states=(m, v), lp_param=lp_param)
 
     def floor() -> None:
         """Reads the gradient, reads and writes three arrays, writes the weight: chunk by chunk, as the kernel does."""
@@ -67,7 +67,7 @@ def contenders(numel: int) -> dict[str, Step]:
             part = wide[:length].copy_(gradient.narrow(0, start, length))
             for array in (m, v, master):
                 array.narrow(0, start, length).neg_()
-            narrow.narrow(0, start, length).copy_(part)
+            lp_param.narrow(0, start, length).copy_(part)
 
     def torch_adam(**flags: bool) -> Step:
         parameter = torch.nn.Parameter(master)
@@ -78,7 +78,7 @@ def contenders(numel: int) -> dict[str, Step]:
         def step() -> None:
             wide.copy_(gradient).mul_(SCALE)
             optimizer.step()
-            narrow.copy_(master)
+            lp_param.copy_(master)
 
         return step
 
@@ -98,13 +98,13 @@ def serve_deepspeed(numel: int, threads: int) -> None:
 
     parameter = torch.nn.Parameter(torch.zeros(numel))
     wide = parameter.grad = torch.zeros(numel)
-    gradient, narrow = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    gradient, lp_param = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
     optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
 
     def step() -> None:
         wide.copy_(gradient).mul_(SCALE)
         optimizer.step()
-        narrow.copy_(parameter.data)
+        lp_param.copy_(parameter.data)
 
     step()
     sys.stdout.write("READY\n")

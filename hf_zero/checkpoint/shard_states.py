@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.deepspeed_format import STEP
+from hf_zero.checkpoint.deepspeed.keys import STEP
+from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
 from hf_zero.checkpoint.plain import plain
-from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.comm import Collectives
-from hf_zero.optim import MasterShard, MasterTensor, Updater
+from hf_zero.optim import MasterTensor, SubGroup, Updater
 from hf_zero.optim.updater import OF_WHOLE_TENSORS
 
 
@@ -59,8 +59,8 @@ class GroupSummary:
 def read_shards(updater: Updater) -> list[ShardState]:
     """State of every shard of this rank, but for what belongs to whole tensors."""
     if updater.keeps_everything_whole and updater.whole_states():
-        return [ShardState({}, {}) for _ in updater.shards]
-    return [_read(updater.optimizer, shard) for shard in updater.shards]
+        return [ShardState({}, {}) for _ in updater.sub_groups]
+    return [_read(updater.optimizer, shard) for shard in updater.sub_groups]
 
 
 def _has_other_shapes(optimizer: torch.optim.Optimizer, tensor: MasterTensor) -> bool:
@@ -71,7 +71,7 @@ def _has_other_shapes(optimizer: torch.optim.Optimizer, tensor: MasterTensor) ->
     )
 
 
-def _read(optimizer: torch.optim.Optimizer, shard: MasterShard) -> ShardState:
+def _read(optimizer: torch.optim.Optimizer, shard: SubGroup) -> ShardState:
     moments: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for tensor in shard.tensors:
@@ -112,7 +112,7 @@ def summarise(
     """What all ranks together know, by optimizer group. Collective."""
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
-    for shard, state in zip(updater.shards, states, strict=True):
+    for shard, state in zip(updater.sub_groups, states, strict=True):
         kinds = {kind: tensor.dtype for kind, tensor in state.moments.items()}
         steps = {}
         if STEP in state.scalars:
@@ -126,9 +126,7 @@ def summarise(
     return total
 
 
-def buffers_of(
-    kind: str, dtype: torch.dtype, shards: Sequence[MasterShard], states: Sequence[ShardState]
-) -> list[Tensor]:
+def buffers_of(kind: str, dtype: torch.dtype, shards: Sequence[SubGroup], states: Sequence[ShardState]) -> list[Tensor]:
     """One kind of state of all shards; where there is none yet, zeros without memory."""
     found = []
     for shard, state in zip(shards, states, strict=True):

@@ -310,8 +310,8 @@ def _precision(config: Root) -> PrecisionPolicy:
         auto_cast_inputs=fp16.enabled and fp16.auto_cast,
         loss_scale=loss_scale,
         autocast=autocast,
-        narrow_masters=bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads,
-        narrow_states=bf16.bf16_optimizer_states,
+        low_precision_masters=bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads,
+        low_precision_states=bf16.bf16_optimizer_states,
         rounds_stochastically=config.hf_zero is not None and config.hf_zero.stochastic_rounding,
     )
 

@@ -23,7 +23,7 @@ from hf_zero.launch.resources import LOCALHOST, chosen_world, listed_world
 from hf_zero.launch.variables import inherited, read_env_files
 from hf_zero.launch.world import World
 from hf_zero.network import address_towards
-from hf_zero.rank_variables import LOCAL_ADDRESS
+from hf_zero.rank_environment import LOCAL_ADDRESS
 
 logger = logging.getLogger("hf_zero.launch")
 _USAGE = 2

@@ -11,7 +11,7 @@ from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.node import enter
 from hf_zero.launch.ranks import report_to_launcher, run_commands
-from hf_zero.rank_variables import Seat, find_seat
+from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if len(arguments) != 1:
             raise LaunchError("this program is started by mpirun or srun, through hf-zero launch")
         job = Job.decode(arguments[0])
-        command = rank_command(job, find_seat(os.environ))
+        command = rank_command(job, find_rank_environment(os.environ))
         enter(job.folder, host)
         return run_commands(job, host, [command], report=report_to_launcher(job.token))
     except (LaunchError, ValueError) as error:
@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
 
 
-def rank_command(job: Job, given: Seat | None) -> RankCommand:
+def rank_command(job: Job, given: RankEnvironment | None) -> RankCommand:
     """The process for the rank environment that MPI or Slurm has given.
 
     Raises:

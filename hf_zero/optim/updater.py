@@ -1,4 +1,4 @@
-"""The seam between the engine and an optimizer: reduced gradients in, updated weights out, shard by shard."""
+"""The seam between the engine and an optimizer: reduced gradients in, updated weights out, sub-group by sub-group."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Interval
-from hf_zero.optim.shards import MasterShard, MasterTensor
-from hf_zero.optim.shelf import Shelf
+from hf_zero.optim.stager import StateStager
+from hf_zero.optim.sub_group import MasterTensor, SubGroup
 
 
 @dataclass(frozen=True, slots=True)
-class ShardGradients:
+class StepGradients:
     """Inputs of one step.
 
     Attributes:
-        reduced: one 1-D tensor per shard (summed over ranks); may be read while the shard is in place on the shelf. For
+        reduced: one 1-D tensor per sub-group (summed over ranks); may be read while the stager has that in place. For
             an updater that takes local gradients: of the whole bucket, from this rank alone.
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
@@ -60,20 +60,20 @@ class Peers:
         rank: this one among them.
         world: how many they are.
         add_up: adds a small tensor up over the ranks, in place.
-        gather_whole: from a shard's values (1-D, as long as its master) on every rank to whole tensors in their own
-            shapes, for every parameter that has a part in the shard.
-        scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the shard (a
-            new tensor); what nobody gives is zero.
-        members: the parameters that have a part in a shard on any rank, in the order in which they lie.
+        gather_whole: from a sub-group's values (1-D, as long as its master) on every rank to whole tensors in their own
+            shapes, for every parameter that has a part in the sub-group.
+        scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the sub-group
+            (a new tensor); what nobody gives is zero.
+        members: the parameters that have a part in a sub-group on any rank, in the order in which they lie.
         spread: of every parameter, in the order of the layout.
     """
 
     rank: int
     world: int
     add_up: Callable[[Tensor], object]
-    gather_whole: Callable[[MasterShard, Tensor], Mapping[int, Tensor]]
-    scatter_whole: Callable[[MasterShard, Mapping[int, Tensor]], Tensor]
-    members: Callable[[MasterShard], Sequence[int]]
+    gather_whole: Callable[[SubGroup, Tensor], Mapping[int, Tensor]]
+    scatter_whole: Callable[[SubGroup, Mapping[int, Tensor]], Tensor]
+    members: Callable[[SubGroup], Sequence[int]]
     spread: Callable[[], Sequence[Spread]]
 
 
@@ -95,26 +95,26 @@ OF_WHOLE_TENSORS = "of_whole_tensors"
 
 
 class Updater(ABC):
-    """Runs one optimizer over all shards of this rank.
+    """Runs one optimizer over all sub-groups of this rank.
 
     Attributes:
-        shelf: brings what an update works on to where it runs; everything is there already unless it is replaced.
-        obeys_skip: whether a step heeds `ShardGradients.skip` without reading it; if not, the host decides beforehand.
+        stager: brings what an update works on to where it runs; everything is there already unless it is replaced.
+        obeys_skip: whether a step heeds `StepGradients.skip` without reading it; if not, the host decides beforehand.
     """
 
     obeys_skip = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup]) -> None:
         self.optimizer = optimizer
-        self.shards = tuple(shards)
-        self.shelf = Shelf(self.shards)
+        self.sub_groups = tuple(sub_groups)
+        self.stager = StateStager(self.sub_groups)
 
     @property
     def takes_local_gradients(self) -> bool:
         """Whether the next step wants this rank's own gradients of whole buckets, unreduced. The same on all ranks."""
         return False
 
-    def take_back(self) -> None:  # noqa: B027
+    def roll_back(self) -> None:  # noqa: B027
         """The last step was skipped by the device: it does not count. Only asked of those that obey."""
 
     def collect_state(self) -> None:  # noqa: B027
@@ -132,7 +132,7 @@ class Updater(ABC):
         return {}
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:  # noqa: B027
-        """Take back what `parameter_steps` gave, on any layout. Parameters that are not named keep the shard's."""
+        """Take back what `parameter_steps` gave, on any layout. Parameters that are not named keep the sub-group's."""
 
     def whole_state_names(self) -> tuple[str, ...] | None:
         """States that belong to whole tensors: () has none, None means that only the optimizer itself knows."""
@@ -167,7 +167,7 @@ class Updater(ABC):
         return False
 
     @abstractmethod
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[int]:
         """Update the shards; yields the index of each as soon as its new weights are in place."""
 
 
@@ -188,7 +188,7 @@ class WholeStepUpdater(Updater):
 
     def _whole(self) -> dict[int, nn.Parameter]:
         """The tensors that are parameters in their own shape."""
-        tensors = (tensor for shard in self.shards for tensor in shard.tensors)
+        tensors = (tensor for sub_group in self.sub_groups for tensor in sub_group.tensors)
         return {tensor.whole: tensor.parameter for tensor in tensors if tensor.whole is not None}
 
     def parameter_steps(self) -> dict[int, int]:
@@ -220,9 +220,9 @@ class WholeStepUpdater(Updater):
                 self.optimizer.state[parameter] = copied(states[index], parameter.device)
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[int]:
         options = Options(self.optimizer)
-        for batch in self.shelf.batches(gradients.wanted):
+        for batch in self.stager.batches(gradients.wanted):
             options.begin()
             for index in batch:
                 self._hand_over(index, gradients)
@@ -230,23 +230,23 @@ class WholeStepUpdater(Updater):
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
             for index in batch:
-                self.shelf.deliver(index)
+                self.stager.copy_to_lp(index)
                 yield index
 
-    def _hand_over(self, index: int, gradients: ShardGradients) -> None:
-        shard, reduced = self.shards[index], gradients.reduced[index]
-        for tensor in shard.tensors:
-            if self._is_used(shard, tensor, gradients.used):
-                part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(shard.master.dtype)
+    def _hand_over(self, index: int, gradients: StepGradients) -> None:
+        sub_group, reduced = self.sub_groups[index], gradients.reduced[index]
+        for tensor in sub_group.tensors:
+            if self._is_used(sub_group, tensor, gradients.used):
+                part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(sub_group.master.dtype)
                 part = part * gradients.scale if gradients.scale != 1.0 else part
                 tensor.parameter.grad = part.view(tensor.parameter.shape)
 
     @staticmethod
-    def _is_used(shard: MasterShard, tensor: MasterTensor, used: Set[int]) -> bool:
+    def _is_used(sub_group: SubGroup, tensor: MasterTensor, used: Set[int]) -> bool:
         return any(
             piece.parameter in used
             and Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(tensor.interval) is not None
-            for piece in shard.pieces
+            for piece in sub_group.pieces
         )
 
 
@@ -281,7 +281,7 @@ class Options:
         if self._after not in (None, after):
             raise RuntimeError(
                 f"{self._name} computes numbers of its param groups from all parameters together, so it cannot be run "
-                'on one portion after the other. Set zero_optimization.offload_optimizer.device to "cpu".'
+                'on one sub-group after the other. Set zero_optimization.offload_optimizer.device to "cpu".'
             )
         self._after = after
 

@@ -141,7 +141,7 @@ class Zero(Section):
 
     sub_group_size: Size = supported(
         1_000_000_000,
-        "Size of the portions of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
+        "Size of the sub-groups of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
         unit="elements",
     )
     stage3_max_live_parameters: Size = supported(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
 
 ZERO_STAGE = ds.ZERO_STAGE
 

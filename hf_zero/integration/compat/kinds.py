@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_zero.zero.optimizer import ZeroOptimizer
-from hf_zero.zero.parameter_offload import ParameterOffload
+from hf_zero.api.parameter_offload import ParameterOffload
+from hf_zero.step.optimizer import ZeroOptimizer
 
 
 class _Kind(type):

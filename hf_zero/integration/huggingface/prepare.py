@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_zero.api.entry import initialize
+from hf_zero.api.model_view import model_view
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_unfilled, fill
-from hf_zero.entry import initialize
 from hf_zero.integration.huggingface.objects import object_problems
 from hf_zero.integration.huggingface.upstream_errors import stepped_aside
 from hf_zero.integration.huggingface.views import accelerator_view, is_dummy
-from hf_zero.model_view import model_view
 
 _TRAINING_ONLY = ("optimizer", "scheduler")
 

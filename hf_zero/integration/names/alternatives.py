@@ -39,7 +39,8 @@ ALTERNATIVES = {
     "autotuning": "autotuning is not supported yet: `python -m hf_zero explain ds.json` says what a config means",
     "checkpoint": _CHECKPOINT_TOOLS,
     "checkpoint.ds_to_universal": (
-        "the conversion is hf_zero.checkpoint.universal.convert_to_universal; nothing else of this module is needed"
+        "the conversion is hf_zero.checkpoint.deepspeed.universal.convert_to_universal; nothing else of this module "
+        "is needed"
     ),
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,

@@ -14,36 +14,36 @@ def _from(home: str, names: str, **renamed: str) -> Homes:
     return {name: f"{home}.{name}" for name in names.split()} | {new: f"{home}.{old}" for new, old in renamed.items()}
 
 
-_ENGINE = _from("hf_zero.engine", "", DeepSpeedEngine="ZeroEngine")
+_ENGINE = _from("hf_zero.api.engine", "", DeepSpeedEngine="ZeroEngine")
 _LOGGING = _from("hf_zero.log", "log_dist logger")
-_INIT = _from("hf_zero.zero.init_context", "Init")
-_GATHER = _from("hf_zero.zero.gathered", "GatheredParameters")
-_STATUS = _from("hf_zero.zero.sharded_parameter", "ZeroParamStatus ZeroParamType")
-_EXTERNAL = _from("hf_zero.zero.external", "register_external_parameter unregister_external_parameter")
-_GENERATION = _from("hf_zero.zero.generation", "unwrap_model_for_generation")
+_INIT = _from("hf_zero.api.zero_init", "Init")
+_GATHER = _from("hf_zero.api.gathered_parameters", "GatheredParameters")
+_STATUS = _from("hf_zero.params.sharded_parameter", "ZeroParamStatus ZeroParamType")
+_EXTERNAL = _from("hf_zero.api.external_parameters", "register_external_parameter unregister_external_parameter")
+_GENERATION = _from("hf_zero.api.generation", "unwrap_model_for_generation")
 _OFFLOAD_HANDLE = _from(f"{_COMPAT}.kinds", "DeepSpeedZeRoOffload")
 _ZERO = _INIT | _GATHER | _STATUS | _EXTERNAL | _GENERATION | _OFFLOAD_HANDLE
 _ACCELERATOR = _from(f"{_COMPAT}.accelerator", "get_accelerator set_accelerator is_current_accelerator_supported")
 _LEAVES = _from(
-    "hf_zero.zero.leaves",
+    "hf_zero.params.leaf_modules",
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
 )
 _FRAGMENTS = _from(
-    "hf_zero.zero.fragments",
+    "hf_zero.api.parameter_access",
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
-) | _from("hf_zero.checkpoint.inert", "fragment_address")
+) | _from("hf_zero.checkpoint.deepspeed.classes", "fragment_address")
 _LOADERS = _from(f"{_COMPAT}.utils", "RepeatingLoader")
 _CONFIG = _from(f"{_COMPAT}.config_objects", "DeepSpeedConfig") | _from("hf_zero.config.errors", "DeepSpeedConfigError")
 _PRECISION = _from(
     "hf_zero.config.objects", "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
 )
 _ZERO_CONFIG = _from("hf_zero.config.objects", "DeepSpeedZeroConfig get_zero_config")
-_ZERO_STAGE = _from("hf_zero.checkpoint.inert", "ZeroStageEnum")
-_OFFLOAD_ENUMS = _from("hf_zero.zero.relief", "OffloadDeviceEnum OffloadStateTypeEnum")
+_ZERO_STAGE = _from("hf_zero.checkpoint.deepspeed.classes", "ZeroStageEnum")
+_OFFLOAD_ENUMS = _from("hf_zero.api.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum")
 _NVTX = _from(f"{_COMPAT}.utils", "instrument_w_nvtx")
 _GROUP_NAMES = (
     "_clone_world_group _create_expert_and_data_parallel _get_broadcast_src_rank _get_data_parallel_group "
@@ -83,7 +83,7 @@ _BUILDERS = _from(
 )
 _VERSIONS = f"{_COMPAT}.versions"
 _CHECKPOINT_KEYS = _from(
-    "hf_zero.checkpoint.deepspeed_format",
+    "hf_zero.checkpoint.deepspeed.keys",
     "AUTOEP_LAYERS_KEY AUTOEP_LAYERS_KEY_LEGACY AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY "
     "AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS "
     "FROZEN_PARAM_SHAPES OPTIMIZER_STATE_DICT PARAM_SHAPES PARTITION_COUNT ZERO_STAGE",
@@ -105,12 +105,12 @@ _EXPERTS = _from(
 HOMES: dict[str, Homes] = {
     "": {
         **_ENGINE,
-        **_from("hf_zero.entry", "initialize"),
+        **_from("hf_zero.api.entry", "initialize"),
         **_from("hf_zero.comm", "init_distributed"),
         **_from(f"{_COMPAT}.arguments", "add_config_arguments add_tuning_arguments"),
         **_from(f"{_COMPAT}.utils", "OnDevice set_optimizer_flags"),
         **_from(f"{_COMPAT}.kinds", "DeepSpeedOptimizer"),
-        **_from("hf_zero.loader", "", DeepSpeedDataLoader="DataLoader"),
+        **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="DataLoader"),
         **_from(
             _VERSIONS,
             "git_branch git_hash version",
@@ -173,10 +173,10 @@ HOMES: dict[str, Homes] = {
     "runtime.checkpoint_engine.torch_checkpoint_engine": _from(f"{_COMPAT}.checkpoint_files", "TorchCheckpointEngine"),
     "runtime.compiler": _from(f"{_COMPAT}.utils", "is_compile_supported is_compiling", disable="disable_compile"),
     "runtime.config": {**_CONFIG, **_PRECISION, **_ZERO_CONFIG},
-    "runtime.dataloader": {**_LOADERS, **_from("hf_zero.loader", "", DeepSpeedDataLoader="DataLoader")},
+    "runtime.dataloader": {**_LOADERS, **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="DataLoader")},
     "runtime.engine": _ENGINE,
     "runtime.fp16.fused_optimizer": _from(f"{_COMPAT}.kinds", "FP16_Optimizer"),
-    "runtime.fp16.loss_scaler": _from("hf_zero.checkpoint.inert", "DynamicLossScaler LossScaler"),
+    "runtime.fp16.loss_scaler": _from("hf_zero.checkpoint.deepspeed.classes", "DynamicLossScaler LossScaler"),
     "runtime.fp16.unfused_optimizer": _from(f"{_COMPAT}.kinds", "FP16_UnfusedOptimizer"),
     "runtime.lr_schedules": {
         **_from("hf_zero.schedules", "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),
@@ -240,7 +240,7 @@ HOMES: dict[str, Homes] = {
     "utils.nvtx": _NVTX,
     "utils.tensor_fragment": _FRAGMENTS,
     "utils.timer": _from(
-        "hf_zero.timers",
+        "hf_zero.api.timers",
         "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
         "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER NoopTimer "
         "STEP_GLOBAL_TIMER STEP_MICRO_TIMER SynchronizedWallClockTimer TIME_EPSILON ThroughputTimer trim_mean",

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_zero.integration.patches import Patches
 from hf_zero.network import name_gloo_interface
-from hf_zero.rank_variables import adopt_seat
+from hf_zero.rank_environment import set_rank_environment
 
 PATCHES = Patches("accelerate.state")
 _USE_CPU = "ACCELERATE_USE_CPU"
@@ -30,7 +30,7 @@ def around_prepare_backend(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
         if _engine_is_wanted():
-            adopt_seat(os.environ, _PORT)
+            set_rank_environment(os.environ, _PORT)
         name_gloo_interface()  # Trainer does not say before that it wants DeepSpeed on CPUs
         chosen, kind = original(self, cpu, sagemaker_dp, backend)
         if kind == "NO" and _engine_is_wanted() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.integration.patches import Patches
-from hf_zero.zero.cutting import make_whole
-from hf_zero.zero.gathered import GatheredParameters
-from hf_zero.zero.sharded_parameter import of
+from hf_zero.params.partitioning import unpartition
+from hf_zero.params.sharded_parameter import of
 
 PATCHES = Patches("peft.tuners.tuners_utils")
 logger = logging.getLogger("hf_zero")
@@ -40,7 +40,7 @@ def around_onload_layer(
 def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
     """Who holds parameters already (TRL does, to merge for a while) decides what becomes of edits."""
     handles = ((parameter, of(parameter)) for parameter in layer.parameters())
-    return [parameter for parameter, handle in handles if handle is not None and not handle.holds]
+    return [parameter for parameter, handle in handles if handle is not None and not handle.unshard_count]
 
 
 @PATCHES.add(
@@ -60,7 +60,7 @@ def around_merge_and_unload(original: Callable[..., Any]) -> Callable[..., Any]:
             return merged
         numel = sum(parameter.numel() for parameter in merged.parameters())
         if numel <= min(limits):
-            make_whole(merged)
+            unpartition(merged)
         else:
             logger.warning(
                 "merge_and_unload: the merged model has %d elements, more than stage3_max_live_parameters (%d) lets "

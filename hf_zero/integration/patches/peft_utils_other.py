@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.integration.patches import Patches
-from hf_zero.zero.gathered import GatheredParameters
 
 PATCHES = Patches("peft.utils.other")
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.integration.patches import Patches
-from hf_zero.zero.sharded_parameter import of
+from hf_zero.params.sharded_parameter import of
 
 PATCHES = Patches("transformers.generation.utils")
 

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.model_view import model_view
 from hf_zero.comm import collectives_for, get_rank, local_device, set_timeout
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, drop_unfilled, fill
-from hf_zero.engine import ZeroEngine
+from hf_zero.device.host_heap import trim
 from hf_zero.integration.huggingface.output_folder import check_output_folder
 from hf_zero.integration.huggingface.packed_experts import in_one_go
 from hf_zero.integration.huggingface.upstream_errors import raise_both, stand_in_model, stepped_aside
@@ -26,9 +29,6 @@ from hf_zero.integration.huggingface.views import is_dummy, launch_view, trainin
 from hf_zero.integration.patches import MARK, Patches
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED
 from hf_zero.log import logger
-from hf_zero.memory.host_heap import trim
-from hf_zero.model_view import model_view
-from hf_zero.zero.gathered import GatheredParameters
 
 PATCHES = Patches("transformers.integrations.deepspeed")
 # TrainingArguments that name what a section of ds.json builds, and the types that mean the same.

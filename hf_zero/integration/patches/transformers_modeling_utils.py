@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zero.integration.patches import Patches
-from hf_zero.zero.released import ReleasedView
-from hf_zero.zero.sharded_parameter import HANDLE
+from hf_zero.params.released import ReleasedView
+from hf_zero.params.sharded_parameter import HANDLE
 
 PATCHES = Patches("transformers.modeling_utils")
 NOTED = "_hf_zero_unexpected_keys"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.engine import ZeroEngine
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.loading import load_whole
 from hf_zero.integration.patches import Patches
-from hf_zero.zero.whole_loading import load_whole
 
 PATCHES = Patches("transformers.trainer")
 _NO_PAIR = "save_only_model does not go with load_best_model_at_end"
