@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.offload.sub_group import SubGroup
+
 WIDTH = 100  # characters of the picture
 PORTIONS = 12  # in the picture
 Span = tuple[float, float]  # seconds
@@ -33,20 +35,20 @@ class Timeline:
 
 @contextmanager
 def recorded(engine: Any) -> Iterator[Timeline]:
-    """Watch the updates of `engine`, whose optimizer is on one drive and works portion by portion."""
+    """Watch the updates of `engine`, whose optimizer is on one drive and works sub-group by sub-group."""
     timeline, updater = Timeline(), engine.optimizer.updater
     [drive] = engine._assembly.placements.drives
     stager, trace, marks = updater.stager, [], []
     fetch, update = stager._fetch, updater.update_sub_group
 
-    def fetching(index: int) -> None:
-        first = len(trace)
-        fetch(index)
+    def fetching(sub_group: SubGroup) -> None:
+        index, first = updater.sub_groups.index(sub_group), len(trace)
+        fetch(sub_group)
         marks.append(("fetch", index, first, len(trace)))
 
-    def updating(index: int, *arguments: Any) -> None:
-        started = time.perf_counter()
-        update(index, *arguments)
+    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+        index, started = updater.sub_groups.index(sub_group), time.perf_counter()
+        update(sub_group, *arguments)
         timeline.update.setdefault(index, []).append((started, time.perf_counter()))
         marks.append(("update", index, len(trace), 0))
 

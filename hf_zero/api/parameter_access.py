@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives
 from hf_zero.layout import Piece
 from hf_zero.layout.intervals import round_up
+from hf_zero.offload.sub_group import SubGroup
 from hf_zero.params.sharded_parameter import of
 from hf_zero.step.assemble import Assembly
 
@@ -27,11 +28,12 @@ _ATTRIBUTE = "hf_zero_fragments"
 class _Part:
     """What this rank owns of a parameter: `piece` of the shard with this number."""
 
-    shard: int
+    sub_group: SubGroup
     piece: Piece
 
 
-Source = Callable[[int, bool], AbstractContextManager["Tensor | None"]]  # (shard, whether it changes) -> its values
+# (sub-group, whether it changes) -> its values
+Source = Callable[[SubGroup, bool], AbstractContextManager["Tensor | None"]]
 
 
 class Fragments:
@@ -41,9 +43,9 @@ class Fragments:
         self._assembly = assembly
         self._collectives = collectives
         self._parts: dict[int, list[_Part]] = {}
-        for number, shard in enumerate(assembly.optimizer.sub_groups):
-            for piece in shard.pieces:
-                self._parts.setdefault(piece.parameter, []).append(_Part(number, piece))
+        for sub_group in assembly.optimizer.sub_groups:
+            for piece in sub_group.pieces:
+                self._parts.setdefault(piece.parameter, []).append(_Part(sub_group, piece))
         self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
 
@@ -58,7 +60,7 @@ class Fragments:
         padded = round_up(numel + 1, self._collectives.world)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
-            with source(part.shard, False) as values:
+            with source(part.sub_group, False) as values:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
                     flat[numel] = 1.0
@@ -73,7 +75,7 @@ class Fragments:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
         flat = values.detach().reshape(-1)
         for part in self._parts_of(parameter):
-            with target(part.shard, True) as place:
+            with target(part.sub_group, True) as place:
                 if place is not None:
                     _inside(place, part).copy_(flat.narrow(0, part.piece.in_parameter, part.piece.numel))
 
@@ -86,7 +88,7 @@ class Fragments:
         parts = self._parts_of(parameter)
         found = []
         for part in parts:
-            with source(part.shard, False) as values:
+            with source(part.sub_group, False) as values:
                 if values is not None:
                     stays = self._assembly.optimizer.updater.stager.always_at_hand
                     found.append(_inside(values, part) if stays else _inside(values, part).clone())
@@ -98,7 +100,7 @@ class Fragments:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
         flat, cursor = values.detach().reshape(-1), 0
         for part in self._parts_of(parameter):
-            with target(part.shard, True) as place:
+            with target(part.sub_group, True) as place:
                 if place is not None:
                     _inside(place, part).copy_(flat.narrow(0, cursor, part.piece.numel))
             cursor += part.piece.numel
@@ -109,22 +111,20 @@ class Fragments:
     # Where things are
 
     @contextmanager
-    def master(self, shard: int, changes: bool) -> Iterator[Tensor | None]:
-        optimizer = self._assembly.optimizer
-        with optimizer.updater.stager.opened(shard, changes=changes):
-            yield optimizer.sub_groups[shard].master
+    def master(self, sub_group: SubGroup, changes: bool) -> Iterator[Tensor | None]:
+        with self._assembly.optimizer.updater.stager.opened(sub_group, changes=changes):
+            yield sub_group.master
 
-    def gradient(self, shard: int, changes: bool) -> AbstractContextManager[Tensor | None]:
-        optimizer = self._assembly.optimizer
-        return optimizer.reduced_gradient(optimizer.sub_groups[shard], changes=changes)
+    def gradient(self, sub_group: SubGroup, changes: bool) -> AbstractContextManager[Tensor | None]:
+        return self._assembly.optimizer.reduced_gradient(sub_group, changes=changes)
 
     def state(self, key: str) -> Source:
         optimizer = self._assembly.optimizer
 
         @contextmanager
-        def opened(shard: int, changes: bool) -> Iterator[Tensor | None]:
-            with optimizer.updater.stager.opened(shard, changes=changes):
-                yield optimizer.optimizer_state(optimizer.sub_groups[shard], key)
+        def opened(sub_group: SubGroup, changes: bool) -> Iterator[Tensor | None]:
+            with optimizer.updater.stager.opened(sub_group, changes=changes):
+                yield optimizer.optimizer_state(sub_group, key)
 
         return opened
 

@@ -85,9 +85,9 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
 
 def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> None:
     stager = subject.assembly.optimizer.updater.stager
-    for number, shard in enumerate(subject.assembly.optimizer.sub_groups):
-        with stager.opened(number, changes=True):
-            _write_masters(shard, plan)
+    for sub_group in subject.assembly.optimizer.sub_groups:
+        with stager.opened(sub_group, changes=True):
+            _write_masters(sub_group, plan)
     for index in range(len(store.buckets)):
         store.all_gather_params(index).wait()
     if any(group is not None for group in plan.groups):
@@ -265,10 +265,10 @@ def _write_masters(shard: SubGroup, plan: LoadPlan) -> None:
 def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     updater, names, view = subject.assembly.optimizer.updater, subject.names, plan.view
     steps: dict[int, int] = {}
-    for number, shard in enumerate(updater.sub_groups):
+    for shard in updater.sub_groups:
         group = plan.groups[shard.group]
         if group is None:
-            _start_anew(updater, number)
+            _start_anew(updater, shard)
             continue
         common = group.scalars.get(ds.STEP)
         if common is not None:
@@ -277,8 +277,8 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
             _write_bound_state(updater, shard, view, names)
         elif not (updater.keeps_everything_whole and _restores_whole(updater, view)):
             if not (view.states() or group.scalars):  # saved before the first update
-                _start_anew(updater, number)
-            with updater.stager.opened(number, changes=True):
+                _start_anew(updater, shard)
+            with updater.stager.opened(shard, changes=True):
                 _write_shard_state(subject, shard, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
         if group is not None:
@@ -291,14 +291,14 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     _write_whole_states(subject, plan)
 
 
-def _start_anew(updater: Updater, number: int) -> None:
-    """A shard without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
-    with updater.stager.opened(number, changes=True):
-        for tensor in updater.sub_groups[number].tensors:
+def _start_anew(updater: Updater, sub_group: SubGroup) -> None:
+    """A sub-group without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
+    with updater.stager.opened(sub_group, changes=True):
+        for tensor in sub_group.tensors:
             for value in updater.optimizer.state.pop(tensor.parameter, {}).values():
                 if isinstance(value, Tensor):
                     value.zero_()  # its memory may be used again
-    updater.stager.forget_states(number)
+    updater.stager.forget_states(sub_group)
 
 
 def _write_shard_state(

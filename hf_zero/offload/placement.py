@@ -17,22 +17,8 @@ from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.requests import StorageError
 from hf_zero.offload.staged import StagedVector, StagingPool
 from hf_zero.offload.store import MemoryStore, Store, empty_on
+from hf_zero.offload.sub_group import StoredSubGroup
 from hf_zero.offload.vector import Vector, part_of
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSubGroup:
-    """What is updated as one: elements `part` of what a rank owns of a bucket, of one optimizer group.
-
-    Attributes:
-        master: the weights in the master dtype; the same vector as the weights where those are wide enough and at hand.
-        lp_param: where rounded weights go after an update; None when the master is the weight itself.
-    """
-
-    group: int
-    part: Interval
-    master: Vector
-    lp_param: Vector | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +119,25 @@ class Placements:
         self._left -= numel
         return self._far
 
-    def sub_groups(
+    def store(
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
     ) -> tuple[StoredSubGroup, ...]:
-        """Cut the owned part of a bucket for the update, and put its masters where they are kept.
+        """Cut the owned part of a bucket into sub-groups, and put their masters where they are kept.
 
         Args:
             weights: owned interval in the model's dtype.
             in_master_dtype: owned interval in the master dtype; not needed afterwards.
         """
-        return tuple(self._cut(bucket, owned, weights, in_master_dtype, placement))
+        return tuple(self._store(bucket, owned, weights, in_master_dtype, placement))
 
-    def _cut(
+    def _store(
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
     ) -> Iterator[StoredSubGroup]:
         for group, part in cut_sub_groups(bucket, owned, self.sub_group_numel):
             lp_param = placement.weights(part_of(weights, part.start, part.numel))
             if lp_param.tensor is not None and lp_param.dtype == in_master_dtype.dtype:
-                yield StoredSubGroup(group, part, lp_param, None)
+                yield StoredSubGroup(group, part, lp_param, None, placement.states)
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
-                yield StoredSubGroup(
-                    group,
-                    part,
-                    placement.masters.adopt(name, in_master_dtype.narrow(0, part.start, part.numel)),
-                    lp_param,
-                )
+                master = placement.masters.adopt(name, in_master_dtype.narrow(0, part.start, part.numel))
+                yield StoredSubGroup(group, part, master, lp_param, placement.states)

@@ -39,7 +39,6 @@ class _Part:
     """This rank's part of one parameter, and what is known of it.
 
     Attributes:
-        index: of its shard.
         factors: R and C of a matrix, as means.
         vector: V of a vector, for the part.
         rms: of the whole parameter, before the last update.
@@ -47,7 +46,7 @@ class _Part:
         rule: of the step under way.
     """
 
-    index: int
+    sub_group: SubGroup
     piece: Piece
     shape: tuple[int, ...]
     step: int
@@ -77,9 +76,9 @@ class AdafactorUpdater(Updater):
         self._dtype = torch.float32
         for sub_group in sub_groups:
             self._dtype = torch.promote_types(self._dtype, sub_group.master.dtype)
-        placed = [(piece, index) for index, sub_group in enumerate(sub_groups) for piece in sub_group.pieces]
-        self._place = {piece.parameter: (index, piece) for piece, index in placed}
-        assert len(self._place) == len(placed), "a parameter lies in two shards of one rank"
+        placed = [(sub_group, piece) for sub_group in sub_groups for piece in sub_group.pieces]
+        self._place = {piece.parameter: (sub_group, piece) for sub_group, piece in placed}
+        assert len(self._place) == len(placed), "a parameter lies in two sub-groups of one rank"
 
     # What others ask
 
@@ -108,8 +107,8 @@ class AdafactorUpdater(Updater):
 
     def restore_whole_states(self, states: WholeStates) -> None:
         self._parts = {}
-        for number, sub_group in enumerate(self.sub_groups):
-            with self.stager.opened(number, changes=True):
+        for sub_group in self.sub_groups:
+            with self.stager.opened(sub_group, changes=True):
                 for piece in sub_group.pieces:
                     if piece.parameter in states:
                         self._restore(piece.parameter, states[piece.parameter])
@@ -118,37 +117,35 @@ class AdafactorUpdater(Updater):
     # The step
 
     @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not gradients.used:
             return
         message = torch.zeros(self._table.numel, dtype=self._dtype, device=self.sub_groups[0].master.device)
         for batch in self.stager.batches(gradients.wanted):
-            for index in batch:
-                for part in self._used(index, gradients):
+            for sub_group in batch:
+                for part in self._used(sub_group, gradients):
                     self._measure(part, gradients, message)
         self._peers.add_up(message)
         updates = torch.zeros(self._table.num_parameters, dtype=self._dtype, device=message.device)
         for batch in self.stager.batches(gradients.wanted):
-            for index in batch:
-                for part in self._used(index, gradients):
+            for sub_group in batch:
+                for part in self._used(sub_group, gradients):
                     self._learn(part, message)
                     updates[part.piece.parameter] = self._squared_update(part, gradients).to(message.device)
         self._peers.add_up(updates)
-        yield from self.stager.each(gradients.wanted, lambda index: self._apply_shard(index, updates, gradients))
+        yield from self.stager.each(gradients.wanted, lambda sub_group: self._apply(sub_group, updates, gradients))
         self._show()
 
-    def _used(self, index: int, gradients: StepGradients) -> list[_Part]:
-        return [
-            self._part(piece.parameter) for piece in self.sub_groups[index].pieces if piece.parameter in gradients.used
-        ]
+    def _used(self, sub_group: SubGroup, gradients: StepGradients) -> list[_Part]:
+        return [self._part(piece.parameter) for piece in sub_group.pieces if piece.parameter in gradients.used]
 
     def _part(self, parameter: int) -> _Part:
         """What is known of a parameter; zeros at first."""
         if parameter not in self._parts:
-            index, piece = self._place[parameter]
-            device, shape = self.sub_groups[index].master.device, self._spread[parameter].shape
-            part = _Part(index, piece, shape, step=0, rms=torch.zeros((), dtype=self._dtype, device=device))
+            sub_group, piece = self._place[parameter]
+            device, shape = sub_group.master.device, self._spread[parameter].shape
+            part = _Part(sub_group, piece, shape, step=0, rms=torch.zeros((), dtype=self._dtype, device=device))
             of = _slice_of(part)
             if of is not None:
                 part.factors = Sums.zeros(of, self._dtype, device)
@@ -159,7 +156,7 @@ class AdafactorUpdater(Updater):
 
     def _measure(self, part: _Part, gradients: StepGradients, message: Tensor) -> None:
         """First pass: squared weights, and sums of squared gradients over rows and columns."""
-        sub_group, piece, of = self.sub_groups[part.index], part.piece, _slice_of(part)
+        sub_group, piece, of = part.sub_group, part.piece, _slice_of(part)
         weight = sub_group.master.narrow(0, piece.in_shard, piece.numel)
         squares = torch.zeros((), dtype=self._dtype, device=weight.device)
         part.sums = None if of is None else Sums.zeros(of, self._dtype, weight.device)
@@ -176,7 +173,7 @@ class AdafactorUpdater(Updater):
         """Sums over all ranks are there: fix the numbers of this update, and move R and C."""
         part.step += 1
         part.rms = (message[part.piece.parameter] / part.numel).sqrt().to(part.rms.device)
-        group = self.optimizer.param_groups[self.sub_groups[part.index].group]
+        group = self.optimizer.param_groups[part.sub_group.group]
         part.rule = rule = self._flavour.rule(group, part.step, part.rms)
         if part.sums is not None:
             assert part.factors is not None
@@ -214,16 +211,15 @@ class AdafactorUpdater(Updater):
 
     def _gradient(self, part: _Part, gradients: StepGradients, start: int, count: int) -> Tensor:
         """A chunk of the gradient as a new tensor."""
-        reduced = gradients.reduced[part.index].narrow(0, part.piece.in_shard + start, count)
+        reduced = gradients.of(part.sub_group).narrow(0, part.piece.in_shard + start, count)
         sign = 1.0 if part.rule is None else part.rule.sign
         return reduced.to(self._dtype, copy=True).mul_(gradients.scale * sign)
 
-    def _apply_shard(self, index: int, updates: Tensor, gradients: StepGradients) -> None:
+    def _apply(self, sub_group: SubGroup, updates: Tensor, gradients: StepGradients) -> None:
         """Third pass: p = p * (1 - decay) - rate * u, and the rounded weights."""
-        sub_group = self.sub_groups[index]
         group = self.optimizer.param_groups[sub_group.group]
         momentum = self._momentum(sub_group) if self._flavour.has_momentum(group) else None
-        for part in self._used(index, gradients):
+        for part in self._used(sub_group, gradients):
             piece, rule = part.piece, part.rule
             assert rule is not None
             rms = (updates[piece.parameter].to(part.rms.device) / part.numel).sqrt()
@@ -251,8 +247,8 @@ class AdafactorUpdater(Updater):
 
     def _show(self) -> None:
         """Let the optimizer's state show everything: `state_dict` then holds it."""
-        for index, sub_group in enumerate(self.sub_groups):
-            mine = {p: self._own(part) for p, part in self._parts.items() if part.index == index}
+        for sub_group in self.sub_groups:
+            mine = {p: self._own(part) for p, part in self._parts.items() if part.sub_group is sub_group}
             state: dict[str, Any] = self.optimizer.state[sub_group.tensors[0].parameter]
             if mine:
                 # torch's class asks every state for a step.
@@ -319,7 +315,7 @@ class AdafactorUpdater(Updater):
             columns = saved[self._flavour.columns].reshape(-1, of.matrix.columns)
             part.factors.columns.copy_(columns.narrow(0, of.first_batch, of.num_batches))
         if isinstance(saved.get("exp_avg"), Tensor):  # of an optimizer that saw whole tensors
-            sub_group, piece = self.sub_groups[part.index], part.piece
+            sub_group, piece = part.sub_group, part.piece
             values = saved["exp_avg"].reshape(-1).narrow(0, piece.in_parameter, piece.numel)
             self._momentum(sub_group).narrow(0, piece.in_shard, piece.numel).copy_(values)
 

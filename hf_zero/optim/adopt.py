@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.optim.sub_group import SubGroup
+from hf_zero.offload.sub_group import SubGroup
 
 
 def adopt_masters(

@@ -164,18 +164,17 @@ class ElementwiseUpdater(Updater):
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], family: Family) -> None:
         super().__init__(optimizer, sub_groups)
         self._family = family
-        self._counters = [Counters() for _ in self.sub_groups]
-        self._counted: list[tuple[int, float, Set[int]]] = []  # in the last step: shard, `step` before it, used
+        self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
+        self._counted: list[tuple[SubGroup, float, Set[int]]] = []  # in the last step: shard, `step` before it, used
 
     def state_replaced(self) -> None:
         """Count on from the `step` in the optimizer's state, which has been loaded."""
-        self._counters = [Counters() for _ in self.sub_groups]
+        self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
         self._counted = []
 
     def roll_back(self) -> None:
-        for index, step, used in self._counted:
-            sub_group = self.sub_groups[index]
-            self._counters[index].roll_back(sub_group.pieces, used)
+        for sub_group, step, used in self._counted:
+            self._counters[sub_group].roll_back(sub_group.pieces, used)
             self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(step)
         self._counted = []
 
@@ -183,43 +182,41 @@ class ElementwiseUpdater(Updater):
         return self._family.state_names(group)
 
     def parameter_steps(self) -> dict[int, int]:
-        counted = zip(self.sub_groups, self._counters, strict=True)
         return {
             piece.parameter: steps
-            for sub_group, counters in counted
+            for sub_group, counters in self._counters.items()
             for piece, steps in zip(sub_group.pieces, counters.steps, strict=False)
         }
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:
-        for sub_group, counters in zip(self.sub_groups, self._counters, strict=True):
+        for sub_group, counters in self._counters.items():
             known = self.optimizer.state.get(sub_group.tensors[0].parameter, {}).get("step", 0)
             counters.steps = [steps.get(piece.parameter, int(known)) for piece in sub_group.pieces]
 
     @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         # Schedulers warn unless they see that the optimizer they watch has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._counted = []
 
-        def work(index: int) -> None:
-            self.update_sub_group(index, gradients.reduced[index], gradients)
+        def work(sub_group: SubGroup) -> None:
+            self.update_sub_group(sub_group, gradients.of(sub_group), gradients)
 
-        yield from self.stager.each(gradients.wanted, work, writes_all=lambda index: self._uses_all(index, gradients))
+        def writes_all(sub_group: SubGroup) -> bool:
+            return all(piece.parameter in gradients.used for piece in sub_group.pieces)
 
-    def _uses_all(self, index: int, gradients: StepGradients) -> bool:
-        return all(piece.parameter in gradients.used for piece in self.sub_groups[index].pieces)
+        yield from self.stager.each(gradients.wanted, work, writes_all=writes_all)
 
-    def update_sub_group(self, index: int, reduced: Tensor, gradients: StepGradients) -> None:
+    def update_sub_group(self, sub_group: SubGroup, reduced: Tensor, gradients: StepGradients) -> None:
         """Update one sub-group with its reduced gradient."""
-        sub_group = self.sub_groups[index]
         group = self.optimizer.param_groups[sub_group.group]
         state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)
         before = int(state["step"])
-        runs = self._counters[index].advance(sub_group.pieces, gradients.used, before)
+        runs = self._counters[sub_group].advance(sub_group.pieces, gradients.used, before)
         if not runs:
             return
         if gradients.skip is not None:
-            self._counted.append((index, before, gradients.used))
+            self._counted.append((sub_group, before, gradients.used))
         runs = with_padding(runs, sub_group)
         state["step"].fill_(max(step for _, step in runs))
         vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)

@@ -142,15 +142,15 @@ class MuonUpdater(Updater):
         self._others.restore_steps(steps)
 
     @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-        def work(index: int) -> None:
-            sub_group, reduced = self.sub_groups[index], gradients.reduced[index]
+        def work(sub_group: SubGroup) -> None:
+            reduced = gradients.of(sub_group)
             if self.optimizer.param_groups[sub_group.group]["use_muon"]:
                 self._update_matrices(sub_group, reduced, gradients)
             else:
-                self._others.update_sub_group(index, reduced, gradients)
+                self._others.update_sub_group(sub_group, reduced, gradients)
 
         yield from self.stager.each(gradients.wanted, work)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Interval
+from hf_zero.offload.sub_group import MasterTensor, SubGroup
 from hf_zero.optim.stager import StateStager
-from hf_zero.optim.sub_group import MasterTensor, SubGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,18 @@ class StepGradients:
     """Inputs of one step.
 
     Attributes:
-        reduced: one 1-D tensor per sub-group (summed over ranks); may be read while the stager has that in place. For
-            an updater that takes local gradients: of the whole bucket, from this rank alone.
+        of: the reduced gradient of a sub-group (1-D, summed over ranks), while the stager has that in place. For an
+            updater that takes local gradients: of the whole bucket, from this rank alone.
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
         wanted: the shards that have any gradient.
         skip: one element on the device; where it is not zero nothing may change. Only for updaters that obey it.
     """
 
-    reduced: Sequence[Tensor]
+    of: Callable[[SubGroup], Tensor]
     used: Set[int]
     scale: Tensor | float
-    wanted: Sequence[int]
+    wanted: Sequence[SubGroup]
     skip: Tensor | None = None
 
 
@@ -167,8 +167,8 @@ class Updater(ABC):
         return False
 
     @abstractmethod
-    def step(self, gradients: StepGradients) -> Iterator[int]:
-        """Update the shards; yields the index of each as soon as its new weights are in place."""
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        """Update the sub-groups; yields each as soon as its new weights are in place."""
 
 
 class WholeStepUpdater(Updater):
@@ -220,21 +220,21 @@ class WholeStepUpdater(Updater):
                 self.optimizer.state[parameter] = copied(states[index], parameter.device)
 
     @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         options = Options(self.optimizer)
         for batch in self.stager.batches(gradients.wanted):
             options.begin()
-            for index in batch:
-                self._hand_over(index, gradients)
+            for sub_group in batch:
+                self._hand_over(sub_group, gradients)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
-            for index in batch:
-                self.stager.copy_to_lp(index)
-                yield index
+            for sub_group in batch:
+                self.stager.copy_to_lp(sub_group)
+                yield sub_group
 
-    def _hand_over(self, index: int, gradients: StepGradients) -> None:
-        sub_group, reduced = self.sub_groups[index], gradients.reduced[index]
+    def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        reduced = gradients.of(sub_group)
         for tensor in sub_group.tensors:
             if self._is_used(sub_group, tensor, gradients.used):
                 part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(sub_group.master.dtype)

@@ -67,29 +67,28 @@ class WholeTensorUpdater(Updater):
                 self.optimizer.state[self._kept[index]] = copied(saved, self._device)
 
     @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         options = Options(self.optimizer)
         for batch in self.stager.batches(gradients.wanted):
             options.begin()
-            for index in batch:
-                self._fetch(index, gradients)
+            for sub_group in batch:
+                self._fetch(sub_group, gradients)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
-            for index in batch:
-                self._send_back(index, gradients.used)
-                self.stager.copy_to_lp(index)
-                yield index
+            for sub_group in batch:
+                self._send_back(sub_group, gradients.used)
+                self.stager.copy_to_lp(sub_group)
+                yield sub_group
 
     def _members(self, sub_group: SubGroup) -> Sequence[int]:
         """Parameters that have a part in the sub-group, on any rank."""
         return self._peers.members(sub_group)
 
-    def _fetch(self, index: int, gradients: StepGradients) -> None:
+    def _fetch(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """Let kept parameters hold their masters and gradients, whole."""
-        sub_group = self.sub_groups[index]
         masters = self._peers.gather_whole(sub_group, sub_group.master)
-        reduced = gradients.reduced[index].to(sub_group.master.dtype) * gradients.scale
+        reduced = gradients.of(sub_group).to(sub_group.master.dtype) * gradients.scale
         found = self._peers.gather_whole(sub_group, reduced)
         for parameter in self._members(sub_group):
             kept = self._kept.get(parameter)
@@ -97,8 +96,7 @@ class WholeTensorUpdater(Updater):
                 kept.data = masters[parameter].clone()  # a view would keep what all ranks sent
                 kept.grad = found[parameter].clone()
 
-    def _send_back(self, index: int, used: Set[int]) -> None:
-        sub_group = self.sub_groups[index]
+    def _send_back(self, sub_group: SubGroup, used: Set[int]) -> None:
         mine: dict[int, Tensor] = {}
         for parameter in self._members(sub_group):
             if parameter in self._kept and parameter in used:

@@ -12,6 +12,7 @@ from hf_zero.comm import Collectives, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements
+from hf_zero.offload.sub_group import sub_group
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
@@ -35,6 +36,8 @@ class FlatParameters(ParameterStore):
         collectives: Collectives,
         placements: Placements,
         precision: Precision,
+        *,
+        whole_tensors: bool = False,
     ) -> None:
         """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
 
@@ -42,10 +45,12 @@ class FlatParameters(ParameterStore):
             layout: where each parameter goes; `layout.specs[i]` describes `parameters[i]`.
             parameters: trainable parameters, already on the training device.
             placements: where masters are kept.
+            whole_tensors: give the optimizer every parameter in its own shape; otherwise it sees flat sub-groups.
         """
         super().__init__(layout, parameters, placements.sub_group_numel)
         self._sharding = sharding
         self._collectives = collectives
+        self._whole_tensors = whole_tensors
         self._flat = tuple(
             self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], placements, precision)
             for bucket in layout.buckets
@@ -104,12 +109,13 @@ class FlatParameters(ParameterStore):
             parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
         weights = InMemoryVector(flat.narrow(0, owned.start, owned.numel))
         placement = placements.next(owned.numel)
+        own_values = in_master_dtype.narrow(0, owned.start, owned.numel)
+        stored = placements.store(bucket, owned, weights, own_values, placement)
+        whole = parameters if self._whole_tensors else None
         return FlatBucket(
             bucket=bucket,
             owned=owned,
-            sub_groups=placements.sub_groups(
-                bucket, owned, weights, in_master_dtype.narrow(0, owned.start, owned.numel), placement
-            ),
+            sub_groups=tuple(sub_group(bucket, owned, each, whole) for each in stored),
             placement=placement,
             parameters=tuple(parameters),
             device=flat.device,

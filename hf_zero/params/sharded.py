@@ -13,6 +13,7 @@ from hf_zero.config import GatherPolicy
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
+from hf_zero.offload.sub_group import sub_group
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import Edits
 from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
@@ -122,12 +123,13 @@ class ShardedParameters(ParameterStore):
     def _trained_buckets(self, placed: Mapping[UnitPart, Placed]) -> Iterator[TrainedBucket]:
         rank = self._channels.reduce.rank
         for bucket, (_, part) in zip(self.layout.buckets, self._parts_in_reduce_order, strict=True):
-            placement, sub_groups = placed[part]
+            placement, stored = placed[part]
             numel = part.layout.trained_numel
+            owned = Interval(rank * numel, (rank + 1) * numel)
             trained = TrainedBucket(
                 bucket=bucket,
-                owned=Interval(rank * numel, (rank + 1) * numel),
-                sub_groups=sub_groups,
+                owned=owned,
+                sub_groups=tuple(sub_group(bucket, owned, each) for each in stored),
                 placement=placement,
                 parameters=tuple(self.parameters[slot.parameter] for slot in bucket.slots),
                 device=self._device,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.offload.placement import Placement, StoredSubGroup
+from hf_zero.offload.placement import Placement
+from hf_zero.offload.sub_group import SubGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class TrainedBucket:
 
     Attributes:
         owned: the interval of the bucket that this rank updates.
-        sub-groups: what the update takes one after the other, in order.
+        sub_groups: what the update takes one after the other, in order.
         placement: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
         device: where the bucket is reduced and gathered.
@@ -29,7 +30,7 @@ class TrainedBucket:
 
     bucket: Bucket
     owned: Interval
-    sub_groups: tuple[StoredSubGroup, ...]
+    sub_groups: tuple[SubGroup, ...]
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
@@ -51,7 +52,8 @@ class TrainedBucket:
             common = sub_group.part.intersect(written)
             if common is None or sub_group.lp_param is None:
                 continue
-            with sub_group.master.opened(changes=True) as master:
+            assert sub_group.stored is not None, "a store knows where its masters are"
+            with sub_group.stored.master.opened(changes=True) as master:
                 target = master.narrow(0, common.start - sub_group.part.start, common.numel)
                 target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
-from hf_zero.offload.placement import Placement, Placements, StoredSubGroup
+from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.store import MemoryStore, Store
+from hf_zero.offload.sub_group import StoredSubGroup
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
 from hf_zero.params.partitioning import shard_parameter
@@ -128,8 +129,7 @@ class UnitBuilder:
         if in_master_dtype is None:
             with weights.opened() as values:
                 in_master_dtype = values if weights.tensor is not None else values.clone()
-        sub_groups = self._placements.sub_groups(bucket, row, weights, in_master_dtype, placement)
-        self.placed[part] = (placement, sub_groups)
+        self.placed[part] = (placement, self._placements.store(bucket, row, weights, in_master_dtype, placement))
 
     def _group_of(self, parameter: nn.Parameter) -> int | None:
         index = self._index_of.get(id(parameter))

@@ -32,7 +32,6 @@ from hf_zero.precision import Precision
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import StepRules, ZeroOptimizer
 from hf_zero.step.peers import peers_of
-from hf_zero.step.sub_groups import sub_groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +126,16 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
         store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, placements)
     else:
         layout = _flat_layout(trained.specs, plan)
-        store = FlatParameters(layout, trained.parameters, sharding, collectives, placements, plan.precision)
-    sub_groups = sub_groups_of(store, whole_tensors=whole_tensors)
+        store = FlatParameters(
+            layout,
+            trained.parameters,
+            sharding,
+            collectives,
+            placements,
+            plan.precision,
+            whole_tensors=whole_tensors,
+        )
+    sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
@@ -139,7 +146,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    attach_offload(updater, store, reducer, plan.zero.offload_optimizer)
+    attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None

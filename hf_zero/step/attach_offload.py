@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
-from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
@@ -19,11 +17,9 @@ from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.parameter_placement import store_of_parameters
 from hf_zero.offload.placement import Placement, Placements, beside_placement, in_memory_placement, staging_on
-from hf_zero.offload.vector import Vector
 from hf_zero.optim import Updater
 from hf_zero.optim.onebit.compressing import CompressingUpdater
-from hf_zero.optim.stager import OffloadStager, SubGroupVectors
-from hf_zero.params.store import ParameterStore
+from hf_zero.optim.stager import OffloadStager
 
 HOST = torch.device("cpu")
 
@@ -98,16 +94,13 @@ def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Driv
     return Placement(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
 
 
-def attach_offload(
-    updater: Updater, store: ParameterStore, reducer: GradientReducer, policy: OptimizerOffload | None
-) -> None:
+def attach_offload(updater: Updater, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
     """Give `updater` a stager that fetches, where anything has to be.
 
     Raises:
         ConfigError: when buffer_count is too small for the optimizer.
     """
-    vectors = list(_vectors(store, reducer))
-    if all(_is_at_hand(vector) for vector in vectors):
+    if all(sub_group.stored is None or sub_group.stored.is_at_hand for sub_group in updater.sub_groups):
         return
     if isinstance(updater, CompressingUpdater):
         name, path = type(updater.optimizer).__name__, "zero_optimization.offload_optimizer.device"
@@ -116,15 +109,15 @@ def attach_offload(
     updater.stager = OffloadStager(
         updater.optimizer,
         updater.sub_groups,
-        vectors,
+        lambda sub_group: reducer.buckets[sub_group.bucket].reduced,
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )
-    for index, sub_group in enumerate(updater.sub_groups):
+    for sub_group in updater.sub_groups:
         names = updater.state_names(updater.optimizer.param_groups[sub_group.group]) or ()
-        if policy is not None and vectors[index].states is not None:
+        if policy is not None and sub_group.stored is not None and sub_group.stored.states is not None:
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
-        updater.stager.reserve(index, names, getattr(updater.optimizer, "state_dtype", None))
+        updater.stager.reserve(sub_group, names, getattr(updater.optimizer, "state_dtype", None))
     for bucket in reducer.buckets:
         bucket.reserve()
 
@@ -134,21 +127,3 @@ def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
         rule = f"{name} works on {needed} vectors at once (masters and states)"
         path = "zero_optimization.offload_optimizer.buffer_count"
         raise ConfigError(Problem(path, policy.buffer_count, rule, f"set it to {needed} or more"))
-
-
-def _vectors(store: ParameterStore, reducer: GradientReducer) -> list[SubGroupVectors]:
-    return [
-        SubGroupVectors(sub_group.master, sub_group.lp_param, partial(_gradient, gradients), bucket.placement.states)
-        for bucket, gradients in zip(store.buckets, reducer.buckets, strict=True)
-        for sub_group in bucket.sub_groups
-    ]
-
-
-def _gradient(bucket: BucketGradients) -> Vector:
-    return bucket.reduced
-
-
-def _is_at_hand(vectors: SubGroupVectors) -> bool:
-    lp_param = vectors.lp_param
-    at_hand = vectors.master.tensor is not None and (lp_param is None or lp_param.tensor is not None)
-    return at_hand and vectors.states is None

@@ -211,10 +211,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for index, bucket in enumerate(self._store.buckets):
             if any(slot.parameter == parameter for slot in bucket.bucket.slots):
                 self._store.prepare_update()
-                for number, sub_group in enumerate(self.sub_groups):
-                    if sub_group.bucket == index:
-                        with self._updater.stager.opened(number):
-                            self._updater.stager.copy_to_lp(number)
+                for sub_group in bucket.sub_groups:
+                    with self._updater.stager.opened(sub_group):
+                        self._updater.stager.copy_to_lp(sub_group)
                 self._store.all_gather_params(index).wait()
                 self._store.finish_update()
 
@@ -344,15 +343,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         gradients = self._step_gradients(used, outcome)
         outcome.when_skipped(self._updater.roll_back)
-        left = Counter(self._updater.sub_groups[index].bucket for index in gradients.wanted)
+        left = Counter(sub_group.bucket for sub_group in gradients.wanted)
         gathered = Pending()
         with ledger.phase("step"):
-            for index in self._updater.step(gradients):
-                bucket = self._updater.sub_groups[index].bucket
-                left[bucket] -= 1
-                if not left[bucket]:
+            for sub_group in self._updater.step(gradients):
+                left[sub_group.bucket] -= 1
+                if not left[sub_group.bucket]:
                     gathered.wait()
-                    gathered = self._store.all_gather_params(bucket)
+                    gathered = self._store.all_gather_params(sub_group.bucket)
             gathered.wait()
             self._placements.check(self._collectives)
         self._placements.release_buffers()
@@ -362,41 +360,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
         return StepGradients(
-            reduced=_Parts(len(self._updater.sub_groups), self._whole_part if takes_local else self._reduced_part),
+            of=self._local_gradient if takes_local else self._own_gradient,
             used=used,
             scale=outcome.scale,
-            wanted=[index for index, sub_group in enumerate(self._updater.sub_groups) if updated[sub_group.bucket]],
+            wanted=[sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]],
             skip=outcome.skip,
         )
 
-    def _reduced_part(self, index: int) -> torch.Tensor:
+    def _own_gradient(self, sub_group: SubGroup) -> torch.Tensor:
         """The reduced gradient of a sub-group, while it is in place."""
-        sub_group = self._updater.sub_groups[index]
-        return (
-            self._reducer.buckets[sub_group.bucket].reduced.take().narrow(0, sub_group.part.start, sub_group.part.numel)
-        )
+        reduced = self._reducer.buckets[sub_group.bucket].reduced.take()
+        return reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
-    def _whole_part(self, index: int) -> torch.Tensor:
+    def _local_gradient(self, sub_group: SubGroup) -> torch.Tensor:
         """The gradient of a sub-group's whole bucket, from this rank alone."""
-        bucket = self._reducer.buckets[self._updater.sub_groups[index].bucket]
+        bucket = self._reducer.buckets[sub_group.bucket]
         if bucket.local is None:
             bucket.keep_local()  # this rank has none, and zeros count
         assert bucket.local is not None
         return bucket.local
-
-
-class _Parts(Sequence[torch.Tensor]):
-    """The gradient of every sub-group, asked for while it is in place."""
-
-    def __init__(self, number: int, part: Callable[[int], torch.Tensor]) -> None:
-        self._number = number
-        self._part = part
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._part(index)
 
 
 def _spread(sub_group: SubGroup, values: list[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hf_zero.device import pinned
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme.requests import Completion, FileAccess
 from hf_zero.offload.nvme.swap_store import BufferPool
+from hf_zero.offload.sub_group import SubGroup
 from hf_zero.step.attach_offload import placements_for
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.support.ranks import run_ranks
@@ -125,16 +126,16 @@ def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
     updater, events, done = engine.optimizer.updater, [], []
     fetch, update = updater.stager._fetch, updater.update_sub_group
 
-    def fetching(index: int) -> None:
-        events.append(f"fetch {index}")
-        fetch(index)
+    def fetching(sub_group: SubGroup) -> None:
+        events.append(f"fetch {updater.sub_groups.index(sub_group)}")
+        fetch(sub_group)
 
-    def updating(index: int, *arguments: Any) -> None:
-        events.append(f"update {index}")
+    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+        events.append(f"update {updater.sub_groups.index(sub_group)}")
         if not done:
             drive.requests.trace = []
         done.append(all(completion.is_done for verb, _, completion in drive.requests.trace if verb == "write"))
-        update(index, *arguments)
+        update(sub_group, *arguments)
 
     updater.stager._fetch, updater.update_sub_group = fetching, updating
     train(engine, run, rank, 1, steps=1)
@@ -167,14 +168,14 @@ def write_beside_the_next_update(rank: int, run: Run) -> bool:
 
     drives.ACCESS = Held()
     engine = engine_for(run, 1)
-    update = engine.optimizer.updater.update_sub_group
+    updater, update = engine.optimizer.updater, engine.optimizer.updater.update_sub_group
 
-    def updating(index: int, *arguments: Any) -> None:
-        begun.set() if index else None
-        update(index, *arguments)
+    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+        begun.set() if sub_group is not updater.sub_groups[0] else None
+        update(sub_group, *arguments)
         gate.set()
 
-    engine.optimizer.updater.update_sub_group = updating
+    updater.update_sub_group = updating
     train(engine, run, rank, 1, steps=1)
     return len(met) > 0 and all(met)
 

@@ -144,7 +144,7 @@ def test_the_state_dict_of_a_rank_holds_everything() -> None:
 
     def step(updater: AdafactorUpdater, seed: int) -> Tensor:
         gradient = torch.randn(12, generator=torch.Generator().manual_seed(seed))
-        list(updater.step(StepGradients([gradient], frozenset([0]), 1.0, [0])))
+        list(updater.step(StepGradients(lambda _: gradient, frozenset([0]), 1.0, updater.sub_groups)))
         return updater.sub_groups[0].master.clone()
 
     first, second = made(), made()

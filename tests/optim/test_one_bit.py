@@ -68,13 +68,13 @@ def saved_and_resumed(rank: int, kind: str, params: dict[str, Any], folder: str)
     engine, other = start(settings(kind, params, 1)), start(settings(kind, params, 1))
     advance(engine, steps[:25])
     engine.save_checkpoint(folder)
-    owed = [mean.error_feedback() for _, mean in sorted(engine.optimizer.updater._means.items())]
+    owed = [mean.error_feedback() for mean in engine.optimizer.updater._means.values()]
     other.load_checkpoint(folder)
     sums = []
     for candidate in (engine, other):
         advance(candidate, steps[25:])
         updater = candidate.optimizer.updater
-        sums.append([updater.moment(index) + mean.error_feedback() for index, mean in sorted(updater._means.items())])
+        sums.append([updater.moment(sub_group) + mean.error_feedback() for sub_group, mean in updater._means.items()])
     return list(zip(owed, *sums, strict=True))
 
 

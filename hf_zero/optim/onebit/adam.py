@@ -51,15 +51,15 @@ class OneBitAdamUpdater(CompressingUpdater):
     def takes_local_gradients(self) -> bool:
         return self.compresses and self.num_updates >= self.optimizer.freeze_step
 
-    def update_all(self, gradients: StepGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
         is_warm = self.num_updates > self.optimizer.freeze_step
-        for index in gradients.wanted:
-            gradient = gradients.reduced[index]
+        for sub_group in gradients.wanted:
+            gradient = gradients.of(sub_group)
             if is_warm:
-                self._compressed(index, gradient, gradients)
+                self._compressed(sub_group, gradient, gradients)
             else:
-                self._exact(self.sub_groups[index], gradient, gradients)
-            yield index
+                self._exact(sub_group, gradient, gradients)
+            yield sub_group
 
     def _exact(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
         vectors = self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
@@ -67,15 +67,11 @@ class OneBitAdamUpdater(CompressingUpdater):
         for run in self.runs(sub_group, gradients):
             adam(vectors.part(run.start, run.numel), rule, self.num_updates, gradients.scale)
 
-    def _compressed(self, index: int, gradient: Tensor, gradients: StepGradients) -> None:
-        sub_group = self.sub_groups[index]
-        group, moment, slots = (
-            self.optimizer.param_groups[sub_group.group],
-            self.moment(index),
-            self.slots(sub_group, gradients),
-        )
+    def _compressed(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        group, moment = self.optimizer.param_groups[sub_group.group], self.moment(sub_group)
+        slots = self.slots(sub_group, gradients)
         add_own_gradient(moment, gradient, slots, 1 - group["betas"][0], gradients.scale)
-        self.average(index, moment, slots)
+        self.average(sub_group, moment, slots)
         vectors = self.vectors(sub_group, self.own_part(sub_group, moment), (VARIANCE,))
         for run in self.runs(sub_group, gradients):
             frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])

@@ -87,8 +87,8 @@ class CompressingUpdater(Updater):
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
         super().__init__(optimizer, sub_groups)
         self.ranks = ranks
-        self._means: dict[int, CompressedMean] = {}
-        self._moments: dict[int, Tensor] = {}
+        self._means: dict[SubGroup, CompressedMean] = {}
+        self._moments: dict[SubGroup, Tensor] = {}
 
     @property
     def num_updates(self) -> int:
@@ -108,27 +108,26 @@ class CompressingUpdater(Updater):
 
     @torch.no_grad()
     def collect_state(self) -> None:
-        for index, mean in sorted(self._means.items()):
-            owned = self._owned(self.sub_groups[index])
-            self.state_of(self.sub_groups[index])[ERROR_FEEDBACK] = mean.error_feedback().narrow(
-                0, owned.start, owned.numel
-            )
+        for sub_group in self.sub_groups:
+            if sub_group in self._means:
+                error = self.own_part(sub_group, self._means[sub_group].error_feedback())
+                self.state_of(sub_group)[ERROR_FEEDBACK] = error
 
     @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         for group in self.optimizer.param_groups:
             group[UPDATES] += 1
-        for index in self.update_all(gradients):
-            self.state_of(self.sub_groups[index])["step"] += 1
-            yield index
+        for sub_group in self.update_all(gradients):
+            self.state_of(sub_group)["step"] += 1
+            yield sub_group
 
     @abstractmethod
-    def update_all(self, gradients: StepGradients) -> Iterator[int]:
-        """Update number `num_updates` of all shards; yields the index of each that is done."""
+    def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        """Update number `num_updates` of all sub-groups; yields each that is done."""
 
     def state_of(self, sub_group: SubGroup) -> dict[str, Any]:
-        """The shard's state, made at its first update."""
+        """The sub-group's state, made at its first update."""
         parameter = sub_group.tensors[0].parameter
         state: dict[str, Any] = self.optimizer.state[parameter]
         for name in (MOMENT, VARIANCE):
@@ -155,23 +154,22 @@ class CompressingUpdater(Updater):
         state = self.state_of(sub_group)
         return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 
-    def moment(self, index: int) -> Tensor:
+    def moment(self, sub_group: SubGroup) -> Tensor:
         """The momentum of the whole bucket, which every rank needs from the first compressed message on."""
-        if index not in self._moments:
-            sub_group, state = self.sub_groups[index], self.state_of(self.sub_groups[index])
+        if sub_group not in self._moments:
+            state = self.state_of(sub_group)
             whole = self.gather(state[MOMENT].view(-1))
-            owned = self._owned(sub_group)
-            state[MOMENT] = whole.narrow(0, owned.start, owned.numel)  # a view: one update serves both
-            self._moments[index] = whole
-        return self._moments[index]
+            state[MOMENT] = self.own_part(sub_group, whole)  # a view: one update serves both
+            self._moments[sub_group] = whole
+        return self._moments[sub_group]
 
     def own_part(self, sub_group: SubGroup, whole: Tensor) -> Tensor:
-        """The shard's interval of a line over the whole bucket."""
+        """The sub-group's interval of the whole bucket."""
         owned = self._owned(sub_group)
         return whole.narrow(0, owned.start, owned.numel)
 
     def gather(self, own: Tensor) -> Tensor:
-        """The whole line of a bucket from every rank's part (which is the whole where nothing is sharded)."""
+        """The whole bucket from every rank's part (which is the whole where nothing is sharded)."""
         collectives = self.ranks.collectives
         if not self.ranks.is_sharded:
             return own
@@ -180,23 +178,21 @@ class CompressingUpdater(Updater):
         collectives.all_gather(whole).wait()
         return whole
 
-    def average(self, index: int, line: Tensor, slots: Sequence[Slot]) -> None:
-        """Replace these tensors of a whole bucket's `line` by their compressed mean over ranks."""
+    def average(self, sub_group: SubGroup, flat: Tensor, slots: Sequence[Slot]) -> None:
+        """Replace these tensors of `flat`, a whole bucket, by their compressed mean over ranks."""
         if self.compresses:
-            positions = {
-                slot.parameter: position for position, slot in enumerate(self.bucket(self.sub_groups[index]).slots)
-            }
-            self.mean(index, line).average(line, {positions[slot.parameter] for slot in slots})
+            positions = {slot.parameter: position for position, slot in enumerate(self.bucket(sub_group).slots)}
+            self.mean(sub_group, flat).average(flat, {positions[slot.parameter] for slot in slots})
 
-    def mean(self, index: int, line: Tensor) -> CompressedMean:
-        if index not in self._means:
-            slots = self.bucket(self.sub_groups[index]).slots
-            self._means[index] = CompressedMean(self.ranks.collectives, line, [slot.interval for slot in slots])
-            error = self.state_of(self.sub_groups[index]).get(ERROR_FEEDBACK)
+    def mean(self, sub_group: SubGroup, flat: Tensor) -> CompressedMean:
+        if sub_group not in self._means:
+            intervals = [slot.interval for slot in self.bucket(sub_group).slots]
+            self._means[sub_group] = CompressedMean(self.ranks.collectives, flat, intervals)
+            error = self.state_of(sub_group).get(ERROR_FEEDBACK)
             if error is not None:
-                self._means[index].worker_error.copy_(self.gather(error.view(-1)))
-        self.state_of(self.sub_groups[index]).pop(ERROR_FEEDBACK, None)
-        return self._means[index]
+                self._means[sub_group].worker_error.copy_(self.gather(error.view(-1)))
+        self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
+        return self._means[sub_group]
 
     def reset_error_feedback(self) -> None:
         """Start the error feedback anew."""
@@ -213,7 +209,7 @@ class CompressingUpdater(Updater):
 def add_own_gradient(
     moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float
 ) -> None:
-    """m = m + rest * (scale * gradient - m) for these tensors of two lines."""
+    """m = m + rest * (scale * gradient - m) for these tensors of two buckets."""
     for slot in slots:
         part = Vectors(moment, gradient).part(slot.offset, slot.numel)
         for chunk in fp32_chunks(part, scale):

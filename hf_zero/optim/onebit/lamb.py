@@ -104,27 +104,27 @@ class OneBitLambUpdater(CompressingUpdater):
         self._ratios = torch.tensor(ratios, dtype=torch.float64, device=device)
         self._factors = torch.tensor(factors, dtype=torch.float64, device=device)
 
-    def update_all(self, gradients: StepGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
         is_warm = self.num_updates > self.optimizer.freeze_step
         return self._compressed(gradients) if is_warm else self._exact(gradients)
 
-    def _exact(self, gradients: StepGradients) -> Iterator[int]:
+    def _exact(self, gradients: StepGradients) -> Iterator[SubGroup]:
         squares = torch.zeros(self._num_parameters, 2, dtype=torch.float64, device=self._ratios.device)
-        for index in gradients.wanted:
-            sub_group, gradient = self.sub_groups[index], gradients.reduced[index]
+        for sub_group in gradients.wanted:
+            gradient = gradients.of(sub_group)
             pieces, vectors = self._pieces(sub_group, gradients), self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
             if pieces:
                 moments = lamb_moments(vectors, self._rule(sub_group), _segments(pieces), gradients.scale)
                 squares[self._places(pieces)] += moments
         self._add_up(squares)
-        for index in gradients.wanted:
-            sub_group, gradient = self.sub_groups[index], gradients.reduced[index]
+        for sub_group in gradients.wanted:
+            gradient = gradients.of(sub_group)
             pieces, rule = self._pieces(sub_group, gradients), self._rule(sub_group)
             if pieces:
                 rates = rule.lr * rule.trust_ratios(squares[self._places(pieces)])
                 lamb_apply(self.vectors(sub_group, gradient, (MOMENT, VARIANCE)), rule, rates, _segments(pieces))
             self._follow(sub_group, rule, squares, gradients)
-            yield index
+            yield sub_group
 
     def _follow(self, sub_group: SubGroup, rule: LambRule, squares: Tensor, gradients: StepGradients) -> None:
         """a of every tensor of the bucket, also of those that other ranks update."""
@@ -132,20 +132,19 @@ class OneBitLambUpdater(CompressingUpdater):
         ratios, old, beta = rule.trust_ratios(squares[places]), self._ratios[places], self.optimizer.coeff_beta
         self._ratios[places] = torch.where(ratios == 1, old, beta * old + (1 - beta) * ratios)
 
-    def _compressed(self, gradients: StepGradients) -> Iterator[int]:
-        for index in gradients.wanted:
-            gradient = gradients.reduced[index]
-            sub_group = self.sub_groups[index]
+    def _compressed(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        for sub_group in gradients.wanted:
+            gradient = gradients.of(sub_group)
             state, slots = self.state_of(sub_group), self.slots(sub_group, gradients)
             state.setdefault(FRESH, state[VARIANCE].clone())
-            beta1, moment = self.optimizer.param_groups[sub_group.group]["betas"][0], self.moment(index)
+            beta1, moment = self.optimizer.param_groups[sub_group.group]["betas"][0], self.moment(sub_group)
             before = self.own_part(sub_group, moment).clone()
             add_own_gradient(moment, gradient, slots, 1 - beta1, gradients.scale)
-            self.average(index, moment, slots)
+            self.average(sub_group, moment, slots)
             self._refresh(sub_group, before, gradients)
             self._rescale(sub_group, gradients)
             self._move(sub_group, gradients)
-            yield index
+            yield sub_group
 
     def _refresh(self, sub_group: SubGroup, before: Tensor, gradients: StepGradients) -> None:
         """w from the gradient that the mean momentum shows."""

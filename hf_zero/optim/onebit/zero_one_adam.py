@@ -91,19 +91,19 @@ class ZeroOneAdamUpdater(CompressingUpdater):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (*super().state_names(group), COMMON)
 
-    def update_all(self, gradients: StepGradients) -> Iterator[int]:
+    def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
         number = self.num_updates
         if number == self.optimizer.var_freeze_step + 1:
             self.reset_error_feedback()
-        for index in gradients.wanted:
-            gradient = gradients.reduced[index]
+        for sub_group in gradients.wanted:
+            gradient = gradients.of(sub_group)
             if number > self.optimizer.var_freeze_step:
-                self._alone(index, gradient, gradients)
+                self._alone(sub_group, gradient, gradients)
             elif self._is_exact(number):
-                self._exact(self.sub_groups[index], gradient, gradients)
+                self._exact(sub_group, gradient, gradients)
             else:
-                self._one_bit(index, gradient, gradients)
-            yield index
+                self._one_bit(sub_group, gradient, gradients)
+            yield sub_group
         if number > self.optimizer.var_freeze_step and self.compresses:
             self._moved |= gradients.used
             if number % self._counter(LOCAL_STEPS) == 0:
@@ -122,13 +122,13 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         for run in self.runs(sub_group, gradients):
             adam(vectors.part(run.start, run.numel), rule, self.num_updates, gradients.scale)
 
-    def _one_bit(self, index: int, gradient: Tensor, gradients: StepGradients) -> None:
-        sub_group, slots = self.sub_groups[index], self.slots(self.sub_groups[index], gradients)
-        beta1, moment = self.optimizer.param_groups[sub_group.group]["betas"][0], self.moment(index)
-        line = torch.zeros_like(moment)
-        add_own_gradient(line, gradient, slots, 1.0, gradients.scale)
-        self.average(index, line, slots)
-        add_own_gradient(moment, line, slots, 1 - beta1, 1.0)
+    def _one_bit(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        slots, moment = self.slots(sub_group, gradients), self.moment(sub_group)
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
+        mean = torch.zeros_like(moment)
+        add_own_gradient(mean, gradient, slots, 1.0, gradients.scale)
+        self.average(sub_group, mean, slots)
+        add_own_gradient(moment, mean, slots, 1 - beta1, 1.0)
         self._move(sub_group, gradients)
 
     def _move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
@@ -137,28 +137,28 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         for run in self.runs(sub_group, gradients):
             frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
 
-    def _alone(self, index: int, gradient: Tensor, gradients: StepGradients) -> None:
-        sub_group, slots = self.sub_groups[index], self.slots(self.sub_groups[index], gradients)
+    def _alone(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        slots = self.slots(sub_group, gradients)
         if self.compresses:
             self.state_of(sub_group).setdefault(COMMON, sub_group.master.clone())
         beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
-        add_own_gradient(self.moment(index), gradient, slots, 1 - beta1, gradients.scale)
+        add_own_gradient(self.moment(sub_group), gradient, slots, 1 - beta1, gradients.scale)
         self._move(sub_group, gradients)
 
     def _synchronise_all(self) -> None:
-        for index, sub_group in enumerate(self.sub_groups):
+        for sub_group in self.sub_groups:
             if COMMON in self.state_of(sub_group):
-                self._synchronise(index)
+                self._synchronise(sub_group)
         self._moved.clear()
 
-    def _synchronise(self, index: int) -> None:
+    def _synchronise(self, sub_group: SubGroup) -> None:
         """All ranks at the same weights again: from the last common ones by the mean of what each has moved."""
-        sub_group, state = self.sub_groups[index], self.state_of(self.sub_groups[index])
+        state = self.state_of(sub_group)
         group, bucket = self.optimizer.param_groups[sub_group.group], self.bucket(sub_group)
         common, root = state[COMMON].view(-1), state[VARIANCE].view(-1).sqrt()
         moved = (sub_group.master - common).mul_(root + group["eps"])
         slots = [slot for slot in bucket.slots if slot.parameter in self._moved]
-        self.average(index, moved, slots)
+        self.average(sub_group, moved, slots)
         rates = group[RATES] + float(group["lr"])
         for slot in slots if rates else ():
             part = moved.narrow(0, slot.offset, slot.numel)
