@@ -306,7 +306,7 @@ def run_watched_gathers(rank: int, root: str) -> tuple[int, int]:
     train(engine, rank, 2, range(1))
     alive: list[Any] = []
     peak = 0
-    original = consolidation.gather_whole
+    original = consolidation.all_gather_values
 
     def watched(handles: Any) -> Any:
         nonlocal peak
@@ -318,7 +318,7 @@ def run_watched_gathers(rank: int, root: str) -> tuple[int, int]:
         peak = max(peak, sum(storages.values()))
         return found
 
-    consolidation.gather_whole, consolidation.MAX_GATHERED_NUMEL = watched, 1
+    consolidation.all_gather_values, consolidation.MAX_GATHERED_NUMEL = watched, 1
     engine.save_16bit_model(root)
     return peak, sum(parameter.numel() * 4 for parameter in engine.module.parameters())
 
