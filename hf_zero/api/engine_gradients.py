@@ -111,7 +111,7 @@ class EngineGradients(EngineModule):
         try:
             loss.backward(retain_graph=retain_graph)
         finally:
-            arrived = [reducer.let_go(state) for reducer, state in zip(reducers, held, strict=True)]
+            arrived = [reducer.stop_holding(state) for reducer, state in zip(reducers, held, strict=True)]
         return arrived
 
     def _reduce_others(self, others: Sequence[EngineGradients], arrived: Sequence[bool]) -> Sequence[EngineGradients]:

@@ -102,14 +102,14 @@ class GradientReducer:
             bucket.open()
 
     def hold_back(self) -> Held:
-        """Until `let_go`: gradients belong to a backward of another engine, and stay where autograd leaves them."""
+        """Until `stop_holding`: gradients belong to a backward of another engine, and stay where autograd leaves them."""
         held = Held([bucket.is_open for bucket in self.buckets], self._next, self.late)
         for bucket in self.buckets:
             bucket.is_open = False
         self._next, self.late = len(self.buckets), set()
         return held
 
-    def let_go(self, held: Held) -> bool:
+    def stop_holding(self, held: Held) -> bool:
         """Be again as before `hold_back`; whether gradients have arrived since. `begin` and `finish` take them in."""
         for bucket, is_open in zip(self.buckets, held.are_open, strict=True):
             bucket.is_open = is_open

@@ -97,7 +97,7 @@ def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = Non
         _keep_edits(handles, modifier_rank)
     for handle in handles:
         handle.unshard_count -= 1
-        assert handle.unshard_count >= 0, "let_go without hold"
+        assert handle.unshard_count >= 0, "reshard without unshard"
         if not handle.unshard_count:
             handle.show_between_uses()
             if handle.device.type == "cpu":
