@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hf_zero.comm import collectives_for, init_distributed
 from hf_zero.comm.collectives import Collectives, own_shard
-from hf_zero.comm.exchange import ExchangeCollectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.torch_backend import NativeCollectives
 
 
 def cpu_seconds() -> float:

@@ -59,11 +59,11 @@ def contenders(numel: int) -> dict[str, Step]:
 
     master, m, v, wide = (torch.zeros(numel) for _ in range(4))
     gradient = torch.randn(numel).mul_(0.01).bfloat16()  # tables are read where the codes are: they must differ
-    narrow = torch.zeros(numel, dtype=torch.bfloat16)
+    lp_param = torch.zeros(numel, dtype=torch.bfloat16)
     packed = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8) for _ in range(2))
     rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
-    vectors = Vectors(weight=master, gradient=gradient, states=(m, v), narrow=narrow)
-    blocks = BlockVectors(weight=master, gradient=gradient, states=packed, narrow=narrow)
+    vectors = Vectors(weight=master, gradient=gradient, states=(m, v), lp_param=lp_param)
+    blocks = BlockVectors(weight=master, gradient=gradient, states=packed, lp_param=lp_param)
 
     def floor(*states: torch.Tensor) -> None:
         """Reads the gradient, reads and writes states and masters, writes the weight: in chunks, as the kernel does."""
@@ -73,7 +73,7 @@ def contenders(numel: int) -> dict[str, Step]:
             part = wide[:length].copy_(gradient.narrow(0, start, length))
             for array in (*states, master):
                 array.narrow(0, start, length).neg_()
-            narrow.narrow(0, start, length).copy_(part)
+            lp_param.narrow(0, start, length).copy_(part)
 
     def torch_adam(**flags: bool) -> Step:
         parameter = torch.nn.Parameter(master)
@@ -84,7 +84,7 @@ def contenders(numel: int) -> dict[str, Step]:
         def step() -> None:
             wide.copy_(gradient).mul_(SCALE)
             optimizer.step()
-            narrow.copy_(master)
+            lp_param.copy_(master)
 
         return step
 
@@ -106,13 +106,13 @@ def serve_deepspeed(numel: int, threads: int) -> None:
 
     parameter = torch.nn.Parameter(torch.zeros(numel))
     wide = parameter.grad = torch.zeros(numel)
-    gradient, narrow = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    gradient, lp_param = torch.full((numel,), 0.01, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
     optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
 
     def step() -> None:
         wide.copy_(gradient).mul_(SCALE)
         optimizer.step()
-        narrow.copy_(parameter.data)
+        lp_param.copy_(parameter.data)
 
     step()
     sys.stdout.write("READY\n")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.entry import initialize
 from hf_zero.comm import destroy_process_group, get_local_rank, get_rank, init_distributed
-from hf_zero.entry import initialize
 
 ROWS, WIDTH, DEPTH, MICRO_BATCHES = 8, 1024, 8, 2
 WAITS = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "Memcpy DtoH", "aten::nonzero")
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for what was found")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench.gpu_engine needs a GPU; without one tests/zero/test_no_waiting.py makes the same claims")
+        sys.exit("bench.gpu_engine needs a GPU; without one tests/step/test_no_waiting.py makes the same claims")
     torch.cuda.set_device(get_local_rank())
     init_distributed()
     rows = run()

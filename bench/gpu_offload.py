@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.api.zero_init import Init
 from hf_zero.comm import local_device
-from hf_zero.memory.limits import host_available
-from hf_zero.zero.init_context import Init
+from hf_zero.device.limits import host_available
 
 VOCABULARY = 32_000
 HOST_BYTES = 16  # per parameter: bf16 shard and gradient, fp32 master and two moments

@@ -112,8 +112,8 @@ def adam_rivals(numel: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Ways to update fp32 masters from bf16 gradients to bf16 weights: (name, bytes per parameter needed, one step)."""
     master, m, v = (torch.zeros(numel, device="cuda") for _ in range(3))
     gradient = torch.randn(numel, device="cuda").bfloat16()
-    narrow = torch.empty_like(gradient)
-    vectors = Vectors(master, gradient, (m, v), narrow)
+    lp_param = torch.empty_like(gradient)
+    vectors = Vectors(master, gradient, (m, v), lp_param)
     step = torch.ones((), device="cuda")
     kept = torch.empty(numel, device="cuda")
 
@@ -123,7 +123,7 @@ def adam_rivals(numel: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
             [master], [kept], [m], [v], [], [step],
             lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
-        narrow.copy_(master)
+        lp_param.copy_(master)
 
     def as_deepspeed_steps() -> None:
         """What its step does around the update: cast, unscale the fp32 gradient in place, update, cast back."""
@@ -133,7 +133,7 @@ def adam_rivals(numel: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
             [master], [kept], [m], [v], [], [step],
             lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
-        narrow.copy_(master)
+        lp_param.copy_(master)
 
     yield "adam, one pass", 28, lambda: adam(vectors, RULE, 5, 0.5)
     yield "adam, stochastic", 28, lambda: adam(vectors, RULE, 5, 0.5, None, 7)
@@ -145,12 +145,12 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
     """(name, bytes per element that must move, one call)."""
     weight, m, v = (torch.randn(numel, device="cuda").abs_() for _ in range(3))
     gradient = torch.randn(numel, device="cuda").bfloat16()
-    narrow = torch.empty_like(gradient)
+    lp_param = torch.empty_like(gradient)
     lion_rule = LionRule(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.01)
     lamb_rule = LambRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
     block = numel // 64
     segments = [(start, block) for start in range(0, 64 * block, block)]
-    one, two = Vectors(weight, gradient, (m,), narrow), Vectors(weight, gradient, (m, v), narrow)
+    one, two = Vectors(weight, gradient, (m,), lp_param), Vectors(weight, gradient, (m, v), lp_param)
 
     def lamb() -> None:
         ratios = lamb_rule.trust_ratios(lamb_moments(two, lamb_rule, segments))
@@ -158,7 +158,7 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
 
     flag, packed = torch.zeros(1, device="cuda"), torch.empty(numel // 8, dtype=torch.uint8, device="cuda")
     states = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8, device="cuda") for _ in range(2))
-    eight = BlockVectors(weight, gradient, states, narrow)
+    eight = BlockVectors(weight, gradient, states, lp_param)
     yield "adam with 8-bit states", 16.06, lambda: adam8(eight, RULE, 5)
     yield "lion", 20, lambda: lion(one, lion_rule)
     yield "lamb, 64 tensors", 40, lamb
@@ -169,7 +169,11 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
     for bits in (8, 4):
         quantized, scales = quantize(gradient, 2048, bits)
         yield f"quantise to {bits} bits", 2 + bits / 8, lambda k=bits: quantize(gradient, 2048, k)
-        yield f"dequantise {bits} bits", 2 + bits / 8, lambda q=quantized, s=scales, k=bits: dequantize(q, s, narrow, k)
+        yield (
+            f"dequantise {bits} bits",
+            2 + bits / 8,
+            lambda q=quantized, s=scales, k=bits: dequantize(q, s, lp_param, k),
+        )
 
 
 def run_timings(numel: int, repeats: int) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 import hf_zero  # noqa: E402
 from bench.surroundings import machine, public  # noqa: E402
 from hf_zero.config import FilePolicy  # noqa: E402
-from hf_zero.memory.drive import Drive  # noqa: E402
-from hf_zero.memory.host import host_empty  # noqa: E402
+from hf_zero.device.pinned import host_empty  # noqa: E402
+from hf_zero.offload.nvme.drive import Drive  # noqa: E402
 
 WIDTH = 4096
 log = logging.getLogger("bench")
@@ -110,14 +110,14 @@ def _update(arguments: argparse.Namespace) -> dict[str, float]:
         "aio": {"block_size": arguments.block, "queue_depth": arguments.depth},
     }
     engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    [drive] = engine._assembly.places.drives
+    [drive] = engine._assembly.placements.drives
     for _ in range(2):  # the first step writes blocks for the first time
         engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
         drive_traffic = drive.requests.traffic
         before = (drive_traffic.bytes_read, drive_traffic.bytes_written, drive_traffic.waited_s)
         started = time.perf_counter()
         engine.step()
-        engine.optimizer.updater.shelf.flush()
+        engine.optimizer.updater.stager.flush()
         seconds = time.perf_counter() - started
     read, written = drive_traffic.bytes_read - before[0], drive_traffic.bytes_written - before[1]
     waited = drive_traffic.waited_s - before[2]

@@ -99,7 +99,7 @@ def report(run: dict[str, Any]) -> str:
     if "failed" in result:
         return "\n".join([*lines, f"- From the drive: {result['failed']}"]) + "\n"
     allowed = result["allowance_mb"]
-    promised = SLACK * (allowed["buffers"] + allowed["unit"] + allowed["resident"])
+    promised = SLACK * (allowed["buffers"] + allowed["unit"] + allowed["persistent"])
     peak = result["steps_peak_mb"] - result["after_imports_mb"]
     init_peak = result["init_peak_mb"] - result["after_imports_mb"]
     verdict = "met" if peak <= promised else f"missed by {peak - promised:.0f} MB"

@@ -117,7 +117,7 @@ def _step(engine: Any, tokens: torch.Tensor) -> dict[str, Any]:
     times.append(time.perf_counter())
     traffic.append(_traffic(engine))
     engine.step()
-    engine.optimizer.updater.shelf.flush()
+    engine.optimizer.updater.stager.flush()
     times.append(time.perf_counter())
     traffic.append(_traffic(engine))
     moved = {key: traffic[2][key] - traffic[1][key] for key in traffic[0]}
@@ -133,7 +133,7 @@ def _step(engine: Any, tokens: torch.Tensor) -> dict[str, Any]:
 
 def _traffic(engine: Any) -> dict[str, float]:
     total = {"bytes_read": 0.0, "bytes_written": 0.0, "waited_s": 0.0}
-    for drive in engine._assembly.places.drives:
+    for drive in engine._assembly.placements.drives:
         for key in total:
             total[key] += getattr(drive.requests.traffic, key)
     return total
@@ -143,9 +143,9 @@ def _allowance(engine: Any) -> dict[str, float]:
     """Megabytes that the plan allows: the buffers, the largest unit (its weights), and what is always gathered."""
     units = engine._store.units if hasattr(engine._store, "units") else ()
     largest = max((unit.numel for unit in units), default=0) * 2
-    resident = sum(unit.numel for unit in units if unit.is_resident) * 2
-    buffers = sum(drive.buffer_bytes for drive in engine._assembly.places.drives)
-    return {"buffers": buffers / meters.MB, "unit": largest / meters.MB, "resident": resident / meters.MB}
+    persistent = sum(unit.numel for unit in units if unit.is_persistent) * 2
+    buffers = sum(drive.buffer_bytes for drive in engine._assembly.placements.drives)
+    return {"buffers": buffers / meters.MB, "unit": largest / meters.MB, "persistent": persistent / meters.MB}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.offload.sub_group import SubGroup
+
 WIDTH = 100  # characters of the picture
 PORTIONS = 12  # in the picture
 Span = tuple[float, float]  # seconds
@@ -33,29 +35,29 @@ class Timeline:
 
 @contextmanager
 def recorded(engine: Any) -> Iterator[Timeline]:
-    """Watch the updates of `engine`, whose optimizer is on one drive and works portion by portion."""
+    """Watch the updates of `engine`, whose optimizer is on one drive and works sub-group by sub-group."""
     timeline, updater = Timeline(), engine.optimizer.updater
-    [drive] = engine._assembly.places.drives
-    shelf, trace, marks = updater.shelf, [], []
-    fetch, update = shelf._fetch, updater.update_shard
+    [drive] = engine._assembly.placements.drives
+    stager, trace, marks = updater.stager, [], []
+    fetch, update = stager._fetch, updater.update_sub_group
 
-    def fetching(index: int) -> None:
-        first = len(trace)
-        fetch(index)
+    def fetching(sub_group: SubGroup) -> None:
+        index, first = updater.sub_groups.index(sub_group), len(trace)
+        fetch(sub_group)
         marks.append(("fetch", index, first, len(trace)))
 
-    def updating(index: int, *arguments: Any) -> None:
-        started = time.perf_counter()
-        update(index, *arguments)
+    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+        index, started = updater.sub_groups.index(sub_group), time.perf_counter()
+        update(sub_group, *arguments)
         timeline.update.setdefault(index, []).append((started, time.perf_counter()))
         marks.append(("update", index, len(trace), 0))
 
-    shelf._fetch, updater.update_shard, drive.requests.trace = fetching, updating, trace
+    stager._fetch, updater.update_sub_group, drive.requests.trace = fetching, updating, trace
     try:
         yield timeline
-        shelf.flush()
+        stager.flush()
     finally:
-        del shelf._fetch, updater.update_shard
+        del stager._fetch, updater.update_sub_group
         drive.requests.trace = None
     _sort(timeline, trace, marks)
 
@@ -75,8 +77,8 @@ def _sort(timeline: Timeline, trace: Sequence[Any], marks: Sequence[tuple[str, i
 
 def overlap(portions: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Shares of the update's time: the drive at work, computing, and computing while the drive is at work."""
-    drive = _union([tuple(span) for portion in portions for kind in ("read", "write") for span in portion[kind]])
-    compute = _union([tuple(span) for portion in portions for span in portion["update"]])
+    drive = _union([tuple(span) for sub_group in portions for kind in ("read", "write") for span in sub_group[kind]])
+    compute = _union([tuple(span) for sub_group in portions for span in sub_group["update"]])
     whole = max(stop for _, stop in (*drive, *compute)) - min(start for start, _ in (*drive, *compute))
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in drive for c, d in compute)
     busy, computing = (sum(stop - start for start, stop in spans) for spans in (drive, compute))
@@ -97,23 +99,23 @@ def draw(portions: Sequence[dict[str, Any]]) -> list[str]:
     """A row per portion from the middle of the update: r being read, U updated, w written, = read and not yet used."""
     first = max(0, len(portions) // 2 - PORTIONS // 2)
     shown = portions[first : first + PORTIONS]
-    edges = [edge for portion in shown for spans in portion.values() for span in spans for edge in span]
+    edges = [edge for sub_group in shown for spans in sub_group.values() for span in spans for edge in span]
     start, scale = min(edges), WIDTH / (max(edges) - min(edges))
-    rows = [_row(portion, start, scale) for portion in shown]
+    rows = [_row(sub_group, start, scale) for sub_group in shown]
     legend = f"r read, = there and waiting for its turn, U updated, w written back; {1e3 / scale:.0f} ms per character"
     return [legend, *(f"portion {first + number:4d} |{row}|" for number, row in enumerate(rows))]
 
 
-def _row(portion: dict[str, Any], start: float, scale: float) -> str:
+def _row(sub_group: dict[str, Any], start: float, scale: float) -> str:
     cells = [" "] * (WIDTH + 1)
 
     def fill(since: float, until: float, letter: str) -> None:
         for cell in range(int((since - start) * scale), int((until - start) * scale) + 1):
             cells[cell] = letter
 
-    if portion["read"] and portion["update"]:
-        fill(max(stop for _, stop in portion["read"]), portion["update"][0][0], "=")
+    if sub_group["read"] and sub_group["update"]:
+        fill(max(stop for _, stop in sub_group["read"]), sub_group["update"][0][0], "=")
     for kind, letter in (("read", "r"), ("write", "w"), ("update", "U")):
-        for since, until in portion[kind]:
+        for since, until in sub_group[kind]:
             fill(since, until, letter)
     return "".join(cells)[:WIDTH]

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.engine_surface import SURFACE as ENGINE
-from hf_zero.optimizer_surface import SURFACE as OPTIMIZER
+from hf_zero.api.engine_surface import SURFACE as ENGINE
+from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER
 from hf_zero.surface import Surface
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,11 +8,11 @@ TYPE_CHECKING = False  # not typing's own: this file runs at every interpreter s
 if TYPE_CHECKING:
     from accelerate.utils import DummyOptim, DummyScheduler
 
+    from hf_zero.api.engine import ZeroEngine
+    from hf_zero.api.entry import initialize
+    from hf_zero.api.generation import gathered
     from hf_zero.comm import init_distributed
     from hf_zero.config import ConfigError
-    from hf_zero.engine import ZeroEngine
-    from hf_zero.entry import initialize
-    from hf_zero.zero.generation import gathered
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +32,10 @@ _HOMES = {
     "ConfigError": "hf_zero.config",
     "DummyOptim": "accelerate.utils",
     "DummyScheduler": "accelerate.utils",
-    "ZeroEngine": "hf_zero.engine",
-    "gathered": "hf_zero.zero.generation",
+    "ZeroEngine": "hf_zero.api.engine",
+    "gathered": "hf_zero.api.generation",
     "init_distributed": "hf_zero.comm",
-    "initialize": "hf_zero.entry",
+    "initialize": "hf_zero.api.entry",
 }
 
 

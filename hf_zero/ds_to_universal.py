@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.universal import convert_to_universal
+from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 
 _WITHOUT_EFFECT = "accepted, and not needed here"
 

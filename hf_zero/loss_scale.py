@@ -23,7 +23,7 @@ class LossScaler:
         self.scale = scale
 
     @property
-    def is_exhausted(self) -> bool:
+    def is_at_minimum(self) -> bool:
         """Whether another overflow could no longer be answered by a smaller scale."""
         return False
 
@@ -62,7 +62,7 @@ class DynamicLossScaler(LossScaler):
         return self._left - 1
 
     @property
-    def is_exhausted(self) -> bool:
+    def is_at_minimum(self) -> bool:
         return self._left == 1 and self.scale <= self._policy.minimum
 
     def update(self, overflow: bool) -> None:

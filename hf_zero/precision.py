@@ -11,7 +11,7 @@ import torch
 from hf_zero.config import PrecisionPolicy
 
 _BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NARROW = (torch.bfloat16, torch.float16)
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +19,16 @@ class Precision:
     """The dtypes of one engine. None stands for "the dtype of the parameter in question".
 
     Attributes:
-        narrow_masters: 16-bit weights are their own masters; otherwise they have one in fp32.
-        narrow_states: optimizer states have the masters' dtype; otherwise at least fp32.
+        low_precision_masters: 16-bit weights are their own masters; otherwise they have one in fp32.
+        low_precision_states: optimizer states have the masters' dtype; otherwise at least fp32.
         rounds_stochastically: how bf16 masters are rounded after an update; otherwise to nearest.
     """
 
     model: torch.dtype | None
     communication: torch.dtype | None
     accumulation: torch.dtype | None
-    narrow_masters: bool = False
-    narrow_states: bool = False
+    low_precision_masters: bool = False
+    low_precision_states: bool = False
     rounds_stochastically: bool = False
 
     @property
@@ -48,7 +48,7 @@ class Precision:
 
     def master_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter is kept between updates; those compute in fp32 at least."""
-        return torch.float32 if parameter in _NARROW and not self.narrow_masters else parameter
+        return torch.float32 if parameter in _LOW_PRECISION and not self.low_precision_masters else parameter
 
 
 def precision_from(policy: PrecisionPolicy) -> Precision:
@@ -57,8 +57,8 @@ def precision_from(policy: PrecisionPolicy) -> Precision:
         model=None if policy.model == "fp32" else _BY_NAME[policy.model],
         communication=None if policy.communication is None else _BY_NAME[policy.communication],
         accumulation=None if policy.accumulation is None else _BY_NAME[policy.accumulation],
-        narrow_masters=policy.narrow_masters,
-        narrow_states=policy.narrow_states,
+        low_precision_masters=policy.low_precision_masters,
+        low_precision_states=policy.low_precision_states,
         rounds_stochastically=policy.rounds_stochastically,
     )
 

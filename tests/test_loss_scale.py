@@ -50,16 +50,16 @@ def test_no_hysteresis_counts_as_one() -> None:
 
 def test_the_minimum() -> None:
     scaler = DynamicLossScaler(LossScalePolicy(initial=12, minimum=5, hysteresis=1))
-    assert not scaler.is_exhausted and trace(scaler, "xx") == [6, 5] and scaler.is_exhausted
+    assert not scaler.is_at_minimum and trace(scaler, "xx") == [6, 5] and scaler.is_at_minimum
     patient = DynamicLossScaler(LossScalePolicy(initial=4, minimum=4, hysteresis=2))
-    assert not patient.is_exhausted, "one overflow is forgiven even there"
+    assert not patient.is_at_minimum, "one overflow is forgiven even there"
     patient.update(True)
-    assert patient.is_exhausted
+    assert patient.is_at_minimum
 
 
 def test_a_fixed_scale_stays() -> None:
     scaler = loss_scaler_from(LossScalePolicy(fixed=128.0))
-    assert trace(scaler, "x.xx") == [128.0] * 4 and not scaler.dynamic and not scaler.is_exhausted
+    assert trace(scaler, "x.xx") == [128.0] * 4 and not scaler.dynamic and not scaler.is_at_minimum
     assert loss_scaler_from(None).scale == 1.0
 
 
@@ -120,10 +120,10 @@ def test_the_same_trace_as_deepspeed(tmp_path: Path) -> None:
         scaler = DynamicLossScaler(policy_of(settings))
         for step, (letter, scale) in enumerate(zip(script, theirs)):
             if scale == "ends":
-                assert letter == "x" and scaler.is_exhausted, (settings, script, step)
+                assert letter == "x" and scaler.is_at_minimum, (settings, script, step)
                 ended += 1
                 break
-            assert not (letter == "x" and scaler.is_exhausted)
+            assert not (letter == "x" and scaler.is_at_minimum)
             scaler.update(letter == "x")
             assert scaler.scale == scale, (settings, script, step)
         else:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.engine import ZeroEngine
-from hf_zero.zero.fragments import (
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.parameter_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_set_full_grad,
     safe_update_full_grad_vectorized,
 )
-from hf_zero.zero.init_context import Init
-from hf_zero.zero.leaves import get_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from hf_zero.api.zero_init import Init
+from hf_zero.params.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from tests.support.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.config import ConfigError, SchedulerPolicy, resolve
-from hf_zero.integration.tuning import add_tuning_arguments, get_config_from_args, get_lr_from_config
+from hf_zero.integration.compat.arguments import add_tuning_arguments, get_config_from_args, get_lr_from_config
 from hf_zero.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,

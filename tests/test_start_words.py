@@ -10,7 +10,7 @@ import torch
 
 import hf_zero
 from hf_zero.log import logger
-from hf_zero.zero.needs import _amount
+from hf_zero.offload.memory_estimate import _amount
 
 
 def start(**config: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
 
 
 class BackgroundSave:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.durable import PARTIAL, Written, into_place, sync_folder, write_small
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.safetensors_file import write_safetensors
-from hf_zero.checkpoint.stream import Streamed, streamed
-from hf_zero.checkpoint.torch_file import write_torch_file
+from hf_zero.checkpoint.files.durable import PARTIAL, Written, into_place, sync_folder, write_small
+from hf_zero.checkpoint.files.safetensors_file import write_safetensors
+from hf_zero.checkpoint.files.stream import Streamed, streamed
+from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.view import CheckpointView
 
 Progress = Callable[[int], None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.files.stream import Streamed
 from hf_zero.comm import Collectives
 from hf_zero.layout.reshard import Copy
 

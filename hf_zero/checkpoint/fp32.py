@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.consolidate import DTYPES, Progress, Target, parse_bytes, weights_of, write_weights
+from hf_zero.checkpoint.files.stream import Streamed
 from hf_zero.checkpoint.opening import open_checkpoint
-from hf_zero.checkpoint.stream import Streamed
 from hf_zero.checkpoint.view import CheckpointView
 
 Directory = str | os.PathLike[str]

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import deepspeed_format as ds
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
 from hf_zero.checkpoint.whole_states import pieces_of
 from hf_zero.layout import chunk_numel
 from hf_zero.log import logger
-from hf_zero.optim import MasterShard, Updater
-from hf_zero.zero.consolidate import persistent_buffers
-from hf_zero.zero.sharded_parameter import of
-from hf_zero.zero.store import ParameterStore
+from hf_zero.optim import SubGroup, Updater
+from hf_zero.params.consolidation import persistent_buffers
+from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import ParameterStore
 
 Parts = Callable[[int, int], Iterator[Tensor]]
 _MANY = 5
@@ -75,7 +75,7 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
     store = subject.store
     if store is not None:
         store.prepare_update()
-        store.adopt_edits()
+        store.sync_masters()
     _write_unsharded(subject, plan)
     if store is not None and isinstance(subject, Subject):
         _write_trained(store, subject, plan)
@@ -84,12 +84,12 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
 
 
 def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> None:
-    shelf = subject.assembly.optimizer.updater.shelf
-    for number, shard in enumerate(subject.assembly.optimizer.shards):
-        with shelf.opened(number, changes=True):
-            _write_masters(shard, plan)
+    stager = subject.assembly.optimizer.updater.stager
+    for sub_group in subject.assembly.optimizer.sub_groups:
+        with stager.opened(sub_group, changes=True):
+            _write_masters(sub_group, plan)
     for index in range(len(store.buckets)):
-        store.publish(index).wait()
+        store.all_gather_params(index).wait()
     if any(group is not None for group in plan.groups):
         _write_optimizer(subject, plan)
     subject.assembly.reducer.clear()  # gradients of the old weights; and the optimizer may want others from now on
@@ -252,23 +252,23 @@ def _fill(target: Tensor, parts: Iterator[Tensor]) -> None:
     assert cursor == target.numel(), f"{cursor} of {target.numel()} elements"
 
 
-def _write_masters(shard: MasterShard, plan: LoadPlan) -> None:
+def _write_masters(shard: SubGroup, plan: LoadPlan) -> None:
     for piece in shard.pieces:
         parts = plan.weights.get(piece.parameter)
         if parts is not None:
             target = shard.master.narrow(0, piece.in_shard, piece.numel)
             _fill(target, parts(piece.in_parameter, piece.in_parameter + piece.numel))
-    if shard.narrow is not None:
-        shard.narrow.copy_(shard.master)
+    if shard.lp_param is not None:
+        shard.lp_param.copy_(shard.master)
 
 
 def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     updater, names, view = subject.assembly.optimizer.updater, subject.names, plan.view
     steps: dict[int, int] = {}
-    for number, shard in enumerate(updater.shards):
+    for shard in updater.sub_groups:
         group = plan.groups[shard.group]
         if group is None:
-            _start_anew(updater, number)
+            _start_anew(updater, shard)
             continue
         common = group.scalars.get(ds.STEP)
         if common is not None:
@@ -277,8 +277,8 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
             _write_bound_state(updater, shard, view, names)
         elif not (updater.keeps_everything_whole and _restores_whole(updater, view)):
             if not (view.states() or group.scalars):  # saved before the first update
-                _start_anew(updater, number)
-            with updater.shelf.opened(number, changes=True):
+                _start_anew(updater, shard)
+            with updater.stager.opened(shard, changes=True):
                 _write_shard_state(subject, shard, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
         if group is not None:
@@ -291,18 +291,18 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     _write_whole_states(subject, plan)
 
 
-def _start_anew(updater: Updater, number: int) -> None:
-    """A shard without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
-    with updater.shelf.opened(number, changes=True):
-        for tensor in updater.shards[number].tensors:
+def _start_anew(updater: Updater, sub_group: SubGroup) -> None:
+    """A sub-group without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
+    with updater.stager.opened(sub_group, changes=True):
+        for tensor in sub_group.tensors:
             for value in updater.optimizer.state.pop(tensor.parameter, {}).values():
                 if isinstance(value, Tensor):
                     value.zero_()  # its memory may be used again
-    updater.shelf.forget_states(number)
+    updater.stager.forget_states(sub_group)
 
 
 def _write_shard_state(
-    subject: Subject, shard: MasterShard, group: Group, view: CheckpointView, steps: Mapping[int, int]
+    subject: Subject, shard: SubGroup, group: Group, view: CheckpointView, steps: Mapping[int, int]
 ) -> None:
     updater, names = subject.assembly.optimizer.updater, subject.names
     optimizer = updater.optimizer
@@ -332,7 +332,7 @@ def _write_shard_state(
             optimizer.state[tensor.parameter] = state
 
 
-def _write_bound_state(updater: Updater, shard: MasterShard, view: CheckpointView, names: Sequence[str]) -> None:
+def _write_bound_state(updater: Updater, shard: SubGroup, view: CheckpointView, names: Sequence[str]) -> None:
     """States that fit nothing but this very shard."""
     saved = view.shard_states.get(pieces_of(shard, names))
     if saved is None:
@@ -366,7 +366,7 @@ def _write_whole_states(subject: Subject, plan: LoadPlan) -> None:
 
 def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
     """Whether states go to the updater by whole tensors; else they were read element by element already."""
-    reads_elements = any(tensor.whole is not None for shard in updater.shards for tensor in shard.tensors)
+    reads_elements = any(tensor.whole is not None for shard in updater.sub_groups for tensor in shard.tensors)
     return bool(view.whole_states) or not reads_elements
 
 

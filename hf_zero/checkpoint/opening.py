@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hf_zero.checkpoint.folder import Folder, find
-from hf_zero.checkpoint.read_sharded import read_sharded
-from hf_zero.checkpoint.read_whole import Shapes, read_stage_0, read_universal
+from hf_zero.checkpoint.deepspeed.folder import Folder, find
+from hf_zero.checkpoint.deepspeed.read_sharded import read_sharded
+from hf_zero.checkpoint.deepspeed.read_whole import Shapes, read_stage_0, read_universal
 from hf_zero.checkpoint.view import CheckpointView
 
 

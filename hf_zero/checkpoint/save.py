@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.exchange import Exchange, join
-from hf_zero.checkpoint.shard_states import (
-    GroupSummary,
-    ShardState,
-    Stored,
-    buffers_of,
-    read_shards,
-    summarise,
-)
-from hf_zero.checkpoint.state_dicts import COUNTERS
-from hf_zero.checkpoint.states import (
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
+from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
     ModelWeights,
     OptimizerPart,
@@ -33,15 +24,24 @@ from hf_zero.checkpoint.states import (
     optimizer_states_3,
     ours,
 )
-from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.exchange import Exchange, join
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.shard_states import (
+    GroupSummary,
+    ShardState,
+    Stored,
+    buffers_of,
+    read_shards,
+    summarise,
+)
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.layout.memory import extents_in_memory
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, sub_groups
+from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, sub_groups
 from hf_zero.layout.reshard import Extent, reshard
 from hf_zero.optim.updater import WholeStates
-from hf_zero.zero.consolidate import persistent_buffers, state_dict_order
-from hf_zero.zero.sharded_parameter import cut_chunk, of
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order
+from hf_zero.params.sharded_parameter import local_chunk, of
 
 
 @torch.no_grad()
@@ -53,8 +53,8 @@ def files_of(
     Args:
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
     """
-    subject.assembly.store.adopt_edits()
-    with subject.assembly.optimizer.updater.shelf.viewing():
+    subject.assembly.store.sync_masters()
+    with subject.assembly.optimizer.updater.stager.viewing():
         return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
 
 
@@ -117,8 +117,8 @@ class _Collected:
     @staticmethod
     def _bound(subject: Subject) -> Sequence[Mapping[str, Any]]:
         updater = subject.assembly.optimizer.updater
-        states = [updater.optimizer.state.get(shard.tensors[0].parameter, {}) for shard in updater.shards]
-        return bound_for_file(updater.shards, states, subject.names)
+        states = [updater.optimizer.state.get(shard.tensors[0].parameter, {}) for shard in updater.sub_groups]
+        return bound_for_file(updater.sub_groups, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in an order that all ranks share."""
@@ -156,11 +156,11 @@ def _group_states(
     """
     assembly, collectives = subject.assembly, subject.collectives
     sharded = assembly.optimizer.sharding.shards_optimizer
-    layout, limit = assembly.store.layout, assembly.store.portion_numel
+    layout, limit = assembly.store.layout, assembly.store.sub_group_numel
     source = [
         extent
         for rank in range(collectives.world)
-        for extent in extents_in_memory(layout, rank, sharded=sharded, portion_numel=limit)
+        for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit)
     ]
     exchange = Exchange(reshard(source, wanted), collectives)
     lines = _lines(subject, collected, targets)
@@ -196,12 +196,12 @@ class _Line:
 
 def _lines(subject: Subject, collected: _Collected, targets: Sequence[_Target]) -> list[_Line]:
     """The masters, then every kind of moment; the same on all ranks."""
-    shards = subject.assembly.optimizer.shards
-    wide = torch.float32
+    shards = subject.assembly.optimizer.sub_groups
+    fp32 = torch.float32
     for shard in shards:
-        wide = torch.promote_types(wide, shard.master.dtype)
+        fp32 = torch.promote_types(fp32, shard.master.dtype)
     held = [shard.master.detach() for shard in shards]  # at hand now; later a drive may have them
-    masters = _Line("", wide, [t.master_numel for t in targets], lambda: [master.to(wide) for master in held])
+    masters = _Line("", fp32, [t.master_numel for t in targets], lambda: [master.to(fp32) for master in held])
     lengths = [target.moment_numel for target in targets]
     return [
         masters,
@@ -269,7 +269,7 @@ def _stages_1_2(
 
 def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
     rank, world, names, shapes = subject.collectives.rank, subject.collectives.world, subject.names, subject.shapes
-    subs: list[SubGroup] = []
+    subs: list[SubGroupPartition] = []
     targets: list[_Target] = []
     numbers: list[list[int]] = []
     for group, members in enumerate(_members(subject)):
@@ -289,7 +289,7 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
 
 def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
     """Every rank holds everything, and one writes it: nothing travels."""
-    shards, names, shapes = subject.assembly.optimizer.shards, subject.names, subject.shapes
+    shards, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
     states: dict[str, GroupState] = {}
     for shard, state in zip(shards, collected.states, strict=True):
         group = collected.groups[shard.group]
@@ -307,7 +307,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
             if piece.parameter in group.steps:
                 scalars[ds.STEP] = group.steps[piece.parameter]
             states[name] = GroupState(master, moments, _scalars(subject, scalars))
-    has_masters = any(shard.narrow is not None for shard in shards)
+    has_masters = any(shard.lp_param is not None for shard in shards)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
     return {ds.model_file(0, 0): {**model_states(run, weights, in_order, optimizer), ds.HF_ZERO: ours(part)}}
@@ -324,7 +324,7 @@ def model_files_of(
 ) -> dict[str, Any]:
     """This rank's files of a model without optimizer: as at stage 0, or at stage 3 the shards of all ranks."""
     if subject.store is not None:
-        subject.store.adopt_edits()
+        subject.store.sync_masters()
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage < 3:
         weights = replace(weights, frozen=None, frozen_shapes=None)  # they stand in `module`
@@ -363,4 +363,4 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
 def _fragment(parameter: torch.nn.Parameter, rank: int, world: int) -> Tensor:
     """This rank's chunk of a frozen parameter of stage 3."""
     handle = of(parameter)
-    return handle.view() if handle is not None else cut_chunk(parameter.detach(), rank, world)
+    return handle.view() if handle is not None else local_chunk(parameter.detach(), rank, world)

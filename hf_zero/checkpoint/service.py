@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import deepspeed_format as ds
 from hf_zero.checkpoint.background import BackgroundSave, in_host_memory
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_latest
+from hf_zero.checkpoint.deepspeed.states import RunState
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
 from hf_zero.checkpoint.opening import view_of
 from hf_zero.checkpoint.save import files_of, model_files_of
-from hf_zero.checkpoint.states import RunState
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
 from hf_zero.checkpoint.verify import check_together, name_alternative, together
@@ -96,9 +96,9 @@ def _write(place: Destination, files: Mapping[str, Any], collectives: Collective
 
 def _check_drives(subject: ModelSubject) -> None:
     """Raises StorageError on all ranks, when one has lost what is to be saved, or what was loaded."""
-    if isinstance(subject, Subject) and subject.assembly.places.drives:
-        subject.assembly.optimizer.updater.shelf.flush()
-        subject.assembly.places.check(subject.collectives)
+    if isinstance(subject, Subject) and subject.assembly.placements.drives:
+        subject.assembly.optimizer.updater.stager.flush()
+        subject.assembly.placements.check(subject.collectives)
 
 
 def _named_folder(call: str, folder: object) -> Path:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.deepspeed_format import STEP
+from hf_zero.checkpoint.deepspeed.keys import STEP
+from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
 from hf_zero.checkpoint.plain import plain
-from hf_zero.checkpoint.state_dicts import COUNTERS
 from hf_zero.comm import Collectives
-from hf_zero.optim import MasterShard, MasterTensor, Updater
+from hf_zero.optim import MasterTensor, SubGroup, Updater
 from hf_zero.optim.stored import StateForm
 from hf_zero.optim.updater import OF_WHOLE_TENSORS
 
@@ -79,8 +79,8 @@ class GroupSummary:
 def read_shards(updater: Updater) -> list[ShardState]:
     """State of every shard of this rank, but for what belongs to whole tensors."""
     if updater.keeps_everything_whole and updater.whole_states():
-        return [ShardState({}, {}) for _ in updater.shards]
-    return [_read(updater, shard) for shard in updater.shards]
+        return [ShardState({}, {}) for _ in updater.sub_groups]
+    return [_read(updater, shard) for shard in updater.sub_groups]
 
 
 def _has_other_shapes(updater: Updater, tensor: MasterTensor) -> bool:
@@ -94,7 +94,7 @@ def _has_other_shapes(updater: Updater, tensor: MasterTensor) -> bool:
     )
 
 
-def _read(updater: Updater, shard: MasterShard) -> ShardState:
+def _read(updater: Updater, shard: SubGroup) -> ShardState:
     moments: dict[str, Tensor | Stored] = {}
     scalars: dict[str, Any] = {}
     for tensor in shard.tensors:
@@ -140,7 +140,7 @@ def summarise(
     """What all ranks together know, by optimizer group. Collective."""
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
-    for shard, state in zip(updater.shards, states, strict=True):
+    for shard, state in zip(updater.sub_groups, states, strict=True):
         kinds = {kind: moment.dtype for kind, moment in state.moments.items()}
         steps = {}
         if STEP in state.scalars:
@@ -154,9 +154,7 @@ def summarise(
     return total
 
 
-def buffers_of(
-    kind: str, dtype: torch.dtype, shards: Sequence[MasterShard], states: Sequence[ShardState]
-) -> list[Tensor]:
+def buffers_of(kind: str, dtype: torch.dtype, shards: Sequence[SubGroup], states: Sequence[ShardState]) -> list[Tensor]:
     """One kind of state of all shards; where there is none yet, zeros without memory."""
     found = []
     for shard, state in zip(shards, states, strict=True):

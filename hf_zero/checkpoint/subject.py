@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_zero.comm import Collectives
 from hf_zero.config import Resolved
-from hf_zero.zero.assemble import Assembly
-from hf_zero.zero.store import ParameterStore
+from hf_zero.params.store import ParameterStore
+from hf_zero.step.assemble import Assembly
 
 
 @dataclass(frozen=True, slots=True)

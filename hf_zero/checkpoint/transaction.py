@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.durable import PARTIAL, Written, sync_folder, write_small
+from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.durable import PARTIAL, Written, sync_folder, write_small
+from hf_zero.checkpoint.files.stream import Arriving
+from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.manifest import write_manifest
 from hf_zero.checkpoint.script import ZERO_TO_FP32
-from hf_zero.checkpoint.stream import Arriving
-from hf_zero.checkpoint.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
 from hf_zero.log import logger
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_zero.checkpoint.deepspeed_format import UNIVERSAL_FOLDER
-from hf_zero.checkpoint.durable import Written
+from hf_zero.checkpoint.deepspeed.folder import Folder
+from hf_zero.checkpoint.deepspeed.keys import UNIVERSAL_FOLDER
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.folder import Folder
+from hf_zero.checkpoint.files.durable import Written
 from hf_zero.checkpoint.manifest import check_content, files_to_check, intact_alternatives
 from hf_zero.comm import Collectives
 

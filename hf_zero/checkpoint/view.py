@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.folder import Folder
-from hf_zero.checkpoint.stream import Streamed
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.folder import Folder
+from hf_zero.checkpoint.files.stream import Streamed
 from hf_zero.checkpoint.whole_states import ShardKey
 from hf_zero.layout.reshard import Extent
 

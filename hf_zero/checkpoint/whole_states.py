@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.plain import plain
-from hf_zero.optim import MasterShard
+from hf_zero.optim import SubGroup
 from hf_zero.optim.updater import StateSlice, WholeStates
 
 Named = Mapping[str, Mapping[str, Any]]
@@ -90,13 +90,13 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
     return joined.view(shape)
 
 
-def pieces_of(shard: MasterShard, names: Sequence[str]) -> ShardKey:
+def pieces_of(shard: SubGroup, names: Sequence[str]) -> ShardKey:
     """What a flat shard is made of: name, first element, number of elements, place; equal on equal layouts only."""
     return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in shard.pieces)
 
 
 def bound_for_file(
-    shards: Sequence[MasterShard], states: Sequence[Mapping[str, Any]], names: Sequence[str]
+    shards: Sequence[SubGroup], states: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """States of flat shards as they are, each with what it belongs to."""
     return [

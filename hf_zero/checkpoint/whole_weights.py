@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.durable import into_place
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.stream import Arriving, Awaited, streamed
-from hf_zero.checkpoint.torch_file import write_torch_file_as_it_comes
+from hf_zero.checkpoint.files.durable import into_place
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, streamed
+from hf_zero.checkpoint.files.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
-from hf_zero.zero.consolidate import persistent_buffers, state_dict_order, whole_values
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values
 
 
 def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, *, exclude_frozen: bool) -> None:
@@ -22,7 +22,7 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
         CheckpointError: on every rank, when the file could not be written; none is left half-written.
     """
     problem = ""
-    arrivals = whole_values(module, exclude_frozen=exclude_frozen)
+    arrivals = unsharded_values(module, exclude_frozen=exclude_frozen)
     if collectives.rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

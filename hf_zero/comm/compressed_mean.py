@@ -1,8 +1,8 @@
 """The mean over ranks at one bit per element, with what was rounded away carried on to the next call.
 
-    worker   y = x + owed        sends s * sign(y), one s per tensor            owed = y - s * sign(y)
-    server   z = mean over ranks of s * sign(y) + owed       (rank j serves the j-th of `world` equal chunks)
-             sends s' * sign(z), one s' per tensor in the chunk                 owed = z - s' * sign(z)
+    worker   y = x + error        sends s * sign(y), one s per tensor            error = y - s * sign(y)
+    server   z = mean over ranks of s * sign(y) + error       (rank j serves the j-th of `world` equal chunks)
+             sends s' * sign(z), one s' per tensor in the chunk                 error = z - s' * sign(z)
     all      take s' * sign(z) of every chunk
 
 An element costs two bits in all: one on its way to the server, one back. Source: Tang et al. 2021 (arXiv 2102.02888).
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives, own_shard
-from hf_zero.kernels.signs import PER_BYTE, pack_owed_signs, unpack_signs
+from hf_zero.kernels.signs import PER_BYTE, pack_signs_with_error, unpack_signs
 from hf_zero.layout import Interval
 from hf_zero.layout.intervals import round_up
 
@@ -38,70 +38,70 @@ class CompressedMean:
     """Compresses one flat line that holds several tensors. Every rank has one; calls are collective.
 
     Attributes:
-        worker_owed: 1-D, as long as the line: what this rank's messages have left out so far.
-        server_owed: 1-D, this rank's chunk: the same for what it sends as a server.
+        worker_error: 1-D, as long as the vector: what this rank's messages have left out so far.
+        server_error: 1-D, this rank's chunk: the same for what it sends as a server.
     """
 
-    def __init__(self, collectives: Collectives, line: Tensor, tensors: Sequence[Interval]) -> None:
+    def __init__(self, collectives: Collectives, flat: Tensor, tensors: Sequence[Interval]) -> None:
         """
         Args:
-            line: 1-D; only its length, dtype and device count. Its length is a multiple of 8 * world.
+            flat: 1-D; only its length, dtype and device count. Its length is a multiple of 8 * world.
             tensors: where they lie, in order; each starts at a multiple of 8.
         """
-        assert line.numel() % (PER_BYTE * collectives.world) == 0
+        assert flat.numel() % (PER_BYTE * collectives.world) == 0
         assert all(tensor.start % PER_BYTE == 0 for tensor in tensors)
         self._collectives = collectives
-        self._chunk = line.numel() // collectives.world
+        self._chunk = flat.numel() // collectives.world
         self._whole = [_Piece(i, t.start, round_up(t.stop, PER_BYTE), t.numel) for i, t in enumerate(tensors)]
         self._pieces = [list(self._pieces_of(rank)) for rank in range(collectives.world)]
-        self._head = round_up(max(map(len, self._pieces)) * line.element_size(), _ALIGN_BYTES)
-        self.worker_owed = torch.zeros_like(line)
-        self.server_owed = line.new_zeros(self._chunk)
+        self._head = round_up(max(map(len, self._pieces)) * flat.element_size(), _ALIGN_BYTES)
+        self.worker_error = torch.zeros_like(flat)
+        self.server_error = flat.new_zeros(self._chunk)
 
     @torch.no_grad()
-    def average(self, line: Tensor, tensors: Collection[int]) -> None:
-        """Replace these tensors in `line` by their compressed mean, the same on all ranks. The others stay."""
-        received = self._send_to_servers(line, tensors)
+    def average(self, flat: Tensor, tensors: Collection[int]) -> None:
+        """Replace these tensors in `flat` by their compressed mean, the same on all ranks. The others stay."""
+        received = self._send_to_servers(flat, tensors)
         row = self._serve(received, tensors)
         rows = self._collectives.gather_rows(row, row.new_empty)
         rows.wait()
         for rank, pieces in enumerate(self._pieces):
-            scales, signs = self._open(rows.row(rank), rank, line.dtype)
+            scales, signs = self._open(rows.row(rank), rank, flat.dtype)
             for position, piece in enumerate(pieces):
                 if piece.tensor in tensors:
-                    target = line.narrow(0, piece.start, piece.stop - piece.start)
+                    target = flat.narrow(0, piece.start, piece.stop - piece.start)
                     unpack_signs(self._part(signs, piece, rank), scales[position], target)
                     target.narrow(0, piece.numel, target.numel() - piece.numel).zero_()
         rows.give_back()
 
     @torch.no_grad()
-    def owed(self) -> Tensor:
-        """What the mean of all messages so far lacks: 1-D, the whole line, the same on all ranks. Collective.
+    def error_feedback(self) -> Tensor:
+        """What the mean of all messages so far lacks: 1-D, the whole vector, the same on all ranks. Collective.
 
-        A rank that takes over as `worker_owed` what this returns, with nothing owed as a server, owes the same.
+        A rank that takes over as `worker_error` what this returns, with no error as a server, has the same left out.
         """
-        total = self.worker_owed / self._collectives.world
-        own_shard(total, self._collectives.rank, self._collectives.world).add_(self.server_owed)
+        total = self.worker_error / self._collectives.world
+        own_shard(total, self._collectives.rank, self._collectives.world).add_(self.server_error)
         self._collectives.all_reduce(total).wait()
         return total
 
     def forget(self) -> None:
         """Owe nothing any more."""
-        self.worker_owed.zero_()
-        self.server_owed.zero_()
+        self.worker_error.zero_()
+        self.server_error.zero_()
 
-    def _send_to_servers(self, line: Tensor, tensors: Collection[int]) -> list[Tensor]:
-        signs = torch.zeros(line.numel() // PER_BYTE, dtype=torch.uint8, device=line.device)
-        scales = line.new_zeros(len(self._whole))
+    def _send_to_servers(self, flat: Tensor, tensors: Collection[int]) -> list[Tensor]:
+        signs = torch.zeros(flat.numel() // PER_BYTE, dtype=torch.uint8, device=flat.device)
+        scales = flat.new_zeros(len(self._whole))
         for piece in self._whole:
             if piece.tensor in tensors:
                 length = piece.stop - piece.start
-                owed = self.worker_owed.narrow(0, piece.start, length).add_(line.narrow(0, piece.start, length))
+                error = self.worker_error.narrow(0, piece.start, length).add_(flat.narrow(0, piece.start, length))
                 packed = signs.narrow(0, piece.start // PER_BYTE, length // PER_BYTE)
-                scales[piece.tensor] = pack_owed_signs(owed, packed, piece.numel)
-        sent = [self._row(line) for _ in self._pieces]
+                scales[piece.tensor] = pack_signs_with_error(error, packed, piece.numel)
+        sent = [self._row(flat) for _ in self._pieces]
         for rank, (row, pieces) in enumerate(zip(sent, self._pieces, strict=True)):
-            head, body = self._open(row, rank, line.dtype)
+            head, body = self._open(row, rank, flat.dtype)
             if pieces:
                 head.copy_(scales.narrow(0, pieces[0].tensor, len(pieces)))
             body.copy_(own_shard(signs, rank, self._collectives.world))
@@ -111,17 +111,17 @@ class CompressedMean:
 
     def _serve(self, received: Sequence[Tensor], tensors: Collection[int]) -> Tensor:
         rank, world = self._collectives.rank, self._collectives.world
-        row = self._row(self.server_owed)
-        scales, signs = self._open(row, rank, self.server_owed.dtype)
-        opened = [self._open(theirs, rank, self.server_owed.dtype) for theirs in received]
+        row = self._row(self.server_error)
+        scales, signs = self._open(row, rank, self.server_error.dtype)
+        opened = [self._open(theirs, rank, self.server_error.dtype) for theirs in received]
         for position, piece in enumerate(self._pieces[rank]):
             if piece.tensor not in tensors:
                 continue
-            owed = self.server_owed.narrow(0, piece.start - rank * self._chunk, piece.stop - piece.start)
+            error = self.server_error.narrow(0, piece.start - rank * self._chunk, piece.stop - piece.start)
             for their_scales, their_signs in opened:
-                unpack_signs(self._part(their_signs, piece, rank), their_scales[position] / world, owed, add=True)
-            owed.narrow(0, piece.numel, owed.numel() - piece.numel).zero_()
-            scales[position] = pack_owed_signs(owed, self._part(signs, piece, rank), piece.numel)
+                unpack_signs(self._part(their_signs, piece, rank), their_scales[position] / world, error, add=True)
+            error.narrow(0, piece.numel, error.numel() - piece.numel).zero_()
+            scales[position] = pack_signs_with_error(error, self._part(signs, piece, rank), piece.numel)
         return row
 
     def _row(self, like: Tensor) -> Tensor:

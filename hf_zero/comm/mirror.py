@@ -36,7 +36,7 @@ from torch.distributed import (
     send,
 )
 
-from hf_zero.rank_variables import adopt_seat
+from hf_zero.rank_environment import set_rank_environment
 
 __all__ = [
     "P2POp",
@@ -133,4 +133,4 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE and their kin from what mpirun or srun have set; nothing where they are set already."""
-    adopt_seat(os.environ, distributed_port)
+    set_rank_environment(os.environ, distributed_port)

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.comm.exchange import ExchangeCollectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.host_negotiation import HostNegotiation
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.negotiation import HostNegotiation
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.cpu.shared_memory import SharedMemoryLink, connect
+from hf_zero.comm.dead_ranks import remember_ranks
 from hf_zero.comm.lockstep import LockstepNegotiation
-from hf_zero.comm.native import NativeCollectives
 from hf_zero.comm.negotiation import Negotiation
-from hf_zero.comm.obituary import remember_ranks
-from hf_zero.comm.shared_memory import SharedMemoryLink, connect
+from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.network import name_gloo_interface
-from hf_zero.rank_variables import adopt_seat
+from hf_zero.rank_environment import set_rank_environment
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,7 +54,7 @@ def init_distributed(
     if dist_init_required is False:
         return
     if auto_mpi_discovery and rank < 0 and world_size < 1 and init_method is None:
-        adopt_seat(os.environ, distributed_port)
+        set_rank_environment(os.environ, distributed_port)
     rank, world_size = _place_in_world(rank, world_size)
     backend = dist_backend or _default_backend()
     if torch.cuda.is_available() and "nccl" in backend:

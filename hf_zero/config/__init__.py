@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hf_zero.config.errors import ConfigError, Other, Problem
-from hf_zero.config.load import load_config
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
@@ -24,6 +23,7 @@ from hf_zero.config.policies import (
     SchedulerPolicy,
     ZeroPolicy,
 )
+from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine, resolve, resolve_offload, resolve_precision
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hf_zero.config.choices.optimizer import stage_problem
 from hf_zero.config.errors import Edit, Problem, Remark
-from hf_zero.config.optimizer_choice import stage_problem
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast

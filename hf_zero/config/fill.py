@@ -72,13 +72,13 @@ def apply(config: dict[str, Any], changes: Changes) -> None:
         config.filled.update(changes.sources)
 
 
-def drop_strays(config: dict[str, Any], keep: str = "") -> None:
+def drop_unfilled(config: dict[str, Any], keep: str = "") -> None:
     """Take out, in place, every "auto" that nobody filled: absent means the default, everywhere.
 
     Args:
         keep: leave what stands below this path.
     """
-    for path in strays(config):
+    for path in unfilled_autos(config):
         if keep and dotted(path).startswith(f"{keep}."):
             continue
         holder = config
@@ -99,7 +99,7 @@ def filled(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     return result
 
 
-def strays(config: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def unfilled_autos(config: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The paths that still say "auto"."""
     return [path for path, value in leaves(config) if is_auto(value)]
 

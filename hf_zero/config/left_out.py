@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_zero.config.offers import MICRO, STEPS, TRAIN, Offer
-from hf_zero.config.optimizer_choice import is_adam, optimizer_takes
-from hf_zero.config.scheduler_choice import schedule_takes
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.choices.optimizer import is_adam, optimizer_takes
+from hf_zero.config.choices.scheduler import schedule_takes
+from hf_zero.config.offers import Offer
 from hf_zero.config.sources import is_auto
 from hf_zero.config.views import AcceleratorView, TrainingView, Views
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hf_zero.config.errors import ConfigError, Problem
-from hf_zero.config.load import load_config
+from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast

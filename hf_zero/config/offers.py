@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_zero.config.model_size import hidden_size
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_whole
 from hf_zero.config.sources import Source, is_auto
 from hf_zero.config.translate import ZERO_SPELLINGS
-from hf_zero.config.views import AcceleratorView, TrainingView, Views
+from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
 
-MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 SIZED_BY_MODEL = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
 
-
+# Where the configuration of a model keeps its hidden size.
+_NAMES = ("d_model", "n_embd", "model_dim", "embed_dim", "embedding_size", "dim", "hidden_dim")
+# The part that carries most of the parameters in models made of several; others follow in their own order.
+_PARTS = ("text_config", "language_config", "llm_config", "decoder", "encoder", "vision_config", "audio_config")
+_DEEPEST = 4
 _OTHER_SPELLINGS = {
     "bfloat16.enabled": "bf16.enabled",
     **{f"zero_optimization.{written}": f"zero_optimization.{name}" for written, name in ZERO_SPELLINGS.items()},
@@ -151,3 +155,50 @@ def _at(config: object, *path: str) -> object:
     for key in path:
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
+
+
+def hidden_size(model: ModelView | None) -> Given | None:
+    """The size that bucket sizes follow from, or None when there is nothing to read it from."""
+    if model is None:
+        return None
+    if model.config is not None:
+        found = next(_in_config(model.config, "model.config"), None)
+        if found is not None:
+            return found
+    return _from_shapes(model.shapes)
+
+
+def _in_config(config: Mapping[str, object], where: str, depth: int = 0) -> Iterator[Given]:
+    for name in ("hidden_size", "hidden_sizes", *_NAMES):
+        size = _as_size(config.get(name))
+        if size is not None:
+            yield Given(value=size, source=Source("model", f"{where}.{name} = {size}"))
+        if name == "hidden_sizes":
+            # What transformers looks at next, before any other name.
+            yield from _part(config, "text_config", where, depth)
+    for name in (*_PARTS, *(key for key in config if isinstance(key, str) and key not in _PARTS)):
+        yield from _part(config, name, where, depth)
+
+
+def _part(config: Mapping[str, object], name: str, where: str, depth: int) -> Iterator[Given]:
+    inner = config.get(name)
+    if isinstance(inner, Mapping) and depth < _DEEPEST:
+        yield from _in_config(inner, f"{where}.{name}", depth + 1)
+
+
+def _as_size(value: object) -> int | None:
+    if isinstance(value, (list, tuple)):
+        sizes = [size for size in map(_as_size, value) if size is not None]
+        return max(sizes, default=None)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    return None
+
+
+def _from_shapes(shapes: Iterable[tuple[int, ...]]) -> Given | None:
+    """The extent that most matrices share: each layer reads from or writes to the hidden state."""
+    extents = Counter(extent for shape in shapes if len(shape) >= 2 for extent in {*shape[:2]} if extent > 1)
+    if not extents:
+        return None
+    size = max(extents, key=lambda extent: (extents[extent], extent))
+    return Given(value=size, source=Source("model", f"the shapes of its parameters ({extents[size]} have {size})"))

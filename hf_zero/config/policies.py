@@ -53,8 +53,8 @@ class PrecisionPolicy:
     auto_cast_inputs: bool  # cast floating positional inputs of forward to the model's dtype
     loss_scale: LossScalePolicy | None = None  # None: the loss is differentiated as it is
     autocast: AutocastPolicy | None = None
-    narrow_masters: bool = False  # 16-bit weights are their own masters
-    narrow_states: bool = False  # optimizer states in the masters' dtype; else at least fp32
+    low_precision_masters: bool = False  # 16-bit weights are their own masters
+    low_precision_states: bool = False  # optimizer states in the masters' dtype; else at least fp32
     rounds_stochastically: bool = False  # how bf16 masters are rounded after an update; else to nearest
 
 
@@ -94,9 +94,9 @@ class OptimizerOffload:
     device: OffloadDevice
     folder: str | None  # on the NVMe drive
     pinned: bool  # page-locked host memory
-    buffer_count: int  # vectors of one portion that are in memory at once, for each stage of the pipeline
-    reads_ahead: bool  # the next portion is read during an update
-    writes_behind: bool  # the last portion is written during an update
+    buffer_count: int  # vectors of one sub-group that are in memory at once, for each stage of the pipeline
+    reads_ahead: bool  # the next sub-group is read during an update
+    writes_behind: bool  # the last sub-group is written during an update
     writes_first: bool  # states are written once before the first step
     ratio: float  # of the elements that are kept there; the rest stays on the training device
 
@@ -115,13 +115,13 @@ class ParameterOffload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPolicy:
-    """What is sharded, and in portions of which size it travels."""
+    """What is sharded, and in pieces of which size it travels."""
 
     stage: int
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
     overlap_reduction: bool  # start reductions while backward still runs
     require_all_gradients: bool  # a trainable parameter without gradient is an error
-    sub_group_numel: int  # elements per portion of the update and per tensor in stage 3's checkpoints
+    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
     offload_optimizer: OptimizerOffload | None = None

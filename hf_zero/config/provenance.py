@@ -17,7 +17,7 @@ BATCH_FIELDS = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_accumulation_steps": "accumulation_steps",
 }
-_WITH_DEFAULT = ("honoured", "check")
+_WITH_DEFAULT = ("supported", "check")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def with_origins(problems: Iterable[Problem], origins: Origins) -> list[Problem]
 
 
 def record(config: Root, batch: BatchPolicy | None, origins: Origins) -> dict[str, Provenance]:
-    """By path, in the order of the schema: all that was set, and the defaults of what the engine honours."""
+    """By path, in the order of the schema: all that was set, and the defaults of what the engine supports."""
     entries = {entry.path: entry for entry in _entries(config, "", origins)}
     for path, field in BATCH_FIELDS.items():
         if batch is not None and getattr(config, path) is None:

@@ -44,7 +44,7 @@ def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield _row(prefix + name, field)
         inner = subsection(field)
-        if inner is not None and verdict_of(field).kind != "unbuilt" and inner.model_fields:
+        if inner is not None and inner.model_fields:
             below.append((f"{prefix}{name}", inner))
     yield ""
     for path, inner in below:
@@ -63,10 +63,10 @@ def _row(path: str, field: FieldInfo) -> str:
 def _status(verdict: Verdict) -> str:
     stages = "" if verdict.stages == ALL_STAGES else f" at stage {', '.join(map(str, verdict.stages))}"
     return {
-        "honoured": f"works{stages}",
+        "supported": f"works{stages}",
         "check": f"works{stages}",
-        "inert": f"no effect: {verdict.why}",
-        "unbuilt": f"refused: {verdict.why}",
+        "ignored": f"no effect: {verdict.why}",
+        "unsupported": f"refused: {verdict.why}",
         "detail": "goes with its section",
     }[verdict.kind]
 

@@ -10,10 +10,10 @@ from typing import cast
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
+from hf_zero.config.choices.optimizer import resolve_optimizer
+from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.fill import fill, filled
-from hf_zero.config.offload import file_policy, optimizer_offload, parameter_offload
-from hf_zero.config.optimizer_choice import resolve_optimizer
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
@@ -24,6 +24,7 @@ from hf_zero.config.policies import (
     GradientPolicy,
     LoggingPolicy,
     LossScalePolicy,
+    OptimizerOffload,
     OptimizerPolicy,
     ParameterOffload,
     PrecisionPolicy,
@@ -33,12 +34,11 @@ from hf_zero.config.policies import (
     ZeroPolicy,
 )
 from hf_zero.config.provenance import Origins, record, with_origins
-from hf_zero.config.scheduler_choice import resolve_scheduler
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import Aio, Checkpoint
-from hf_zero.config.schema.zero import LeafModule, Zero
+from hf_zero.config.schema.zero import LeafModule, OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
 from hf_zero.config.verdicts import judge
@@ -210,7 +210,7 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[ParameterOffload | None,
     """Only where parameters are kept, from a config that may still have open ends."""
     config = examine(raw, Views(world_size=1), complete=False).config
     zero = config.zero_optimization or Zero()
-    return parameter_offload(zero.offload_param if zero.stage == 3 else None), file_policy(config.aio or Aio())
+    return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
 
 
 def compatibility(config: Root) -> CompatibilityPolicy:
@@ -242,9 +242,9 @@ def _zero(zero: Zero, aio: Aio, own: HfZero) -> ZeroPolicy:
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),
         optimizer_sees=own.optimizer_sees,
-        offload_optimizer=optimizer_offload(zero.offload_optimizer),
-        offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
-        files=file_policy(aio),
+        offload_optimizer=_optimizer_offload(zero.offload_optimizer),
+        offload_param=_parameter_offload(zero.offload_param if zero.stage == 3 else None),
+        files=_file_policy(aio),
     )
 
 
@@ -262,6 +262,42 @@ def _gather(zero: Zero, leaf: LeafModule) -> GatherPolicy:
     )
 
 
+def _optimizer_offload(section: OffloadOptimizer | None) -> OptimizerOffload | None:
+    if section is None or section.device in (None, "none"):
+        return None
+    return OptimizerOffload(
+        device="nvme" if section.device == "nvme" else "cpu",
+        folder=section.nvme_path,
+        pinned=section.pin_memory,
+        buffer_count=section.buffer_count,
+        reads_ahead=section.pipeline_read is not False,
+        writes_behind=section.pipeline_write is not False,
+        writes_first=not section.fast_init,
+        ratio=section.ratio,
+    )
+
+
+def _parameter_offload(section: OffloadParam | None) -> ParameterOffload | None:
+    if section is None or section.device in (None, "none"):
+        return None
+    return ParameterOffload(
+        device="nvme" if section.device == "nvme" else "cpu",
+        folder=section.nvme_path,
+        pinned=section.pin_memory,
+        buffer_count=section.buffer_count,
+        buffer_numel=section.buffer_count * section.buffer_size,
+        host_numel=section.max_in_cpu,
+    )
+
+
+def _file_policy(section: Aio) -> FilePolicy:
+    return FilePolicy(
+        block_bytes=section.block_size,
+        queue_depth=section.queue_depth,
+        thread_groups=max(section.intra_op_parallelism, section.thread_count),
+    )
+
+
 def _precision(config: Root) -> PrecisionPolicy:
     fp16, bf16, types = config.fp16 or Fp16(), config.bf16 or Bf16(), config.data_types or DataTypes()
     autocast = autocast_of(config)
@@ -274,8 +310,8 @@ def _precision(config: Root) -> PrecisionPolicy:
         auto_cast_inputs=fp16.enabled and fp16.auto_cast,
         loss_scale=loss_scale,
         autocast=autocast,
-        narrow_masters=bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads,
-        narrow_states=bf16.bf16_optimizer_states,
+        low_precision_masters=bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads,
+        low_precision_states=bf16.bf16_optimizer_states,
         rounds_stochastically=config.hf_zero is not None and config.hf_zero.stochastic_rounding,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_zero.config.errors import key_path
-from hf_zero.config.jsonc import MAX_DEPTH, Place
+from hf_zero.config.reading.jsonc import MAX_DEPTH, Place
 
 Kind = Literal[
     "file", "text", "dict", "training", "flag", "environment", "accelerator", "script", "model", "derived", "default"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
-from hf_zero.config.jsonc import MAX_DEPTH
+from hf_zero.config.reading.jsonc import MAX_DEPTH
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.names import section_of
 

@@ -14,11 +14,7 @@ from hf_zero.config.schema.names import Resemblance, leading_paths, resemblance,
 from hf_zero.config.sources import dotted
 
 # Where DeepSpeed reads single keys and passes over all others; its other sections are strict.
-_LOOSE = {
-    "", "optimizer", "scheduler", "activation_checkpointing", "flops_profiler", "autotuning", "data_efficiency",
-    "data_efficiency.data_sampling", "data_efficiency.data_routing", "checkpoint", "data_types", "aio",
-    "torch_autocast",
-}  # fmt: skip
+_LOOSE = {"", "optimizer", "scheduler", "activation_checkpointing", "checkpoint", "data_types", "aio", "torch_autocast"}
 _ROUNDS = 20  # every round removes what failed; a round more than the deepest section is enough
 
 

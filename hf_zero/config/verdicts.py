@@ -1,4 +1,4 @@
-"""No key is ignored in silence: each one set is honoured, noted as without effect, or refused with the reason."""
+"""No key is ignored in silence: each one set is supported, noted as without effect, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _judge(section: Section, around: Path, stage: int, is_written: IsWritten) ->
         ignored = not verdict.met and is_written(".".join(path)) and _asks(value, field.default)
         if stage not in verdict.stages:
             yield _without_effect(path, value, _elsewhere(verdict, stage), ignored)
-        elif verdict.kind == "inert":
+        elif verdict.kind == "ignored":
             yield _without_effect(path, value, f"no effect, {verdict.why}", ignored)
-        elif verdict.kind == "unbuilt":
+        elif verdict.kind == "unsupported":
             yield from _refusal(path, value, field.default, verdict)
         elif isinstance(value, Section):
             yield from _judge(value, path, stage, is_written)
@@ -42,7 +42,7 @@ def _without_effect(path: Path, value: object, text: str, ignored: bool) -> Rema
 
 
 def _elsewhere(verdict: Verdict, stage: int) -> str:
-    why = f"; {verdict.why}" if verdict.kind == "honoured" and verdict.why else ""
+    why = f"; {verdict.why}" if verdict.kind == "supported" and verdict.why else ""
     return f"no effect at stage {stage} (used at {_stages(verdict)}){why}"
 
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_zero.config import ConfigError, Problem, Views, examine, load_config
-from hf_zero.explain.flags import training_view_from_flags
 from hf_zero.explain.mend import default_target, mend, write_mended
-from hf_zero.explain.model import model_view_by_name
 from hf_zero.explain.report import Report, as_json, report_on, show
-from hf_zero.integration.views import launch_view
+from hf_zero.explain.views import model_view_by_name, training_view_from_flags
+from hf_zero.integration.huggingface.views import launch_view
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

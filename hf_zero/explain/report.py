@@ -100,6 +100,8 @@ def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
             return f"argument of {policy.type if policy else 'the ' + section}", True
     section_class = section_of(Root, parents)
     field = section_class.model_fields.get(name) if section_class else None
+    if section_class is None and parents:
+        return _effect(findings, ".".join(parents), stage)  # inside a section that is refused or taken as it stands
     if field is None:
         return "", True
     verdict = verdict_of(field)
@@ -107,9 +109,9 @@ def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
 
 
 def _verdict_words(verdict: Verdict, stage: int) -> str:
-    if verdict.kind == "inert":
+    if verdict.kind == "ignored":
         return f"no effect: {verdict.why}"
-    if verdict.kind == "unbuilt":
+    if verdict.kind == "unsupported":
         return f"not available: {verdict.why}"
     if stage not in verdict.stages:
         stages = ", ".join(map(str, verdict.stages))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 NAME = "deepspeed"
 ALIAS_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
 ALIAS_FILE = os.path.join(ALIAS_FOLDER, "__init__.py")
-# Modules in which hf_zero takes over a few functions, right after they have been loaded (integration/takeovers).
-TAKEN_OVER = frozenset(
+# Modules in which hf_zero patches a few functions, right after they have been loaded (integration/patches).
+PATCHED = frozenset(
     (
         "accelerate.accelerator",
         "accelerate.commands.config.config_args",
@@ -40,7 +40,7 @@ TAKEN_OVER = frozenset(
         "transformers.trainer_utils",
     )
 )
-# Taken over also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.
+# Patched also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.
 LAUNCHER = frozenset(("accelerate.commands.config.config_args", "accelerate.commands.launch"))
 
 
@@ -60,8 +60,8 @@ class AliasFinder:
             return _alias_spec() if self.answers() else None
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
             return _submodule_spec(name)
-        if name in TAKEN_OVER and (self.answers() or (name in LAUNCHER and _switch() is not False)):
-            return self._spec_with_takeovers(name, path)
+        if name in PATCHED and (self.answers() or (name in LAUNCHER and _switch() is not False)):
+            return self._patched_spec(name, path)
         return None
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
@@ -69,9 +69,9 @@ class AliasFinder:
             return []
         if not self.answers():
             return []
-        from hf_zero.integration.distribution import AliasDistribution
+        from hf_zero.integration.names.distribution import AliasDistribution
 
-        return [AliasDistribution()]
+        return [AliasDistribution(ALIAS_FOLDER)]
 
     def invalidate_caches(self) -> None:
         """Nothing is cached: part of the protocol of sys.meta_path."""
@@ -86,7 +86,7 @@ class AliasFinder:
             return is_ours(loaded)
         return self.forced or switch is True or not self._real_is_installed()
 
-    def _spec_with_takeovers(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    def _patched_spec(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
         """The spec that others find, with our functions put in place after the module's own code has run."""
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None)
@@ -102,7 +102,7 @@ class AliasFinder:
             def exec_module(module: ModuleType) -> None:
                 vars(loader).pop("get_code", None)
                 execute(module)
-                _take_over(module)
+                _patch(module)
 
             try:
                 loader.exec_module = exec_module
@@ -153,21 +153,21 @@ def install() -> None:
         )
     FINDER.forced = True
     enable()
-    for name in TAKEN_OVER:
+    for name in PATCHED:
         module = sys.modules.get(name)
         if module is not None:
-            _take_over(module)
+            _patch(module)
 
 
 def _program(name: str) -> CodeType:
-    """What `python -m` runs: it takes a module's code without importing it, so that nothing would be taken over."""
+    """What `python -m` runs: it takes a module's code without importing it, so that nothing would be patched."""
     return compile(f"from {name} import main\nmain()", name, "exec")
 
 
-def _take_over(module: ModuleType) -> None:
-    from hf_zero.integration.takeovers import take_over
+def _patch(module: ModuleType) -> None:
+    from hf_zero.integration.patches import patch
 
-    take_over(module)
+    patch(module)
 
 
 def is_ours(module: ModuleType | None) -> bool:
@@ -189,7 +189,7 @@ def _alias_spec() -> ModuleSpec | None:
 
 
 def _submodule_spec(name: str) -> ModuleSpec:
-    from hf_zero.integration.alias import generated_spec, missing_module
+    from hf_zero.integration.names.alias import generated_spec, missing_module
 
     spec = generated_spec(name)
     if spec is None:

@@ -12,12 +12,12 @@ from hf_zero.kernels.chunks import chunks, scratch_like
 
 def sum_parts_reference(parts: Sequence[Tensor], out: Tensor) -> None:
     """out = sum of `parts` (1-D, equal length), accumulated in at least fp32 and rounded once."""
-    wide = torch.promote_types(torch.float32, out.dtype)
-    out.copy_(torch.stack([part.to(wide) for part in parts]).sum(dim=0))
+    fp32 = torch.promote_types(torch.float32, out.dtype)
+    out.copy_(torch.stack([part.to(fp32) for part in parts]).sum(dim=0))
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Same as the reference, without a wide copy of the whole. `out` may be one of the parts."""
+    """Same as the reference, without an fp32 copy of the whole. `out` may be one of the parts."""
     if len(parts) == 1:
         out.copy_(parts[0])
         return
@@ -28,11 +28,11 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
         for part in others:
             out.add_(part)
         return
-    total, part_wide = scratch_like(out.device, out.numel()), scratch_like(out.device, out.numel())
+    total, part_fp32 = scratch_like(out.device, out.numel()), scratch_like(out.device, out.numel())
     for start, length in chunks(out.numel(), out.device):
         total[:length].copy_(parts[0].narrow(0, start, length))
         for part in parts[1:]:
-            total[:length].add_(part_wide[:length].copy_(part.narrow(0, start, length)))
+            total[:length].add_(part_fp32[:length].copy_(part.narrow(0, start, length)))
         out.narrow(0, start, length).copy_(total[:length])
 
 
@@ -41,6 +41,6 @@ def add_into(total: Tensor, part: Tensor) -> None:
     if total.dtype == part.dtype:
         total.add_(part)
         return
-    wide = torch.empty(scratch_like(total.device, total.numel()).shape, dtype=total.dtype, device=total.device)
+    fp32 = torch.empty(scratch_like(total.device, total.numel()).shape, dtype=total.dtype, device=total.device)
     for start, length in chunks(total.numel(), total.device):
-        total.narrow(0, start, length).add_(wide[:length].copy_(part.narrow(0, start, length)))
+        total.narrow(0, start, length).add_(fp32[:length].copy_(part.narrow(0, start, length)))

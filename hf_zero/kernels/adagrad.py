@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ def adagrad_reference(vectors: Vectors, rule: AdagradRule, step: int, scale: Ten
     gradient = vectors.gradient.to(weight.dtype) * scale + rule.weight_decay * weight
     squares.add_(gradient * gradient)
     weight.sub_(rule.rate(step) * gradient / (squares.sqrt() + rule.eps))
-    if vectors.narrow is not None:
-        vectors.narrow.copy_(weight)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
 
 
 def adagrad(
@@ -47,13 +47,13 @@ def adagrad(
     overflow: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adagrad import adagrad_on_gpu
 
         adagrad_on_gpu(vectors, rule, step, scale, overflow, seed)
         return
-    for part in wide_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, overflow, seed):
         (squares,) = part.states
         gradient = part.gradient.add(part.weight, alpha=rule.weight_decay) if rule.weight_decay else part.gradient
         squares.addcmul_(gradient, gradient)

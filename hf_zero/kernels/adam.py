@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 _STEP_WITHOUT_BIAS = 1e9  # beta ** step is 0 for every beta < 1, so both corrections are exactly 1
 
@@ -54,8 +54,8 @@ def adam_reference(vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | 
     if rule.decoupled:
         update = update + rule.weight_decay * weight
     weight.sub_(rule.lr * update)
-    if vectors.narrow is not None:
-        vectors.narrow.copy_(weight)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
 
 
 def adam(
@@ -66,7 +66,7 @@ def adam(
     overflow: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam import adam_on_gpu
 
@@ -75,7 +75,7 @@ def adam(
     # On chunks that stay in cache: whole-vector casts before and after would move 40 bytes per parameter instead of 28.
     scale, divisor = divided_inside(vectors, scale)
     update = chunk_update(rule, step, vectors.weight.device, divisor)
-    for part in wide_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, overflow, seed):
         update(part)
 
 

@@ -23,7 +23,7 @@ from hf_zero.kernels.dynamic8 import (
     num_blocks,
     quantize_reference,
 )
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 _TIMES = 2  # a chunk takes some twenty calls, of a few microseconds each beside the vectorised work
 
@@ -43,7 +43,7 @@ class BlockVectors(Vectors):
             weight=self.weight.narrow(0, start, length),
             gradient=self.gradient.narrow(0, start, length),
             states=self.states,
-            narrow=None if self.narrow is None else self.narrow.narrow(0, start, length),
+            lp_param=None if self.lp_param is None else self.lp_param.narrow(0, start, length),
             start=self.start + start,
         )
 
@@ -57,7 +57,7 @@ def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Ten
         for index, state in enumerate(vectors.states)
     ]
     states = tuple(state.narrow(0, start, numel) for state in wide)
-    adam_reference(Vectors(vectors.weight, vectors.gradient, states, vectors.narrow), rule, step, scale)
+    adam_reference(Vectors(vectors.weight, vectors.gradient, states, vectors.lp_param), rule, step, scale)
     for index, (state, packed) in enumerate(zip(wide, vectors.states, strict=True)):
         quantize_reference(state, packed, signed=index == 0)
 
@@ -70,7 +70,7 @@ def adam8(
     overflow: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 
@@ -96,13 +96,13 @@ def _in_chunks(
     last = num_blocks(vectors.start + weight.numel())
     runs = [blocks_of(state).runs(first, last, num_blocks(begin + length)) for state in vectors.states]
     coders: list[Coder] = []
-    stateless = Vectors(weight=weight, gradient=vectors.gradient, narrow=vectors.narrow)
-    for number, part in enumerate(wide_chunks(stateless, scale, overflow, seed, _TIMES)):
+    stateless = Vectors(weight=weight, gradient=vectors.gradient, lp_param=vectors.lp_param)
+    for number, part in enumerate(fp32_chunks(stateless, scale, overflow, seed, _TIMES)):
         mine, length = [both[number] for both in runs], part.weight.numel()
         if not coders or mine[0].codes.numel() != coders[0].values.numel():
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
-        # Where nobody can look at the flag; `wide_chunks` does the same for the weights.
+        # Where nobody can look at the flag; `fp32_chunks` does the same for the weights.
         may_undo = overflow is not None and not walking._is_at_hand(overflow)
         kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
         for coder, run in zip(coders, mine, strict=True):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 
 def preconditioned(moment: Tensor, second_moment: Tensor, eps: float) -> Tensor:
@@ -29,8 +29,8 @@ def frozen_adam_reference(vectors: Vectors, rate: Tensor | float, eps: float, we
     root = second_moment.sqrt()
     direction = torch.where(root > 0, moment / (root + eps), torch.zeros_like(root)) + weight_decay * weight
     weight.sub_(rate * direction)
-    if vectors.narrow is not None:
-        vectors.narrow.copy_(weight)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
 
 
 def frozen_adam(
@@ -41,13 +41,13 @@ def frozen_adam(
     overflow: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `wide_chunks` for overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for overflow and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.frozen_adam import frozen_adam_on_gpu
 
         frozen_adam_on_gpu(vectors, rate, eps, weight_decay, overflow, seed)
         return
-    for part in wide_chunks(vectors, 1.0, overflow, seed):
+    for part in fp32_chunks(vectors, 1.0, overflow, seed):
         direction = preconditioned(part.gradient, part.states[0], eps)
         if weight_decay:
             direction.add_(part.weight, alpha=weight_decay)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 Segments = Sequence[tuple[int, int]]  # (start, length) of each tensor's part in the vectors
 
@@ -74,8 +74,8 @@ def lamb_reference(
         if weight_norm > 0 and direction_norm > 0:
             ratio = min(max(weight_norm / direction_norm, rule.min_coeff), rule.max_coeff)
         weight.sub_(rule.rate(step) * ratio * direction)
-        if part.narrow is not None:
-            part.narrow.copy_(weight)
+        if part.lp_param is not None:
+            part.lp_param.copy_(weight)
 
 
 def lamb_moments(
@@ -90,7 +90,7 @@ def lamb_moments(
     for total, (start, length) in zip(squares, segments, strict=True):
         part = vectors.part(start, length)
         whole = Vectors(weight=part.weight, gradient=part.gradient, states=part.states)
-        for chunk in wide_chunks(whole, scale, overflow):
+        for chunk in fp32_chunks(whole, scale, overflow):
             moment, second_moment = chunk.states
             moment.lerp_(chunk.gradient, 1 - rule.beta1)
             second_moment.mul_(rule.beta2).addcmul_(chunk.gradient, chunk.gradient, value=1 - rule.beta2)
@@ -116,6 +116,6 @@ def lamb_apply(
         return
     for factor, (start, length) in zip(factors.unbind(), segments, strict=True):
         noise = None if seed is None else seed + start
-        for chunk in wide_chunks(vectors.part(start, length), 1.0, overflow, noise):
+        for chunk in fp32_chunks(vectors.part(start, length), 1.0, overflow, noise):
             direction = rule.direction(chunk.weight, *chunk.states)
             chunk.weight.sub_(direction.mul_(factor.to(direction.dtype)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ def lion_reference(vectors: Vectors, rule: LionRule, scale: Tensor | float = 1.0
     direction = (rule.beta1 * moment + (1 - rule.beta1) * gradient).sign()
     weight.copy_(weight * (1 - rule.lr * rule.weight_decay) - rule.lr * direction)
     moment.copy_(rule.beta2 * moment + (1 - rule.beta2) * gradient)
-    if vectors.narrow is not None:
-        vectors.narrow.copy_(weight)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
 
 
 def lion(
@@ -43,13 +43,13 @@ def lion(
     overflow: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lion import lion_on_gpu
 
         lion_on_gpu(vectors, rule, scale, overflow, seed)
         return
-    for part in wide_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, overflow, seed):
         (moment,) = part.states
         direction = moment.lerp(part.gradient, 1 - rule.beta1).sign_()
         part.weight.mul_(1 - rule.lr * rule.weight_decay).sub_(direction, alpha=rule.lr)

@@ -15,16 +15,16 @@ def sum_of_squares_reference(flat: Tensor) -> Tensor:
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Same as the reference, without a wide copy of the whole. Not finite when any element is not."""
+    """Same as the reference, without an fp32 copy of the whole. Not finite when any element is not."""
     if runs_on_gpu(flat):
         from hf_zero.kernels.gpu.norm import sum_of_squares_on_gpu
 
         return sum_of_squares_on_gpu(flat)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    wide = scratch_like(flat.device, flat.numel()) if flat.element_size() < 4 else None
+    fp32 = scratch_like(flat.device, flat.numel()) if flat.element_size() < 4 else None
     for start, length in chunks(flat.numel(), flat.device):
         part = flat.narrow(0, start, length)
-        if wide is not None:
-            part = wide[:length].copy_(part)
+        if fp32 is not None:
+            part = fp32[:length].copy_(part)
         total += torch.dot(part, part)
     return total

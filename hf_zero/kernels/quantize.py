@@ -47,7 +47,7 @@ def dequantize_reference(quantized: Tensor, scales: Tensor, block: int, bits: in
 
 
 def quantize(flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Same as the reference, without a wide copy of the whole."""
+    """Same as the reference, without an fp32 copy of the whole."""
     num_bytes, num_scales = quantized_sizes(flat.numel(), block, bits)
     quantized = torch.empty(num_bytes, dtype=torch.int8, device=flat.device)
     scales = torch.empty(num_scales, dtype=torch.float32, device=flat.device)

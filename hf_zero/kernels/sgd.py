@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, wide_chunks
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ def sgd_reference(vectors: Vectors, rule: SgdRule, scale: Tensor | float = 1.0) 
         buffer.copy_(rule.momentum * buffer + gradient)
         direction = gradient + rule.momentum * buffer if rule.nesterov else buffer
     weight.sub_(rule.lr * direction)
-    if vectors.narrow is not None:
-        vectors.narrow.copy_(weight)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
 
 
 def sgd(
@@ -46,13 +46,13 @@ def sgd(
     overflow: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `wide_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.sgd import sgd_on_gpu
 
         sgd_on_gpu(vectors, rule, scale, overflow, seed)
         return
-    for part in wide_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, overflow, seed):
         direction = part.gradient.add(part.weight, alpha=rule.weight_decay) if rule.weight_decay else part.gradient
         if rule.momentum:
             (buffer,) = part.states

@@ -33,12 +33,12 @@ def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor, numel: in
 
 
 def pack_signs(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """Same as the reference, without wide temporaries."""
+    """Same as the reference, without fp32 temporaries."""
     error.add_(value)
-    return pack_owed_signs(error, packed, numel)
+    return pack_signs_with_error(error, packed, numel)
 
 
-def pack_owed_signs(error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
+def pack_signs_with_error(error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
     """`pack_signs` for a caller who has already added the value to `error`."""
     _check_length(error, packed)
     numel = error.numel() if numel is None else numel
@@ -74,7 +74,7 @@ def unpack_signs_reference(packed: Tensor, scale: Tensor | float, out: Tensor, *
 
 
 def unpack_signs(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool = False) -> None:
-    """Same as the reference, without wide temporaries."""
+    """Same as the reference, without fp32 temporaries."""
     _check_length(out, packed)
     if runs_on_gpu(out):
         from hf_zero.kernels.gpu.signs import unpack_signs_on_gpu

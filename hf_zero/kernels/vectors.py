@@ -20,13 +20,13 @@ class Vectors:
         weight: changes in place. 16-bit weights are updated in fp32 and rounded once.
         gradient: only read; any floating dtype.
         states: what the optimizer remembers, changed in place; empty for one that remembers nothing.
-        narrow: receives the rounded weight; None when `weight` is all there is.
+        lp_param: receives the rounded weight; None when `weight` is all there is.
     """
 
     weight: Tensor
     gradient: Tensor
     states: tuple[Tensor, ...] = ()
-    narrow: Tensor | None = None
+    lp_param: Tensor | None = None
 
     def part(self, start: int, length: int) -> Vectors:
         """Views of the same interval of every vector."""
@@ -34,11 +34,11 @@ class Vectors:
             weight=self.weight.narrow(0, start, length),
             gradient=self.gradient.narrow(0, start, length),
             states=tuple(state.narrow(0, start, length) for state in self.states),
-            narrow=None if self.narrow is None else self.narrow.narrow(0, start, length),
+            lp_param=None if self.lp_param is None else self.lp_param.narrow(0, start, length),
         )
 
 
-def wide_chunks(
+def fp32_chunks(
     vectors: Vectors,
     scale: Tensor | float = 1.0,
     overflow: Tensor | None = None,
@@ -48,7 +48,7 @@ def wide_chunks(
     """Walk `vectors` so that casts stay in cache: the parts have one dtype, at least fp32, and a scaled gradient.
 
     The caller changes weight and states of each part in place, and leaves the gradient alone. What had to be widened is
-    written back, and `narrow` is written, before the next part comes.
+    written back, and `lp_param` is written, before the next part comes.
 
     Args:
         scale: factor on every gradient.
@@ -62,11 +62,11 @@ def wide_chunks(
             return
         overflow = None
     weight = vectors.weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    compute_dtype = torch.promote_types(weight.dtype, torch.float32)
     length = weight.numel()
     is_scaled = isinstance(scale, Tensor) or scale != 1.0
-    gradient_scratch = _scratch(vectors.gradient, wide, length, times, always=is_scaled)
-    scratches = [_scratch(vector, wide, length, times) for vector in (weight, *vectors.states)]
+    gradient_scratch = _scratch(vectors.gradient, compute_dtype, length, times, always=is_scaled)
+    scratches = [_scratch(vector, compute_dtype, length, times) for vector in (weight, *vectors.states)]
     generator = None if seed is None else generator_for(weight.device, seed)
     for start, count in chunks(length, weight.device, times):
         part = vectors.part(start, count)
@@ -77,16 +77,16 @@ def wide_chunks(
                 gradient.mul_(scale)
         changing = (part.weight, *part.states)
         kept = _Kept(part, overflow) if overflow is not None else None
-        widened = [
+        in_fp32 = [
             own if scratch is None else scratch[:count].copy_(own)
             for own, scratch in zip(changing, scratches, strict=True)
         ]
-        yield Vectors(weight=widened[0], gradient=gradient, states=tuple(widened[1:]))
-        for own, updated in zip(changing, widened, strict=True):
+        yield Vectors(weight=in_fp32[0], gradient=gradient, states=tuple(in_fp32[1:]))
+        for own, updated in zip(changing, in_fp32, strict=True):
             if own is not updated:
                 store(own, updated, generator if own is part.weight else None)
-        if part.narrow is not None:
-            store(part.narrow, widened[0], generator)
+        if part.lp_param is not None:
+            store(part.lp_param, in_fp32[0], generator)
         if kept is not None:
             kept.put_back()
 
@@ -99,7 +99,7 @@ class _Kept:
     """What a part was before an update that may have to be undone by the device alone."""
 
     def __init__(self, part: Vectors, overflow: Tensor) -> None:
-        self._changing = [part.weight, *part.states, *([] if part.narrow is None else [part.narrow])]
+        self._changing = [part.weight, *part.states, *([] if part.lp_param is None else [part.lp_param])]
         self._before = [vector.clone() for vector in self._changing]
         self._undoes = overflow.view(()) != 0
 
@@ -108,7 +108,9 @@ class _Kept:
             torch.where(self._undoes, before, vector, out=vector)
 
 
-def _scratch(vector: Tensor, wide: torch.dtype, numel: int, times: int, *, always: bool = False) -> Tensor | None:
-    if vector.dtype == wide and not always:
+def _scratch(
+    vector: Tensor, compute_dtype: torch.dtype, numel: int, times: int, *, always: bool = False
+) -> Tensor | None:
+    if vector.dtype == compute_dtype and not always:
         return None
-    return scratch_like(vector.device, numel, times).to(wide)
+    return scratch_like(vector.device, numel, times).to(compute_dtype)

@@ -23,7 +23,7 @@ from hf_zero.launch.resources import LOCALHOST, chosen_world, listed_world
 from hf_zero.launch.variables import inherited, read_env_files
 from hf_zero.launch.world import World
 from hf_zero.network import address_towards
-from hf_zero.rank_variables import LOCAL_ADDRESS
+from hf_zero.rank_environment import LOCAL_ADDRESS
 
 logger = logging.getLogger("hf_zero.launch")
 _USAGE = 2
@@ -60,7 +60,7 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
     """Who starts the ranks. One host is this machine, unless the user insists; Slurm decides for itself.
 
     Raises:
-        LaunchError: for an unknown launcher, and for options that the chosen one cannot honour.
+        LaunchError: for an unknown launcher, and for options that the chosen one does not support.
     """
     if options.launcher not in BACKENDS:
         raise LaunchError(f"--launcher {shown(options.launcher)} is none of {', '.join(LAUNCHERS)}")

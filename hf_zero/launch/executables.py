@@ -15,5 +15,5 @@ def deepspeed() -> None:
 
 def ds_report() -> None:
     """Say what an issue needs: versions, devices, limits."""
-    home = "hf_zero.integration.environment" if FINDER.answers() else "deepspeed.env_report"
+    home = "hf_zero.integration.compat.env_report" if FINDER.answers() else "deepspeed.env_report"
     import_module(home).cli_main()

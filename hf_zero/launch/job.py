@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from hf_zero.launch.cores import parse_cores, share_cores, usable_cores
 from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.world import Node, Place, World
-from hf_zero.rank_variables import LOCAL_ADDRESS
+from hf_zero.rank_environment import LOCAL_ADDRESS
 
 # Linux takes no longer argument than 128 KiB.
 _MAX_WORD = 120 << 10

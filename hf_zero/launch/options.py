@@ -30,7 +30,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options, with the script as `user_script` and what follows it as `user_args`.
 
     Raises:
-        LaunchError: for options that are unknown, contradict each other or cannot be honoured.
+        LaunchError: for options that are unknown, contradict each other or are not supported.
     """
     options = build_parser().parse_args(words)
     if options.autotuning is not None:

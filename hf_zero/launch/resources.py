@@ -16,7 +16,7 @@ from hf_zero.launch.filters import exclude, include, limit
 from hf_zero.launch.hostfile import MAX_SLOTS, check_host, read_hostfile
 from hf_zero.launch.options import DEFAULT_HOSTFILE, NO_FILE_OF_ACCELERATE
 from hf_zero.launch.world import Node, World
-from hf_zero.rank_variables import tasks_per_node
+from hf_zero.rank_environment import tasks_per_node
 
 logger = logging.getLogger("hf_zero.launch")
 LOCALHOST = "localhost"

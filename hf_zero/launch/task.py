@@ -11,7 +11,7 @@ from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.node import enter
 from hf_zero.launch.ranks import report_to_launcher, run_commands
-from hf_zero.rank_variables import Seat, find_seat
+from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if len(arguments) != 1:
             raise LaunchError("this program is started by mpirun or srun, through hf-zero launch")
         job = Job.decode(arguments[0])
-        command = rank_command(job, find_seat(os.environ))
+        command = rank_command(job, find_rank_environment(os.environ))
         enter(job.folder, host)
         return run_commands(job, host, [command], report=report_to_launcher(job.token))
     except (LaunchError, ValueError) as error:
@@ -29,23 +29,23 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
 
 
-def rank_command(job: Job, seat: Seat | None) -> RankCommand:
-    """The process for a seat that MPI or Slurm has given.
+def rank_command(job: Job, given: RankEnvironment | None) -> RankCommand:
+    """The process for the rank environment that MPI or Slurm has given.
 
     Raises:
         LaunchError: when it has placed its processes otherwise than asked, so that ranks would share devices.
     """
-    if seat is None:
+    if given is None:
         raise LaunchError("neither mpirun nor srun has said which rank this is: no OMPI_*, PMI_* or SLURM_* variables")
-    if seat.world_size != job.world.num_ranks:
-        raise LaunchError(f"{seat.source} has started {seat.world_size} processes instead of {job.world.num_ranks}")
-    place = list(job.world.places())[seat.rank]
-    if seat.local_rank != place.local_rank:
+    if given.world_size != job.world.num_ranks:
+        raise LaunchError(f"{given.source} has started {given.world_size} processes instead of {job.world.num_ranks}")
+    place = list(job.world.places())[given.rank]
+    if given.local_rank != place.local_rank:
         raise LaunchError(
-            f"{seat.source} has put rank {seat.rank} in place {seat.local_rank} of its host, where place "
+            f"{given.source} has put rank {given.rank} in place {given.local_rank} of its host, where place "
             f"{place.local_rank} of {job.world.names[place.node_rank]} was asked for: leave placement to hf-zero launch"
         )
-    return job.of_rank(seat.rank, seat.first_host)
+    return job.of_rank(given.rank, given.first_host)
 
 
 if __name__ == "__main__":

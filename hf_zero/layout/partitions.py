@@ -79,7 +79,7 @@ def shard_numel(numel: int, world: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SubGroup:
+class SubGroupPartition:
     """Stage 3: parameters whose shards lie one after the other in one flat tensor."""
 
     members: tuple[Member, ...]
@@ -102,17 +102,17 @@ class SubGroup:
         return found
 
 
-def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroup, ...]:
+def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroupPartition, ...]:
     """Cut one group: a sub-group ends where its local elements reach `limit`; a group within the limit stays whole."""
-    closed: list[SubGroup] = []
+    closed: list[SubGroupPartition] = []
     chosen: list[Member] = []
     local_numel = 0
     for member in members:
         chosen.append(member)
         local_numel += shard_numel(member.numel, world)
         if local_numel >= limit:
-            closed.append(SubGroup(tuple(chosen), world))
+            closed.append(SubGroupPartition(tuple(chosen), world))
             chosen, local_numel = [], 0
     if chosen:
-        closed.append(SubGroup(tuple(chosen), world))
+        closed.append(SubGroupPartition(tuple(chosen), world))
     return tuple(closed)

@@ -25,10 +25,10 @@ from hf_zero.optim.adafactor_flavours import AdafactorRule, Flavour
 from hf_zero.optim.factored import Sums, Table
 from hf_zero.optim.updater import (
     OF_WHOLE_TENSORS,
-    MasterShard,
     Peers,
-    ShardGradients,
     StateSlice,
+    StepGradients,
+    SubGroup,
     Updater,
     WholeStates,
 )
@@ -39,7 +39,6 @@ class _Part:
     """This rank's part of one parameter, and what is known of it.
 
     Attributes:
-        index: of its shard.
         factors: R and C of a matrix, as means.
         vector: V of a vector, for the part.
         rms: of the whole parameter, before the last update.
@@ -47,7 +46,7 @@ class _Part:
         rule: of the step under way.
     """
 
-    index: int
+    sub_group: SubGroup
     piece: Piece
     shape: tuple[int, ...]
     step: int
@@ -66,20 +65,20 @@ class AdafactorUpdater(Updater):
     """Adafactor on flat shards in three passes, with two small sums over ranks between them."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], flavour: Flavour, peers: Peers
+        self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], flavour: Flavour, peers: Peers
     ) -> None:
-        super().__init__(optimizer, shards)
+        super().__init__(optimizer, sub_groups)
         self._flavour = flavour
         self._peers = peers
         self._spread = peers.spread()
         self._table = Table(self._spread)
         self._parts: dict[int, _Part] = {}
         self._dtype = torch.float32
-        for shard in shards:
-            self._dtype = torch.promote_types(self._dtype, shard.master.dtype)
-        placed = [(piece, index) for index, shard in enumerate(shards) for piece in shard.pieces]
-        self._place = {piece.parameter: (index, piece) for piece, index in placed}
-        assert len(self._place) == len(placed), "a parameter lies in two shards of one rank"
+        for sub_group in sub_groups:
+            self._dtype = torch.promote_types(self._dtype, sub_group.master.dtype)
+        placed = [(sub_group, piece) for sub_group in sub_groups for piece in sub_group.pieces]
+        self._place = {piece.parameter: (sub_group, piece) for sub_group, piece in placed}
+        assert len(self._place) == len(placed), "a parameter lies in two sub-groups of one rank"
 
     # What others ask
 
@@ -98,8 +97,8 @@ class AdafactorUpdater(Updater):
     def state_replaced(self) -> None:
         """Take what belongs to whole tensors from the optimizer's state, if it is there."""
         self._parts = {}
-        for shard in self.shards:
-            state: Mapping[str, Any] = self.optimizer.state.get(shard.tensors[0].parameter, {})
+        for sub_group in self.sub_groups:
+            state: Mapping[str, Any] = self.optimizer.state.get(sub_group.tensors[0].parameter, {})
             for index, own in state.get(OF_WHOLE_TENSORS, {}).items():
                 self._adopt(index, own)
 
@@ -108,9 +107,9 @@ class AdafactorUpdater(Updater):
 
     def restore_whole_states(self, states: WholeStates) -> None:
         self._parts = {}
-        for number, shard in enumerate(self.shards):
-            with self.shelf.opened(number, changes=True):
-                for piece in shard.pieces:
+        for sub_group in self.sub_groups:
+            with self.stager.opened(sub_group, changes=True):
+                for piece in sub_group.pieces:
                     if piece.parameter in states:
                         self._restore(piece.parameter, states[piece.parameter])
         self._show()
@@ -118,35 +117,35 @@ class AdafactorUpdater(Updater):
     # The step
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not gradients.used:
             return
-        message = torch.zeros(self._table.numel, dtype=self._dtype, device=self.shards[0].master.device)
-        for batch in self.shelf.batches(gradients.wanted):
-            for index in batch:
-                for part in self._used(index, gradients):
+        message = torch.zeros(self._table.numel, dtype=self._dtype, device=self.sub_groups[0].master.device)
+        for batch in self.stager.batches(gradients.wanted):
+            for sub_group in batch:
+                for part in self._used(sub_group, gradients):
                     self._measure(part, gradients, message)
         self._peers.add_up(message)
         updates = torch.zeros(self._table.num_parameters, dtype=self._dtype, device=message.device)
-        for batch in self.shelf.batches(gradients.wanted):
-            for index in batch:
-                for part in self._used(index, gradients):
+        for batch in self.stager.batches(gradients.wanted):
+            for sub_group in batch:
+                for part in self._used(sub_group, gradients):
                     self._learn(part, message)
                     updates[part.piece.parameter] = self._squared_update(part, gradients).to(message.device)
         self._peers.add_up(updates)
-        yield from self.shelf.each(gradients.wanted, lambda index: self._apply_shard(index, updates, gradients))
+        yield from self.stager.each(gradients.wanted, lambda sub_group: self._apply(sub_group, updates, gradients))
         self._show()
 
-    def _used(self, index: int, gradients: ShardGradients) -> list[_Part]:
-        return [self._part(piece.parameter) for piece in self.shards[index].pieces if piece.parameter in gradients.used]
+    def _used(self, sub_group: SubGroup, gradients: StepGradients) -> list[_Part]:
+        return [self._part(piece.parameter) for piece in sub_group.pieces if piece.parameter in gradients.used]
 
     def _part(self, parameter: int) -> _Part:
         """What is known of a parameter; zeros at first."""
         if parameter not in self._parts:
-            index, piece = self._place[parameter]
-            device, shape = self.shards[index].master.device, self._spread[parameter].shape
-            part = _Part(index, piece, shape, step=0, rms=torch.zeros((), dtype=self._dtype, device=device))
+            sub_group, piece = self._place[parameter]
+            device, shape = sub_group.master.device, self._spread[parameter].shape
+            part = _Part(sub_group, piece, shape, step=0, rms=torch.zeros((), dtype=self._dtype, device=device))
             of = _slice_of(part)
             if of is not None:
                 part.factors = Sums.zeros(of, self._dtype, device)
@@ -155,10 +154,10 @@ class AdafactorUpdater(Updater):
             self._parts[parameter] = part
         return self._parts[parameter]
 
-    def _measure(self, part: _Part, gradients: ShardGradients, message: Tensor) -> None:
+    def _measure(self, part: _Part, gradients: StepGradients, message: Tensor) -> None:
         """First pass: squared weights, and sums of squared gradients over rows and columns."""
-        shard, piece, of = self.shards[part.index], part.piece, _slice_of(part)
-        weight = shard.master.narrow(0, piece.in_shard, piece.numel)
+        sub_group, piece, of = part.sub_group, part.piece, _slice_of(part)
+        weight = sub_group.master.narrow(0, piece.in_shard, piece.numel)
         squares = torch.zeros((), dtype=self._dtype, device=weight.device)
         part.sums = None if of is None else Sums.zeros(of, self._dtype, weight.device)
         for start, count in chunks(piece.numel, weight.device):
@@ -174,7 +173,7 @@ class AdafactorUpdater(Updater):
         """Sums over all ranks are there: fix the numbers of this update, and move R and C."""
         part.step += 1
         part.rms = (message[part.piece.parameter] / part.numel).sqrt().to(part.rms.device)
-        group = self.optimizer.param_groups[self.shards[part.index].group]
+        group = self.optimizer.param_groups[part.sub_group.group]
         part.rule = rule = self._flavour.rule(group, part.step, part.rms)
         if part.sums is not None:
             assert part.factors is not None
@@ -183,7 +182,7 @@ class AdafactorUpdater(Updater):
             part.factors.move_to(Sums(means.of, means.rows + rule.added, means.columns + rule.added), rule.weight)
             part.sums = None
 
-    def _squared_update(self, part: _Part, gradients: ShardGradients) -> Tensor:
+    def _squared_update(self, part: _Part, gradients: StepGradients) -> Tensor:
         """Second pass: squares of u, added up; V of vectors moves on the way."""
         assert part.rule is not None
         total = torch.zeros_like(part.rms)
@@ -195,7 +194,7 @@ class AdafactorUpdater(Updater):
             total += torch.dot(update, update)
         return total
 
-    def _updates(self, part: _Part, gradients: ShardGradients) -> Iterator[tuple[int, Tensor]]:
+    def _updates(self, part: _Part, gradients: StepGradients) -> Iterator[tuple[int, Tensor]]:
         """(first element, u) chunk by chunk, before it is clipped."""
         assert part.rule is not None
         floor = part.rule.floor
@@ -210,18 +209,17 @@ class AdafactorUpdater(Updater):
                 update.mul_((squares if floor is None else squares.clamp(min=floor * floor)).rsqrt())
             yield start, update
 
-    def _gradient(self, part: _Part, gradients: ShardGradients, start: int, count: int) -> Tensor:
+    def _gradient(self, part: _Part, gradients: StepGradients, start: int, count: int) -> Tensor:
         """A chunk of the gradient as a new tensor."""
-        reduced = gradients.reduced[part.index].narrow(0, part.piece.in_shard + start, count)
+        reduced = gradients.of(part.sub_group).narrow(0, part.piece.in_shard + start, count)
         sign = 1.0 if part.rule is None else part.rule.sign
         return reduced.to(self._dtype, copy=True).mul_(gradients.scale * sign)
 
-    def _apply_shard(self, index: int, updates: Tensor, gradients: ShardGradients) -> None:
+    def _apply(self, sub_group: SubGroup, updates: Tensor, gradients: StepGradients) -> None:
         """Third pass: p = p * (1 - decay) - rate * u, and the rounded weights."""
-        shard = self.shards[index]
-        group = self.optimizer.param_groups[shard.group]
-        momentum = self._momentum(shard) if self._flavour.has_momentum(group) else None
-        for part in self._used(index, gradients):
+        group = self.optimizer.param_groups[sub_group.group]
+        momentum = self._momentum(sub_group) if self._flavour.has_momentum(group) else None
+        for part in self._used(sub_group, gradients):
             piece, rule = part.piece, part.rule
             assert rule is not None
             rms = (updates[piece.parameter].to(part.rms.device) / part.numel).sqrt()
@@ -232,16 +230,16 @@ class AdafactorUpdater(Updater):
                 if momentum is not None and rule.beta1 is not None:
                     moment = momentum.narrow(0, at, update.numel())
                     update = moment.mul_(rule.beta1).add_(update, alpha=1 - rule.beta1)
-                weight = shard.master.narrow(0, at, update.numel())
+                weight = sub_group.master.narrow(0, at, update.numel())
                 weight.copy_(weight * (1 - rule.decay) - update)
-                if shard.narrow is not None:
-                    shard.narrow.narrow(0, at, update.numel()).copy_(weight)
+                if sub_group.lp_param is not None:
+                    sub_group.lp_param.narrow(0, at, update.numel()).copy_(weight)
             part.rule = None
 
-    def _momentum(self, shard: MasterShard) -> Tensor:
-        state: dict[str, Any] = self.optimizer.state[shard.tensors[0].parameter]
+    def _momentum(self, sub_group: SubGroup) -> Tensor:
+        state: dict[str, Any] = self.optimizer.state[sub_group.tensors[0].parameter]
         if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(shard.master, dtype=self._dtype)
+            state["exp_avg"] = torch.zeros_like(sub_group.master, dtype=self._dtype)
         momentum: Tensor = state["exp_avg"]
         return momentum.view(-1)
 
@@ -249,9 +247,9 @@ class AdafactorUpdater(Updater):
 
     def _show(self) -> None:
         """Let the optimizer's state show everything: `state_dict` then holds it."""
-        for index, shard in enumerate(self.shards):
-            mine = {p: self._own(part) for p, part in self._parts.items() if part.index == index}
-            state: dict[str, Any] = self.optimizer.state[shard.tensors[0].parameter]
+        for sub_group in self.sub_groups:
+            mine = {p: self._own(part) for p, part in self._parts.items() if part.sub_group is sub_group}
+            state: dict[str, Any] = self.optimizer.state[sub_group.tensors[0].parameter]
             if mine:
                 # torch's class asks every state for a step.
                 state["step"] = torch.tensor(float(max(self._parts[parameter].step for parameter in mine)))
@@ -317,9 +315,9 @@ class AdafactorUpdater(Updater):
             columns = saved[self._flavour.columns].reshape(-1, of.matrix.columns)
             part.factors.columns.copy_(columns.narrow(0, of.first_batch, of.num_batches))
         if isinstance(saved.get("exp_avg"), Tensor):  # of an optimizer that saw whole tensors
-            shard, piece = self.shards[part.index], part.piece
+            sub_group, piece = part.sub_group, part.piece
             values = saved["exp_avg"].reshape(-1).narrow(0, piece.in_parameter, piece.numel)
-            self._momentum(shard).narrow(0, piece.in_shard, piece.numel).copy_(values)
+            self._momentum(sub_group).narrow(0, piece.in_shard, piece.numel).copy_(values)
 
 
 def _slice_of(part: _Part) -> MatrixSlice | None:

@@ -43,10 +43,10 @@ class Adam8Family(AdamFamily):
         return self._FORMS.get(name)
 
     def vectors(
-        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, narrow: Tensor | None
+        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None
     ) -> Vectors:
         states = tuple(state[name].view(-1) for name in self.state_names(group))
-        return BlockVectors(weight=weight, gradient=gradient, states=states, narrow=narrow)
+        return BlockVectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied

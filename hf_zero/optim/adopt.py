@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.optim.shards import MasterShard
+from hf_zero.offload.sub_group import SubGroup
 
 
 def adopt_masters(
-    optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], groups: Sequence[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Make `optimizer` hold the tensors of `shards`; its groups stay the same objects.
+    """Make `optimizer` hold the tensors of `sub_groups`; its groups stay the same objects.
 
     Raises:
         RuntimeError: when the optimizer has been used.
     """
     masters: list[list[nn.Parameter]] = [[] for _ in groups]
-    for shard in shards:
-        masters[shard.group].extend(tensor.parameter for tensor in shard.tensors)
+    for sub_group in sub_groups:
+        masters[sub_group.group].extend(tensor.parameter for tensor in sub_group.tensors)
     adopt(optimizer, masters, groups)
 
 
@@ -29,12 +29,12 @@ def adopt(
     optimizer: torch.optim.Optimizer, masters: Sequence[Sequence[nn.Parameter]], groups: Sequence[dict[str, Any]]
 ) -> None:
     """Make `optimizer` hold `masters`, listed by group."""
-    made_state_at_birth = _refuse_used(optimizer)
+    made_state_at_init = _refuse_used(optimizer)
     optimizer.state.clear()
     for group, mine in zip(groups, masters, strict=True):
         group["params"] = list(mine)
     optimizer.param_groups[:] = groups
-    if made_state_at_birth:
+    if made_state_at_init:
         # Adagrad and its like fill `state` in the constructor: let it do so again, for the masters.
         newborn = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
         optimizer.state.update(newborn.state)

@@ -15,7 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Interval, Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.stored import StateForm
-from hf_zero.optim.updater import MasterShard, ShardGradients, Updater
+from hf_zero.optim.updater import StepGradients, SubGroup, Updater
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class Family(ABC):
         return state
 
     def vectors(
-        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, narrow: Tensor | None
+        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None
     ) -> Vectors:
         """What the kernel gets for one parameter or shard; all are 1-D views."""
         states = tuple(state[name].view(-1) for name in self.state_names(group))
-        return Vectors(weight=weight, gradient=gradient, states=states, narrow=narrow)
+        return Vectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update_alone(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
@@ -113,11 +113,11 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
 
 @dataclass(slots=True)
 class Counters:
-    """Updates each piece of a shard has seen: bias correction is per parameter, and not all are used each step."""
+    """Updates each piece of a sub-group has seen: bias correction is per parameter, and not all are used each step."""
 
     steps: list[int] = field(default_factory=list)
 
-    def take_back(self, pieces: Sequence[Piece], used: Set[int]) -> None:
+    def roll_back(self, pieces: Sequence[Piece], used: Set[int]) -> None:
         """Undo one `advance`."""
         for position, piece in enumerate(pieces):
             self.steps[position] -= piece.parameter in used
@@ -145,16 +145,16 @@ class Counters:
         return runs
 
 
-def with_padding(runs: Sequence[tuple[Interval, int]], shard: MasterShard) -> list[tuple[Interval, int]]:
-    """Every run up to where the next piece begins, or to the shard's end.
+def with_padding(runs: Sequence[tuple[Interval, int]], sub_group: SubGroup) -> list[tuple[Interval, int]]:
+    """Every run up to where the next piece begins, or to the sub-group's end.
 
     Vectorised kernels round the last few elements of a vector differently. Padding has zeros only, so with it those
     elements are nobody's, and a weight's bits do not depend on how the weights were cut into shards.
     """
-    starts = [piece.in_shard for piece in shard.pieces]
+    starts = [piece.in_shard for piece in sub_group.pieces]
     longer = []
     for interval, step in runs:
-        stop = next((start for start in starts if start >= interval.stop), shard.master.numel())
+        stop = next((start for start in starts if start >= interval.stop), sub_group.master.numel())
         longer.append((Interval(interval.start, stop), step))
     return longer
 
@@ -169,22 +169,21 @@ class ElementwiseUpdater(Updater):
     obeys_skip = True
     rounds_stochastically = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], family: Family) -> None:
-        super().__init__(optimizer, shards)
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], family: Family) -> None:
+        super().__init__(optimizer, sub_groups)
         self._family = family
-        self._counters = [Counters() for _ in self.shards]
-        self._counted: list[tuple[int, float, Set[int]]] = []  # in the last step: shard, `step` before it, used
+        self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
+        self._counted: list[tuple[SubGroup, float, Set[int]]] = []  # in the last step: shard, `step` before it, used
 
     def state_replaced(self) -> None:
         """Count on from the `step` in the optimizer's state, which has been loaded."""
-        self._counters = [Counters() for _ in self.shards]
+        self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
         self._counted = []
 
-    def take_back(self) -> None:
-        for index, step, used in self._counted:
-            shard = self.shards[index]
-            self._counters[index].take_back(shard.pieces, used)
-            self.optimizer.state[shard.tensors[0].parameter]["step"].fill_(step)
+    def roll_back(self) -> None:
+        for sub_group, step, used in self._counted:
+            self._counters[sub_group].roll_back(sub_group.pieces, used)
+            self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(step)
         self._counted = []
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -194,53 +193,51 @@ class ElementwiseUpdater(Updater):
         return self._family.form_of(name)
 
     def parameter_steps(self) -> dict[int, int]:
-        counted = zip(self.shards, self._counters, strict=True)
         return {
             piece.parameter: steps
-            for shard, counters in counted
-            for piece, steps in zip(shard.pieces, counters.steps, strict=False)
+            for sub_group, counters in self._counters.items()
+            for piece, steps in zip(sub_group.pieces, counters.steps, strict=False)
         }
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:
-        for shard, counters in zip(self.shards, self._counters, strict=True):
-            known = self.optimizer.state.get(shard.tensors[0].parameter, {}).get("step", 0)
-            counters.steps = [steps.get(piece.parameter, int(known)) for piece in shard.pieces]
+        for sub_group, counters in self._counters.items():
+            known = self.optimizer.state.get(sub_group.tensors[0].parameter, {}).get("step", 0)
+            counters.steps = [steps.get(piece.parameter, int(known)) for piece in sub_group.pieces]
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         # Schedulers warn unless they see that the optimizer they watch has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._counted = []
 
-        def work(index: int) -> None:
-            self.update_shard(index, gradients.reduced[index], gradients)
+        def work(sub_group: SubGroup) -> None:
+            self.update_sub_group(sub_group, gradients.of(sub_group), gradients)
 
-        yield from self.shelf.each(gradients.wanted, work, writes_all=lambda index: self._uses_all(index, gradients))
+        def writes_all(sub_group: SubGroup) -> bool:
+            return all(piece.parameter in gradients.used for piece in sub_group.pieces)
 
-    def _uses_all(self, index: int, gradients: ShardGradients) -> bool:
-        return all(piece.parameter in gradients.used for piece in self.shards[index].pieces)
+        yield from self.stager.each(gradients.wanted, work, writes_all=writes_all)
 
-    def update_shard(self, index: int, reduced: Tensor, gradients: ShardGradients) -> None:
-        """Update one shard with its reduced gradient."""
-        shard = self.shards[index]
-        group = self.optimizer.param_groups[shard.group]
-        state = self._family.state_of(self.optimizer, shard.tensors[0].parameter, group)
+    def update_sub_group(self, sub_group: SubGroup, reduced: Tensor, gradients: StepGradients) -> None:
+        """Update one sub-group with its reduced gradient."""
+        group = self.optimizer.param_groups[sub_group.group]
+        state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)
         before = int(state["step"])
-        runs = self._counters[index].advance(shard.pieces, gradients.used, before)
+        runs = self._counters[sub_group].advance(sub_group.pieces, gradients.used, before)
         if not runs:
             return
         if gradients.skip is not None:
-            self._counted.append((index, before, gradients.used))
-        runs = with_padding(runs, shard)
+            self._counted.append((sub_group, before, gradients.used))
+        runs = with_padding(runs, sub_group)
         state["step"].fill_(max(step for _, step in runs))
-        vectors = self._family.vectors(state, group, shard.master, reduced, shard.narrow)
+        vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)
         for interval, step in runs:
             part = vectors.part(interval.start, interval.numel)
-            seed = self._seed(shard, interval, step) if self.rounds_stochastically else None
+            seed = self._seed(sub_group, interval, step) if self.rounds_stochastically else None
             self._family.update(self.optimizer, group, part, step, Applied(gradients.scale, gradients.skip, seed))
 
     @staticmethod
-    def _seed(shard: MasterShard, interval: Interval, step: int) -> int:
+    def _seed(sub_group: SubGroup, interval: Interval, step: int) -> int:
         """Different for every run and step; the same on ranks that update the same weights."""
-        first = next(piece for piece in shard.pieces if piece.in_shard == interval.start)
+        first = next(piece for piece in sub_group.pieces if piece.in_shard == interval.start)
         return zlib.crc32(f"{first.parameter} {first.in_parameter} {step}".encode()) & 0x7FFFFFFF

@@ -85,7 +85,7 @@ class Sums:
 
 
 class Table:
-    """Places in a message (1-D) for what ranks share: rows and matrices that are cut, and one number per parameter.
+    """Placements in a message (1-D) for what ranks share: rows and matrices that are cut, and one number per parameter.
 
     The same on all ranks. Most rows lie in one rank's part and do not travel.
     """

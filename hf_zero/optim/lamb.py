@@ -15,7 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.elementwise import check_rates, refuse_amsgrad
-from hf_zero.optim.updater import MasterShard, Peers, ShardGradients, Updater
+from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
 
 _STATES = ("exp_avg", "exp_avg_sq")
 
@@ -135,24 +135,24 @@ class LambUpdater(Updater):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        shards: Sequence[MasterShard],
+        sub_groups: Sequence[SubGroup],
         peers: Peers | None,
     ) -> None:
         """`peers` is None where every rank owns whole parameters."""
-        super().__init__(optimizer, shards)
+        super().__init__(optimizer, sub_groups)
         self._peers = peers
-        self._steps: dict[tuple[int, int], int] = {}
-        self._counted: list[tuple[int, int, tuple[Piece, ...]]] = []  # in the last step: shard, `step` before it, used
+        self._steps: dict[tuple[SubGroup, int], int] = {}
+        self._counted: list[tuple[SubGroup, int, tuple[Piece, ...]]] = []  # in the last step, `step` before it, used
 
     def state_replaced(self) -> None:
         self._steps.clear()
         self._counted = []
 
-    def take_back(self) -> None:
-        for index, known, pieces in self._counted:
+    def roll_back(self) -> None:
+        for sub_group, known, pieces in self._counted:
             for piece in pieces:
-                self._steps[index, piece.in_shard] -= 1
-            self.optimizer.state[self.shards[index].tensors[0].parameter]["step"].fill_(known)
+                self._steps[sub_group, piece.in_shard] -= 1
+            self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(known)
         self._counted = []
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -160,71 +160,73 @@ class LambUpdater(Updater):
 
     def parameter_steps(self) -> dict[int, int]:
         return {
-            piece.parameter: self._steps[index, piece.in_shard]
-            for index, shard in enumerate(self.shards)
-            for piece in shard.pieces
-            if (index, piece.in_shard) in self._steps
+            piece.parameter: self._steps[sub_group, piece.in_shard]
+            for sub_group in self.sub_groups
+            for piece in sub_group.pieces
+            if (sub_group, piece.in_shard) in self._steps
         }
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:
         self._steps = {
-            (index, piece.in_shard): steps[piece.parameter]
-            for index, shard in enumerate(self.shards)
-            for piece in shard.pieces
+            (sub_group, piece.in_shard): steps[piece.parameter]
+            for sub_group in self.sub_groups
+            for piece in sub_group.pieces
             if piece.parameter in steps
         }
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not gradients.used:
             return
         self._counted = []
-        device = self.shards[0].master.device
+        device = self.sub_groups[0].master.device
         squares = torch.zeros(max(gradients.used) + 1, 2, dtype=torch.float64, device=device)
-        work: dict[int, _Work] = {}
+        work: dict[SubGroup, _Work] = {}
 
-        def first_pass(index: int) -> None:
-            item = work[index] = self._prepare(index, gradients)
+        def first_pass(sub_group: SubGroup) -> None:
+            item = work[sub_group] = self._prepare(sub_group, gradients)
             if item.pieces:
-                vectors = self._vectors(index, gradients)
+                vectors = self._vectors(sub_group, gradients)
                 squares[item.places(device)] += lamb_moments(
                     vectors, item.rule, item.segments, gradients.scale, gradients.skip
                 )
 
-        for batch in self.shelf.batches(gradients.wanted):
-            for index in batch:
-                first_pass(index)
+        for batch in self.stager.batches(gradients.wanted):
+            for sub_group in batch:
+                first_pass(sub_group)
         if self._peers is not None:
             self._peers.add_up(squares)
-        yield from self.shelf.each(
+        yield from self.stager.each(
             gradients.wanted,
-            lambda index: self._apply(work[index], self._vectors(index, gradients), squares, gradients.skip),
+            lambda sub_group: self._apply(
+                work[sub_group], self._vectors(sub_group, gradients), squares, gradients.skip
+            ),
         )
 
-    def _vectors(self, index: int, gradients: ShardGradients) -> Vectors:
-        """The shard's vectors, while they are in place."""
-        shard = self.shards[index]
-        state = state_of(self.optimizer, shard.tensors[0].parameter)
+    def _vectors(self, sub_group: SubGroup, gradients: StepGradients) -> Vectors:
+        """The sub-group's vectors, while they are in place."""
+        state = state_of(self.optimizer, sub_group.tensors[0].parameter)
         states = tuple(state[name].view(-1) for name in _STATES)
-        return Vectors(weight=shard.master, gradient=gradients.reduced[index], states=states, narrow=shard.narrow)
+        return Vectors(
+            weight=sub_group.master, gradient=gradients.of(sub_group), states=states, lp_param=sub_group.lp_param
+        )
 
-    def _prepare(self, index: int, gradients: ShardGradients) -> _Work:
-        shard = self.shards[index]
-        state = state_of(self.optimizer, shard.tensors[0].parameter)
-        rule = rule_of(self.optimizer.param_groups[shard.group])
-        pieces = tuple(piece for piece in shard.pieces if piece.parameter in gradients.used)
+    def _prepare(self, sub_group: SubGroup, gradients: StepGradients) -> _Work:
+        state = state_of(self.optimizer, sub_group.tensors[0].parameter)
+        rule = rule_of(self.optimizer.param_groups[sub_group.group])
+        pieces = tuple(piece for piece in sub_group.pieces if piece.parameter in gradients.used)
         known = int(state["step"])
         rates, steps = [], [known]
         for piece in pieces:
-            step = self._steps.get((index, piece.in_shard), known) + 1
-            self._steps[index, piece.in_shard] = step
+            step = self._steps.get((sub_group, piece.in_shard), known) + 1
+            self._steps[sub_group, piece.in_shard] = step
             steps.append(step)
             rates.append(rule.rate(step))
         if gradients.skip is not None:
-            self._counted.append((index, known, pieces))
-        for piece in shard.pieces:
-            self._steps.setdefault((index, piece.in_shard), known)
+            self._counted.append((sub_group, known, pieces))
+        for piece in sub_group.pieces:
+            self._steps.setdefault((sub_group, piece.in_shard), known)
         state["step"].fill_(max(steps))
         return _Work(rule, pieces, tuple(rates))
 

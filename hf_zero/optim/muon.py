@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.alone import LoneOptimizer
 from hf_zero.optim.elementwise import ElementwiseUpdater, check_rates
-from hf_zero.optim.updater import MasterShard, Peers, ShardGradients, Updater
+from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
@@ -125,12 +125,12 @@ def momentum_update(buffer: Tensor, gradient: Tensor, momentum: float) -> Tensor
 
 
 class MuonUpdater(Updater):
-    """Muon on flat shards: momentum where it lies, then one gather of U per shard of matrices."""
+    """Muon on flat shards: momentum where it lies, then one gather of U per sub-group of matrices."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard], peers: Peers) -> None:
-        super().__init__(optimizer, shards)
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers) -> None:
+        super().__init__(optimizer, sub_groups)
         self._peers = peers
-        self._others = ElementwiseUpdater(optimizer, shards, AdamFamily())
+        self._others = ElementwiseUpdater(optimizer, sub_groups, AdamFamily())
 
     def state_replaced(self) -> None:
         self._others.state_replaced()
@@ -142,33 +142,33 @@ class MuonUpdater(Updater):
         self._others.restore_steps(steps)
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-        def work(index: int) -> None:
-            shard, reduced = self.shards[index], gradients.reduced[index]
-            if self.optimizer.param_groups[shard.group]["use_muon"]:
-                self._update_matrices(shard, reduced, gradients)
+        def work(sub_group: SubGroup) -> None:
+            reduced = gradients.of(sub_group)
+            if self.optimizer.param_groups[sub_group.group]["use_muon"]:
+                self._update_matrices(sub_group, reduced, gradients)
             else:
-                self._others.update_shard(index, reduced, gradients)
+                self._others.update_sub_group(sub_group, reduced, gradients)
 
-        yield from self.shelf.each(gradients.wanted, work)
+        yield from self.stager.each(gradients.wanted, work)
 
-    def _update_matrices(self, shard: MasterShard, reduced: Tensor, gradients: ShardGradients) -> None:
-        group = self.optimizer.param_groups[shard.group]
-        buffer = momentum_of(self.optimizer, shard.tensors[0].parameter).view(-1)
-        used = [piece for piece in shard.pieces if piece.parameter in gradients.used]
-        update = torch.zeros_like(shard.master)
+    def _update_matrices(self, sub_group: SubGroup, reduced: Tensor, gradients: StepGradients) -> None:
+        group = self.optimizer.param_groups[sub_group.group]
+        buffer = momentum_of(self.optimizer, sub_group.tensors[0].parameter).view(-1)
+        used = [piece for piece in sub_group.pieces if piece.parameter in gradients.used]
+        update = torch.zeros_like(sub_group.master)
         for piece in used:
             gradient = reduced.narrow(0, piece.in_shard, piece.numel).to(update.dtype) * gradients.scale
             part = momentum_update(buffer.narrow(0, piece.in_shard, piece.numel), gradient, group["momentum"])
             update.narrow(0, piece.in_shard, piece.numel).copy_(part)
-        whole = self._peers.gather_whole(shard, update)
+        whole = self._peers.gather_whole(sub_group, update)
         lr = float(group["lr"])
         for piece in used:
             orthogonalised = direction(whole[piece.parameter]).reshape(-1)
-            part = shard.master.narrow(0, piece.in_shard, piece.numel)
+            part = sub_group.master.narrow(0, piece.in_shard, piece.numel)
             part.mul_(1 - lr * group["weight_decay"])
             part.sub_(orthogonalised.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
-            if shard.narrow is not None:
-                shard.narrow.narrow(0, piece.in_shard, piece.numel).copy_(part)
+            if sub_group.lp_param is not None:
+                sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(part)

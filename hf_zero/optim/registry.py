@@ -14,10 +14,10 @@ from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon, muon_groups
-from hf_zero.optim.one_bit_adam import OneBitAdam
-from hf_zero.optim.one_bit_lamb import OneBitLamb
+from hf_zero.optim.onebit.adam import OneBitAdam
+from hf_zero.optim.onebit.lamb import OneBitLamb
+from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam
 from hf_zero.optim.traits import Traits, family_of
-from hf_zero.optim.zero_one_adam import ZeroOneAdam
 from hf_zero.precision import Precision
 
 # By lower-case type; the names that ds.json and DeepSpeed's own classes use. Adam and AdamW are a matter of their own.
@@ -135,7 +135,7 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
     Raises:
         ConfigError: for an optimizer whose update would be computed in 16 bits.
     """
-    if not precision.narrow_masters:
+    if not precision.low_precision_masters:
         return
     family, name = family_of(optimizer), type(optimizer).__name__
     if family is None:
@@ -143,7 +143,7 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
         rule = f"{name} computes in the dtype of its masters, and 16 bits are too few for that"
         fix = "use Adam, AdamW, Lion, Adagrad or SGD, which compute in fp32 whatever they keep, or remove the key"
         raise ConfigError([Problem(path, True, rule, fix)])
-    dtype = None if precision.narrow_states else torch.float32
+    dtype = None if precision.low_precision_states else torch.float32
     optimizer.state_dtype = dtype  # type: ignore[attr-defined]
     for state in optimizer.state.values():  # that of an optimizer which makes it at birth
         for kind in filter(lambda kind: family.form_of(kind) is None, family.state_names(optimizer.param_groups[0])):

@@ -14,17 +14,17 @@ from hf_zero.optim.adafactor_flavours import flavour_of
 from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import AdamFamily, DeepSpeedCPUAdam, FusedAdam
 from hf_zero.optim.adam8 import Adam8bit, Adam8Family, AdamW8bit
-from hf_zero.optim.compressing import CompressingUpdater, Ranks
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.lamb import FusedLamb, LambUpdater
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion, LionFamily
 from hf_zero.optim.muon import Muon, MuonUpdater
-from hf_zero.optim.one_bit_adam import OneBitAdam, OneBitAdamUpdater
-from hf_zero.optim.one_bit_lamb import OneBitLamb, OneBitLambUpdater
+from hf_zero.optim.onebit.adam import OneBitAdam, OneBitAdamUpdater
+from hf_zero.optim.onebit.compressing import CompressingUpdater, Ranks
+from hf_zero.optim.onebit.lamb import OneBitLamb, OneBitLambUpdater
+from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam, ZeroOneAdamUpdater
 from hf_zero.optim.sgd import SgdFamily, has_no_dampening
-from hf_zero.optim.updater import MasterShard, Peers, Updater, WholeStepUpdater
+from hf_zero.optim.updater import Peers, SubGroup, Updater, WholeStepUpdater
 from hf_zero.optim.whole_tensors import WholeTensorUpdater
-from hf_zero.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamUpdater
 
 # Their update depends on whole matrices, which a flat shard does not have.
 WHOLE_TENSOR_NAMES = ("Muon", "Adafactor", "AdaFactor", "Shampoo", "SOAP", "LARS", "Lamb", "LAMB", "FusedLamb")
@@ -33,7 +33,7 @@ _NEEDS = {"LBFGS": "a closure that evaluates the loss again", "SparseAdam": "spa
 _ADAM_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 _OTHER_FLAGS = ("maximize", "differentiable")
 
-Make = Callable[[Sequence[MasterShard], "Peers | None", "Ranks | None"], Updater]
+Make = Callable[[Sequence[SubGroup], "Peers | None", "Ranks | None"], Updater]
 
 
 class Sees(Enum):
@@ -66,7 +66,7 @@ class Traits:
 
     @property
     def cuts(self) -> bool:
-        """Whether a shard may be updated in portions, one after the other, without changing the result."""
+        """Whether a sub-group may be updated in sub-groups, one after the other, without changing the result."""
         return self.sees in (Sees.ELEMENTS, Sees.FLAT_SHARDS)
 
     @property
@@ -90,9 +90,9 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
     flavour = flavour_of(optimizer)
     if flavour is not None and choice != "flat_shards" and _is_plain(optimizer, ()):
 
-        def adafactor(shards: Sequence[MasterShard], peers: Peers | None, ranks: Ranks | None) -> Updater:
+        def adafactor(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
             assert peers is not None, "where a rank has whole tensors Adafactor runs as itself"
-            return AdafactorUpdater(optimizer, shards, flavour, peers)
+            return AdafactorUpdater(optimizer, sub_groups, flavour, peers)
 
         return Traits(Sees.SHARDS_AND_PEERS, adafactor, serves_whole_buckets=False)
     unmet = next((_NEEDS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _NEEDS), None)
@@ -131,7 +131,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
 
 def updater_for(
     optimizer: torch.optim.Optimizer,
-    shards: Sequence[MasterShard],
+    sub_groups: Sequence[SubGroup],
     peers: Peers | None = None,
     ranks: Ranks | None = None,
     choice: OptimizerSees | None = None,
@@ -144,10 +144,10 @@ def updater_for(
     """
     traits = traits_of(optimizer, choice)
     if traits.make is not None and (peers is not None or traits.serves_whole_buckets):
-        return traits.make(shards, peers, ranks)
+        return traits.make(sub_groups, peers, ranks)
     if peers is not None and traits.sees is Sees.WHOLE_TENSORS:
-        return WholeTensorUpdater(optimizer, shards, peers)
-    return WholeStepUpdater(optimizer, shards)
+        return WholeTensorUpdater(optimizer, sub_groups, peers)
+    return WholeStepUpdater(optimizer, sub_groups)
 
 
 def _built_in(optimizer: torch.optim.Optimizer) -> Traits | None:
@@ -156,10 +156,12 @@ def _built_in(optimizer: torch.optim.Optimizer) -> Traits | None:
     if family is not None:
         rule = family
         return Traits(
-            Sees.ELEMENTS, lambda shards, peers, ranks: ElementwiseUpdater(optimizer, shards, rule), family=family
+            Sees.ELEMENTS,
+            lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule),
+            family=family,
         )
     if type(optimizer) is FusedLamb:
-        return Traits(Sees.SHARDS_AND_PEERS, lambda shards, peers, ranks: LambUpdater(optimizer, shards, peers))
+        return Traits(Sees.SHARDS_AND_PEERS, lambda sub_groups, peers, ranks: LambUpdater(optimizer, sub_groups, peers))
     return _compressing(optimizer) or _muon(optimizer)
 
 
@@ -167,9 +169,9 @@ def _muon(optimizer: torch.optim.Optimizer) -> Traits | None:
     if type(optimizer) is not Muon:
         return None
 
-    def make(shards: Sequence[MasterShard], peers: Peers | None, ranks: Ranks | None) -> Updater:
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
         assert peers is not None, "where a rank has whole tensors Muon runs as itself"
-        return MuonUpdater(optimizer, shards, peers)
+        return MuonUpdater(optimizer, sub_groups, peers)
 
     return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)
 
@@ -185,9 +187,9 @@ def _compressing(optimizer: torch.optim.Optimizer) -> Traits | None:
         return None
     updater, highest_stage = known[type(optimizer)]
 
-    def make(shards: Sequence[MasterShard], peers: Peers | None, ranks: Ranks | None) -> Updater:
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
         assert ranks is not None, "the 1-bit optimizers need to know the other ranks"
-        return updater(optimizer, shards, ranks)
+        return updater(optimizer, sub_groups, ranks)
 
     return Traits(Sees.BUCKETS, make, highest_stage=highest_stage)
 

@@ -1,4 +1,4 @@
-"""The seam between the engine and an optimizer: reduced gradients in, updated weights out, shard by shard."""
+"""The seam between the engine and an optimizer: reduced gradients in, updated weights out, sub-group by sub-group."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Interval
-from hf_zero.optim.shards import MasterShard, MasterTensor
-from hf_zero.optim.shelf import Shelf
+from hf_zero.offload.sub_group import MasterTensor, SubGroup
+from hf_zero.optim.stager import StateStager
 from hf_zero.optim.stored import StateForm
 
 
 @dataclass(frozen=True, slots=True)
-class ShardGradients:
+class StepGradients:
     """Inputs of one step.
 
     Attributes:
-        reduced: one 1-D tensor per shard (summed over ranks); may be read while the shard is in place on the shelf. For
-            an updater that takes local gradients: of the whole bucket, from this rank alone.
+        of: the reduced gradient of a sub-group (1-D, summed over ranks), while the stager has that in place. For an
+            updater that takes local gradients: of the whole bucket, from this rank alone.
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
         wanted: the shards that have any gradient.
         skip: one element on the device; where it is not zero nothing may change. Only for updaters that obey it.
     """
 
-    reduced: Sequence[Tensor]
+    of: Callable[[SubGroup], Tensor]
     used: Set[int]
     scale: Tensor | float
-    wanted: Sequence[int]
+    wanted: Sequence[SubGroup]
     skip: Tensor | None = None
 
 
@@ -61,20 +61,20 @@ class Peers:
         rank: this one among them.
         world: how many they are.
         add_up: adds a small tensor up over the ranks, in place.
-        gather_whole: from a shard's values (1-D, as long as its master) on every rank to whole tensors in their own
-            shapes, for every parameter that has a part in the shard.
-        scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the shard (a
-            new tensor); what nobody gives is zero.
-        members: the parameters that have a part in a shard on any rank, in the order in which they lie.
+        gather_whole: from a sub-group's values (1-D, as long as its master) on every rank to whole tensors in their own
+            shapes, for every parameter that has a part in the sub-group.
+        scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the sub-group
+            (a new tensor); what nobody gives is zero.
+        members: the parameters that have a part in a sub-group on any rank, in the order in which they lie.
         spread: of every parameter, in the order of the layout.
     """
 
     rank: int
     world: int
     add_up: Callable[[Tensor], object]
-    gather_whole: Callable[[MasterShard, Tensor], Mapping[int, Tensor]]
-    scatter_whole: Callable[[MasterShard, Mapping[int, Tensor]], Tensor]
-    members: Callable[[MasterShard], Sequence[int]]
+    gather_whole: Callable[[SubGroup, Tensor], Mapping[int, Tensor]]
+    scatter_whole: Callable[[SubGroup, Mapping[int, Tensor]], Tensor]
+    members: Callable[[SubGroup], Sequence[int]]
     spread: Callable[[], Sequence[Spread]]
 
 
@@ -96,26 +96,26 @@ OF_WHOLE_TENSORS = "of_whole_tensors"
 
 
 class Updater(ABC):
-    """Runs one optimizer over all shards of this rank.
+    """Runs one optimizer over all sub-groups of this rank.
 
     Attributes:
-        shelf: brings what an update works on to where it runs; everything is there already unless it is replaced.
-        obeys_skip: whether a step heeds `ShardGradients.skip` without reading it; if not, the host decides beforehand.
+        stager: brings what an update works on to where it runs; everything is there already unless it is replaced.
+        obeys_skip: whether a step heeds `StepGradients.skip` without reading it; if not, the host decides beforehand.
     """
 
     obeys_skip = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Sequence[MasterShard]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup]) -> None:
         self.optimizer = optimizer
-        self.shards = tuple(shards)
-        self.shelf = Shelf(self.shards)
+        self.sub_groups = tuple(sub_groups)
+        self.stager = StateStager(self.sub_groups)
 
     @property
     def takes_local_gradients(self) -> bool:
         """Whether the next step wants this rank's own gradients of whole buckets, unreduced. The same on all ranks."""
         return False
 
-    def take_back(self) -> None:  # noqa: B027
+    def roll_back(self) -> None:  # noqa: B027
         """The last step was skipped by the device: it does not count. Only asked of those that obey."""
 
     def collect_state(self) -> None:  # noqa: B027
@@ -137,7 +137,7 @@ class Updater(ABC):
         return {}
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:  # noqa: B027
-        """Take back what `parameter_steps` gave, on any layout. Parameters that are not named keep the shard's."""
+        """Take back what `parameter_steps` gave, on any layout. Parameters that are not named keep the sub-group's."""
 
     def whole_state_names(self) -> tuple[str, ...] | None:
         """States that belong to whole tensors: () has none, None means that only the optimizer itself knows."""
@@ -172,8 +172,8 @@ class Updater(ABC):
         return False
 
     @abstractmethod
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
-        """Update the shards; yields the index of each as soon as its new weights are in place."""
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        """Update the sub-groups; yields each as soon as its new weights are in place."""
 
 
 class WholeStepUpdater(Updater):
@@ -193,7 +193,7 @@ class WholeStepUpdater(Updater):
 
     def _whole(self) -> dict[int, nn.Parameter]:
         """The tensors that are parameters in their own shape."""
-        tensors = (tensor for shard in self.shards for tensor in shard.tensors)
+        tensors = (tensor for sub_group in self.sub_groups for tensor in sub_group.tensors)
         return {tensor.whole: tensor.parameter for tensor in tensors if tensor.whole is not None}
 
     def parameter_steps(self) -> dict[int, int]:
@@ -225,33 +225,33 @@ class WholeStepUpdater(Updater):
                 self.optimizer.state[parameter] = copied(states[index], parameter.device)
 
     @torch.no_grad()
-    def step(self, gradients: ShardGradients) -> Iterator[int]:
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         options = Options(self.optimizer)
-        for batch in self.shelf.batches(gradients.wanted):
+        for batch in self.stager.batches(gradients.wanted):
             options.begin()
-            for index in batch:
-                self._hand_over(index, gradients)
+            for sub_group in batch:
+                self._hand_over(sub_group, gradients)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
-            for index in batch:
-                self.shelf.deliver(index)
-                yield index
+            for sub_group in batch:
+                self.stager.copy_to_lp(sub_group)
+                yield sub_group
 
-    def _hand_over(self, index: int, gradients: ShardGradients) -> None:
-        shard, reduced = self.shards[index], gradients.reduced[index]
-        for tensor in shard.tensors:
-            if self._is_used(shard, tensor, gradients.used):
-                part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(shard.master.dtype)
+    def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        reduced = gradients.of(sub_group)
+        for tensor in sub_group.tensors:
+            if self._is_used(sub_group, tensor, gradients.used):
+                part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(sub_group.master.dtype)
                 part = part * gradients.scale if gradients.scale != 1.0 else part
                 tensor.parameter.grad = part.view(tensor.parameter.shape)
 
     @staticmethod
-    def _is_used(shard: MasterShard, tensor: MasterTensor, used: Set[int]) -> bool:
+    def _is_used(sub_group: SubGroup, tensor: MasterTensor, used: Set[int]) -> bool:
         return any(
             piece.parameter in used
             and Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(tensor.interval) is not None
-            for piece in shard.pieces
+            for piece in sub_group.pieces
         )
 
 
@@ -286,7 +286,7 @@ class Options:
         if self._after not in (None, after):
             raise RuntimeError(
                 f"{self._name} computes numbers of its param groups from all parameters together, so it cannot be run "
-                'on one portion after the other. Set zero_optimization.offload_optimizer.device to "cpu".'
+                'on one sub-group after the other. Set zero_optimization.offload_optimizer.device to "cpu".'
             )
         self._after = after
 

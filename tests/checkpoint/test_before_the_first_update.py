@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.api.test_outside_forward import engine_of, step
 from tests.support.ranks import run_ranks
-from tests.zero.test_outside_forward import engine_of, step
 
 
 def _back_to_the_start(rank: int, folder: str, stage: int, optimizer: dict[str, Any], offload: bool) -> None:

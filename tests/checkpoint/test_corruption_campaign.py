@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_zero.api.engine import ZeroEngine
 from hf_zero.checkpoint import CheckpointError
-from hf_zero.checkpoint.deepspeed_format import MANIFEST
-from hf_zero.engine import ZeroEngine
+from hf_zero.checkpoint.deepspeed.keys import MANIFEST
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
 
@@ -29,7 +29,7 @@ def run_saving(rank: int, stage: int, root: str) -> None:
 
 def everything_in(engine: ZeroEngine) -> list[Tensor]:
     """Copies of all that a load changes."""
-    shards = engine.optimizer.shards
+    shards = engine.optimizer.sub_groups
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     counters = torch.tensor([engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_batch_iteration])
     tensors = [*engine.module.state_dict().values(), *(shard.master for shard in shards), counters]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.engine import ZeroEngine
-from hf_zero.entry import initialize
-from hf_zero.zero import consolidate
+from hf_zero.params import consolidation
 from tests.checkpoint.training import new_engine, settings, train
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -306,7 +306,7 @@ def run_watched_gathers(rank: int, root: str) -> tuple[int, int]:
     train(engine, rank, 2, range(1))
     alive: list[Any] = []
     peak = 0
-    original = consolidate.gather_whole
+    original = consolidation.all_gather_values
 
     def watched(handles: Any) -> Any:
         nonlocal peak
@@ -318,7 +318,7 @@ def run_watched_gathers(rank: int, root: str) -> tuple[int, int]:
         peak = max(peak, sum(storages.values()))
         return found
 
-    consolidate.gather_whole, consolidate.MAX_GATHERED_NUMEL = watched, 1
+    consolidation.all_gather_values, consolidation.MAX_GATHERED_NUMEL = watched, 1
     engine.save_16bit_model(root)
     return peak, sum(parameter.numel() * 4 for parameter in engine.module.parameters())
 

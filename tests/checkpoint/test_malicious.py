@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import CheckpointError, manifest, open_checkpoint, torch_reader
-from hf_zero.checkpoint.torch_file import write_torch_file
-from hf_zero.checkpoint.torch_reader import read_torch_file
+from hf_zero.checkpoint import CheckpointError, manifest, open_checkpoint
+from hf_zero.checkpoint.files import torch_reader
+from hf_zero.checkpoint.files.torch_file import write_torch_file
+from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from tests.checkpoint.training import new_engine
 from tests.checkpoint.writer import Setting, example, write
 

@@ -14,12 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.checkpoint import CheckpointError, inert, stream
-from hf_zero.checkpoint.crc import checksum, combine
-from hf_zero.checkpoint.safetensors_file import write_safetensors
-from hf_zero.checkpoint.stream import Arriving, Awaited, Streamed, streamed
-from hf_zero.checkpoint.torch_file import write_torch_file, write_torch_file_as_it_comes
-from hf_zero.checkpoint.torch_reader import check_records, read_torch_file
+from hf_zero.checkpoint import CheckpointError
+from hf_zero.checkpoint.deepspeed import classes
+from hf_zero.checkpoint.files import stream
+from hf_zero.checkpoint.files.crc import checksum, combine
+from hf_zero.checkpoint.files.safetensors_file import write_safetensors
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed, streamed
+from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
+from hf_zero.checkpoint.files.torch_reader import check_records, read_torch_file
 
 WEIGHT = torch.arange(35.0).view(5, 7)
 
@@ -35,9 +37,9 @@ def content() -> dict[str, Any]:
         "flags": torch.tensor([True, False]),
         "parts": Streamed(torch.bfloat16, (4, 5), (torch.arange(12.0), torch.arange(8.0))),
         "shape": torch.Size((2, 3)),
-        "stage": inert.ZeroStageEnum(2),
-        "scaler": inert.DynamicLossScaler(cur_scale=512.0),
-        "slices": [OrderedDict(a=inert.fragment_address(3, 4))],
+        "stage": classes.ZeroStageEnum(2),
+        "scaler": classes.DynamicLossScaler(cur_scale=512.0),
+        "slices": [OrderedDict(a=classes.fragment_address(3, 4))],
         "plain": {"text": "ä", "numbers": [1, 2.5, None, True]},
     }
 
@@ -50,7 +52,7 @@ def test_torch_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     check_records(path)
-    allowed = [(known, f"{home}.{known.__name__}") for known, home in inert.HOMES.items()]
+    allowed = [(known, f"{home}.{known.__name__}") for known, home in classes.HOMES.items()]
     with torch.serialization.safe_globals(allowed):
         by_torch = [torch.load(path, weights_only=True, mmap=mmap) for mmap in (True, False)]
     for read in (*by_torch, read_torch_file(path)):
@@ -61,7 +63,7 @@ def test_torch_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
             same = torch.equal(value, read[key]) if isinstance(value, torch.Tensor) else value == read[key]
             assert same, key
         assert read["weight"].data_ptr() == read["tied"].data_ptr() and read["weight"].data_ptr() % 64 == 0
-        assert type(read["stage"]) is inert.ZeroStageEnum
+        assert type(read["stage"]) is classes.ZeroStageEnum
 
 
 def test_tensors_that_arrive_later_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hf_zero import ds_to_universal
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.folder import find
+from hf_zero.checkpoint.deepspeed.folder import find
 from hf_zero.checkpoint.verify import check_together
 from hf_zero.comm.collectives import LoneCollectives
 from tests.checkpoint.writer import MOMENTS, Contents, Setting, example, write

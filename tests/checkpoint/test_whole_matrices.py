@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
+from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.whole_states import for_file, together
-from hf_zero.entry import initialize
 from hf_zero.optim.updater import StateSlice
 from tests.checkpoint.training import settings, train
 from tests.support.models import AwkwardMLP

@@ -1,7 +1,7 @@
 """Checkpoints that an earlier version wrote load to the same bits: they are kept here, with what is in them.
 
-`python -m tests.checkpoint.test_written_before` writes the missing ones. A file that exists stays as it is: rewriting it
-would make the test say nothing.
+`python -m tests.checkpoint.test_written_before` writes the missing ones. A file that exists stays as it is: a test of
+rewritten files would say nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
-from hf_zero.zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint import deepspeed_format as ds
-from hf_zero.checkpoint.states import (
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
     ModelWeights,
     OptimizerPart,

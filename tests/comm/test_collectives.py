@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger
+from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger, process_group
 from hf_zero.comm.collectives import LoneCollectives, own_shard
-from hf_zero.comm.exchange import ExchangeCollectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.native import NativeCollectives
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.torch_backend import NativeCollectives
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -133,6 +133,9 @@ def test_without_a_launcher_the_world_is_one_and_torch_distributed_works() -> No
 
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "4"}, {"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "1"}], ids=str)
-def test_contradictory_launcher_variables_are_named(environment: dict[str, str]) -> None:
+def test_contradictory_launcher_variables_are_named(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have made a world of one
     with mock.patch.dict(os.environ, environment, clear=True), pytest.raises(ValueError, match=r"RANK=.*WORLD_SIZE="):
         init_distributed()

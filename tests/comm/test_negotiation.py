@@ -365,7 +365,7 @@ def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object]) -> None:
-    from hf_zero.comm.host_negotiation import HostNegotiation
+    from hf_zero.comm.cpu.negotiation import HostNegotiation
 
     monkeypatch.setattr(HostNegotiation, name, stand_in)
 
@@ -377,7 +377,7 @@ def test_the_search_finds_a_rank_that_looks_after_nobody(monkeypatch: pytest.Mon
 
 
 def test_the_search_finds_ranks_that_serve_what_they_please(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.comm.host_negotiation import HostNegotiation
+    from hf_zero.comm.cpu.negotiation import HostNegotiation
 
     serve = HostNegotiation._serve
     broken(monkeypatch, "_serve", lambda self, unit, number, blocks: serve(self, 0, number, blocks))

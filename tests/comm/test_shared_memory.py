@@ -11,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.comm import MAX_SEND_BUFFERS, Pending, collectives_for, shared_memory
+from hf_zero.comm import MAX_SEND_BUFFERS, Pending, collectives_for
 from hf_zero.comm.collectives import own_shard
-from hf_zero.comm.exchange import ExchangeCollectives
-from hf_zero.comm.host import HostCollectives
+from hf_zero.comm.cpu import shared_memory
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from tests.support.ranks import RankFailure, run_ranks
 
 CPU = torch.device("cpu")

@@ -19,8 +19,6 @@ import enum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.comm.config import CommsLoggerConfig
-from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 def plain(value):
     value = value.value if isinstance(value, enum.Enum) else value
     return value if isinstance(value, (bool, int, float, str, type(None))) else "complex"
@@ -32,11 +30,6 @@ answer = {
     "zero_optimization.offload_param": fields(DeepSpeedZeroOffloadParamConfig),
     "fp16": fields(DeepSpeedFP16Config),
     "bf16": fields(DeepSpeedBF16Config),
-    "comms_logger": fields(CommsLoggerConfig),
-    "tensorboard": fields(TensorBoardConfig),
-    "csv_monitor": fields(CSVConfig),
-    "wandb": fields(WandbConfig),
-    "comet": fields(CometConfig),
 }
 """
 # Translated before the schema sees them.

@@ -10,7 +10,7 @@ from hf_zero.config import ConfigError, resolve
 
 BASE: dict[str, Any] = {"train_batch_size": 8}
 
-# path of the stray "auto" -> where the default then shows
+# path of the unfilled "auto" -> where the default then shows
 STRAYS = [
     ("zero_optimization.stage", lambda r: r.zero.stage == 0),
     ("zero_optimization.reduce_bucket_size", lambda r: r.zero.bucket_numel == 500_000_000),
@@ -41,7 +41,7 @@ def nested(path: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "is_default"), STRAYS)
-def test_stray_auto_is_the_default_and_is_noted(path: str, is_default: Any) -> None:
+def test_unfilled_auto_is_the_default_and_is_noted(path: str, is_default: Any) -> None:
     resolved = resolve({**BASE, **nested(path, "auto")}, world_size=1)
     assert is_default(resolved)
     assert any(note.startswith(f'{path}: "auto"') for note in resolved.notes)

@@ -21,8 +21,8 @@ from hf_zero.config import (
     load_config,
     resolve,
 )
-from hf_zero.config.fill import apply, drop_strays, fill, same
-from hf_zero.config.model_size import hidden_size
+from hf_zero.config.fill import apply, drop_unfilled, fill, same
+from hf_zero.config.offers import hidden_size
 
 DS_JSON = """{
     // comments and trailing commas are fine
@@ -282,13 +282,13 @@ def test_the_three_sizes_follow_from_the_hidden_size() -> None:
     assert [changes.values["zero_optimization", key] for key in keys] == [100, 90, 100]
 
 
-def test_strays_are_taken_out_where_others_would_trip_on_them() -> None:
+def test_unfilled_autos_are_taken_out_where_others_would_trip_on_them() -> None:
     config = load_config(
         {"fp16": {"loss_scale": "auto"}, "scheduler": {"params": {"total_num_steps": "auto"}}, "log_level": "auto"}
     )
-    drop_strays(config, keep="scheduler.params")
+    drop_unfilled(config, keep="scheduler.params")
     assert config == {"fp16": {}, "scheduler": {"params": {"total_num_steps": "auto"}}}
-    drop_strays(config)
+    drop_unfilled(config)
     assert config == {"fp16": {}, "scheduler": {"params": {}}}
 
 

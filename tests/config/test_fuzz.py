@@ -20,7 +20,7 @@ from hf_zero.config import (
     resolve,
 )
 from hf_zero.config.canonical import normalise
-from hf_zero.config.fill import apply, drop_strays, fill, strays
+from hf_zero.config.fill import apply, drop_unfilled, fill, unfilled_autos
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.names import all_paths
 
@@ -96,7 +96,7 @@ def check(config: dict[Any, Any], around: tuple[Any, Any, Any] = (None, None, No
 
 
 def prepare_like_the_flows(config: dict[Any, Any], around: tuple[Any, Any, Any]) -> None:
-    """What the takeovers do to a config in place: fill, drop what is left over, put into form."""
+    """What the patches do to a config in place: fill, drop what is left over, put into form."""
     training, accelerator, model = around
     try:
         own = load_config(config)
@@ -105,8 +105,8 @@ def prepare_like_the_flows(config: dict[Any, Any], around: tuple[Any, Any, Any])
         return
     views = Views(world_size=2, training=training, accelerator=accelerator, model=model)
     apply(own, fill(own, views))
-    drop_strays(own)
-    assert strays(own) == []
+    drop_unfilled(own)
+    assert unfilled_autos(own) == []
 
 
 def assert_sane(resolved: Resolved) -> None:

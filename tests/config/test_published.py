@@ -7,73 +7,24 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ConfigError, load_config, resolve
+from tests.config.wild import ADAMW, CPU, FP16_AUTO, LLAMA_FACTORY_2, STAGE_3, WARMUP
 
-OFFLOAD_CPU = {"device": "cpu", "pin_memory": True}
 NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
 AIO = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
-FP16_ON = {
-    "enabled": True,
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
+FP16_ON = {**FP16_AUTO, "enabled": True}
 FILLED_SCHEDULE = {
     "type": "WarmupDecayLR",
     "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-4, "warmup_num_steps": 1, "total_num_steps": 60},
 }
-STAGE_3 = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
-STAGE_2 = {
-    "stage": 2,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 5e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 5e8,
-    "contiguous_gradients": True,
-    "round_robin_gradients": True,
-}
-SPARSE_ATTENTION = {
-    "mode": "fixed",
-    "block": 16,
-    "different_layout_per_head": True,
-    "num_local_blocks": 4,
-    "num_global_blocks": 1,
-    "attention": "bidirectional",
-    "horizontal_global_attention": False,
-    "num_different_global_patterns": 4,
-    "num_random_blocks": 0,
-    "local_window_blocks": [4],
-    "global_block_indices": [0],
-    "global_block_end_indices": None,
-    "num_sliding_window_blocks": 3,
-}
+STAGE_2 = LLAMA_FACTORY_2
 # A whole file after the style of the Trainer guides: every section present, the unused ones empty.
 EVERYTHING = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "steps_per_print": 100,
     "wall_clock_breakdown": False,
-    "optimizer": {
-        "type": "Adam",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
+    "optimizer": {**ADAMW, "type": "Adam"},
+    "scheduler": WARMUP,
     "fp16": {"enabled": "auto", "auto_cast": False, "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1},
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
@@ -107,12 +58,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True},
     },
     "communication dtype": {"communication_data_type": "fp32"},
-    "AdamW, all auto": {
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        }
-    },
+    "AdamW, all auto": {"optimizer": ADAMW},
     "Adam with numbers": {
         "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
     },
@@ -179,8 +125,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
     },
-    "stage 2 with CPU offload": {"zero_optimization": {**STAGE_2, "offload_optimizer": OFFLOAD_CPU}},
-    "parameters offloaded at stage 2": {"zero_optimization": {**STAGE_2, "offload_param": OFFLOAD_CPU}},
+    "stage 2 with CPU offload": {"zero_optimization": {**STAGE_2, "offload_optimizer": CPU}},
+    "parameters offloaded at stage 2": {"zero_optimization": {**STAGE_2, "offload_param": CPU}},
     "stage 3 with NVMe, aio in the wrong place": {
         "zero_optimization": {
             **STAGE_3,
@@ -211,7 +157,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "zero_optimization.zero_quantized_gradients",
         ],
     ),
-    "sparse attention": ({"sparse_attention": SPARSE_ATTENTION}, ["sparse_attention"]),
+    "sparse attention": (
+        {"sparse_attention": {"mode": "fixed", "block": 16}},
+        ["sparse_attention"],
+    ),
 }
 
 # Shown in guides, but placeholders rather than JSON: the message says where reading stopped, and why.

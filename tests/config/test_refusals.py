@@ -1,4 +1,4 @@
-"""What is not built is refused by name, with the reason; what changes nothing is accepted and noted."""
+"""What is not supported is refused by name, with the reason; what changes nothing is accepted and noted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("zero_optimization.offload_optimizer.super_offload", True, "it is an update that may be undone"),
     ("aio.use_gds", True, "through host memory"),
     ("zero_optimization.offload_optimizer.device", "disk", "must be 'none', 'cpu' or 'nvme'"),
-    ("zero_optimization", {"stage": 3, "zero_quantized_weights": True}, "ZeRO++ is not built"),
-    ("zero_optimization", {"stage": 3, "zero_quantized_gradients": True}, "ZeRO++ is not built"),
-    ("zero_optimization", {"stage": 3, "zero_quantized_nontrainable_weights": True}, "ZeRO++ is not built"),
-    ("zero_optimization", {"stage": 3, "zero_hpz_partition_size": 8}, "ZeRO++ is not built"),
-    ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}, "ZeRO++ is not built"),
-    ("zero_optimization.mics_shard_size", 4, "MiCS is not built"),
+    ("zero_optimization", {"stage": 3, "zero_quantized_weights": True}, "ZeRO++ is not supported"),
+    ("zero_optimization", {"stage": 3, "zero_quantized_gradients": True}, "ZeRO++ is not supported"),
+    ("zero_optimization", {"stage": 3, "zero_quantized_nontrainable_weights": True}, "ZeRO++ is not supported"),
+    ("zero_optimization", {"stage": 3, "zero_hpz_partition_size": 8}, "ZeRO++ is not supported"),
+    ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}, "ZeRO++ is not supported"),
+    ("zero_optimization.mics_shard_size", 4, "MiCS is not supported"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every update is complete"),
     ("zero_optimization.legacy_stage1", True, "there is one stage 1"),
     ("data_types.buffer_dtype", "bf16", "buffers always keep the dtype they came with"),
@@ -34,9 +34,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("amp", {"enabled": True, "num_losses": 2}, "there is one loss scale"),
     ("msamp", {"enabled": True, "opt_level": "O1"}, "MS-AMP is retired"),
     ("managed_gradient_accumulation", False, "not available"),
-    ("sequence_parallel_size", 2, "only data parallelism is built"),
-    ("tensor_parallel.autotp_size", 2, "only data parallelism is built"),
-    ("tensor_parallel.tp.tp_size", 2, "only data parallelism is built"),
+    ("sequence_parallel_size", 2, "only data parallelism is supported"),
+    ("tensor_parallel.autotp_size", 2, "only data parallelism is supported"),
+    ("tensor_parallel.tp.tp_size", 2, "only data parallelism is supported"),
     ("tensorboard", {"enabled": True, "output_path": "logs"}, "report_to"),
     ("wandb", {"enabled": True}, "report_to"),
     ("csv_monitor", {"enabled": True}, "report_to"),
@@ -47,12 +47,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("data_efficiency", {"enabled": True}, "data is left to the script"),
     ("data_efficiency", {"data_routing": {"random_ltd": {"enabled": True}}}, "data is left to the script"),
     ("curriculum_learning", {"enabled": True, "curriculum_type": "seqlen"}, "data is left to the script"),
-    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "not built"),
+    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "not supported"),
     ("elasticity", {"enabled": True, "micro_batch_sizes": [2, 4]}, "batch sizes are taken as written"),
     ("sparse_attention", {"mode": "fixed", "block": 16}, "attention is left to the model"),
-    ("progressive_layer_drop", {"enabled": True}, "not built"),
-    ("compile", {"deepcompile": True}, "not built"),
-    ("hybrid_engine", {"enabled": True}, "not built"),
+    ("progressive_layer_drop", {"enabled": True}, "not supported"),
+    ("compile", {"deepcompile": True}, "not supported"),
+    ("hybrid_engine", {"enabled": True}, "not supported"),
     ("dump_state", True, "not available"),
     ("memory_breakdown", True, "not available"),
     ("optimizer", {"type": "AdamW", "legacy_fusion": True}, "one step signature"),
@@ -193,14 +193,18 @@ def test_all_problems_come_at_once() -> None:
     config = {
         "train_batch_size": 7,
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 5, "reduce_bucket_size": "many", "offload_param": {"device": "disk"}},
+        "zero_optimization": {
+            "stage": 5,
+            "reduce_bucket_size": "many",
+            "offload_param": {"device": "disk"},
+            "leaf_module": {"classes": [1, "a", 2]},
+        },
         "fp16": {"enabled": True, "loss_scale": -1},
         "bf16": {"enabled": True},
         "optimizer": {"type": "MuAdam"},
         "scheduler": {"type": "OneCycle"},
         "gradient_clipping": -1,
         "gradient_acumulation_steps": 1,
-        "elasticity": {"micro_batch_sizes": [1, "a", "b"]},
     }
     with pytest.raises(ConfigError) as caught:
         resolve(config, world_size=2)
@@ -216,8 +220,8 @@ def test_all_problems_come_at_once() -> None:
         "scheduler.params.cycle_max_lr",
         "gradient_clipping",
         "gradient_acumulation_steps",
-        "elasticity.micro_batch_sizes[1]",
-        "elasticity.micro_batch_sizes[2]",
+        "zero_optimization.leaf_module.classes[0]",
+        "zero_optimization.leaf_module.classes[2]",
     }
     message = str(caught.value)
     assert "(13 problems)" in message

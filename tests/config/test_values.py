@@ -26,7 +26,7 @@ def problems(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(problem.path, problem.rule, problem.fix) for problem in caught.value.problems]
 
 
-def test_honoured_keys_reach_their_policy() -> None:
+def test_supported_keys_reach_their_policy() -> None:
     assert given("zero_optimization.stage", 2.0).zero.stage == 2
     assert given("zero_optimization.reduce_bucket_size", "5e7").zero.bucket_numel == 50_000_000
     assert given("zero_optimization.allgather_bucket_size", 2e8).zero.bucket_numel == 200_000_000
@@ -127,7 +127,10 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("fp16.hysteresis", -1, "must be at least 0"),
     ("fp16.loss_scale_window", 0, "must be at least 1"),
     ("data_parallel_size", 4, "every rank is data parallel, and there are 1"),
-    ("tensorboard", {"output_path": None}, "must be text"),
+    ("optimizer", {"type": 3}, "must be text"),
+    ("tensorboard", {"enabled": "perhaps"}, "enabled must be true or false"),
+    ("tensorboard", {"enabeld": True}, 'did you mean "enabled"?'),
+    ("tensorboard", True, "must be an object"),
     ("timers.throughput.enabled", "?", "must be true or false"),
 ]
 
@@ -266,5 +269,5 @@ def test_every_field_says_what_it_does() -> None:
         assert section is not None
         field, verdict = section.model_fields[name], verdict_of(section.model_fields[name])
         assert field.description, path
-        assert verdict.why or verdict.kind in ("honoured", "detail", "check"), path
+        assert verdict.why or verdict.kind in ("supported", "detail", "check"), path
         assert subsection(field) is None or subsection(field).__doc__, path  # type: ignore[union-attr]

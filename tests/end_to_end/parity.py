@@ -89,7 +89,7 @@ class Case:
         return {**sizes, "stage3_gather_16bit_weights_on_model_save": True}
 
     def places(self, drive: Path) -> dict[str, Any]:
-        """Where things are kept; in portions that are smaller than the model."""
+        """Where things are kept; in sub-groups that are smaller than the model."""
         if not self.offload:
             return {}
         drive.mkdir(exist_ok=True)

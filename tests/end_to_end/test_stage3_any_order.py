@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.comm import shared_memory
+from hf_zero.comm.cpu import shared_memory
 from tests.end_to_end.stage3 import (
     RECIPE,
     WIDTH,

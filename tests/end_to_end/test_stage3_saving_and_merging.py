@@ -31,7 +31,7 @@ LIMITS = (
     "stage3_prefetch_bucket_size",
 )
 NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
-# What is not resident stays gathered after an evaluation, as in models that are not tiny.
+# What is not persistent stays gathered after an evaluation, as in models that are not tiny.
 STAYS = {"stage3_param_persistence_threshold": 0}
 all_limits = pytest.mark.parametrize("limits", [NOTHING_STAYS, STAYS, {}], ids=["zero", "stays", "defaults"])
 both_limits = pytest.mark.parametrize("limits", [NOTHING_STAYS, {}], ids=["zero", "defaults"])

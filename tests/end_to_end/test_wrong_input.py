@@ -54,7 +54,7 @@ REFUSED = [
     pytest.param(with_stage(7), r"stage", id="unknown-stage"),
     pytest.param(
         {**GOOD, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-        r"zero_quantized_weights.*\n.*not built",
+        r"zero_quantized_weights.*\n.*not supported",
         id="not-built",
     ),
     pytest.param(without_batch(), "batch", id="no-batch-size"),

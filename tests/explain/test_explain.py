@@ -62,7 +62,7 @@ def test_every_key_with_value_source_and_effect(
     assert table["zero_optimization.reduce_bucket_size"][:2] == (100, "model.config.n_embd = 10")
     assert table["zero_optimization.overlap_comm"][:2] == ("auto", "nobody fills this: the default")
     assert table["zero_optimization.contiguous_gradients"][2].startswith("no effect: gradients always go")
-    assert table["zero_optimization.sub_group_size"][2].startswith("Size of the portions of an offloaded update")
+    assert table["zero_optimization.sub_group_size"][2].startswith("Size of the sub-groups of an offloaded update")
     assert table["gradient_allreduce_op"][:2] == ("mean", "default")
     assert "zero_optimization.stage3_prefetch_bucket_size" not in table
     assert content["notes"][-1] == "--my_own_flag: not a flag of TrainingArguments, left aside"

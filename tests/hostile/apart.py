@@ -8,7 +8,8 @@ from unittest import mock
 
 from torch import nn, optim
 
-from hf_zero.comm import process_group, shared_memory
+from hf_zero.comm import process_group
+from hf_zero.comm.cpu import shared_memory
 from tests.hostile.body import make_zero_engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,16 @@ def full(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
 def beside_real(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """hf_zero next to an installed (imitated) real DeepSpeed."""
     return Site.empty(tmp_path_factory.mktemp("beside")).unpack(wheel).add_real_deepspeed()
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A launched job of one rank, without what earlier tests left in the libraries' globals."""
+    from tests.integration.flows import clean  # here: other tests want nothing of these libraries
+
+    clean()
+    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    yield
+    clean()

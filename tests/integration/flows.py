@@ -30,6 +30,11 @@ DECAY = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "
 WARMUP_DECAY = {"type": "WarmupDecayLR", "params": DECAY}
 
 
+def one_step(**sections: Any) -> dict[str, Any]:
+    """BASE without accumulation, and these sections."""
+    return {**BASE, "gradient_accumulation_steps": 1, **sections}
+
+
 def clean() -> None:
     """Accelerate and transformers keep their state in globals."""
     for state in (AcceleratorState, GradientState, PartialState):

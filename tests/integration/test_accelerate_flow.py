@@ -17,25 +17,16 @@ hf_zero.install()
 
 from hf_zero import ConfigError, DummyOptim, DummyScheduler  # noqa: E402
 
-from .flows import ADAMW, BASE, WARMUP_DECAY, accelerator, clean, heard, loader, write  # noqa: E402
+from .flows import ADAMW, WARMUP_DECAY, accelerator, heard, loader, one_step, write  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    clean()
-    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
+def fresh(one_rank: None) -> Iterator[None]:
     with heard() as said:
         yield
     assert not [line for line in said if "steps aside" in line]
-    clean()
-
-
-def config(**sections: Any) -> dict[str, Any]:
-    return {**BASE, "gradient_accumulation_steps": 1, **sections}
 
 
 def prepared(given: Any, optimizer: str, scheduler: str | None, **options: Any) -> tuple[Any, Any]:
@@ -68,79 +59,79 @@ def refused(given: Any, optimizer: str, scheduler: str | None, **options: Any) -
 
 
 def test_both_sections_with_both_dummies() -> None:
-    engine, _ = prepared(config(optimizer=ADAMW, scheduler=WARMUP_DECAY), "dummy", "dummy")
+    engine, _ = prepared(one_step(optimizer=ADAMW, scheduler=WARMUP_DECAY), "dummy", "dummy")
     (group,) = engine.optimizer.param_groups
     assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.9, 0.999), 1e-8)
     assert engine.lr_scheduler.max_lrs == [0.02] and engine.config["scheduler"]["params"]["total_num_steps"] == 10
 
 
 def test_no_section_with_real_objects() -> None:
-    engine, schedule = prepared(config(), "real", "real")
+    engine, schedule = prepared(one_step(), "real", "real")
     assert type(engine.optimizer.optimizer) is torch.optim.SGD and engine.lr_scheduler is None
     assert type(schedule.scheduler) is LambdaLR
     assert engine.config["zero_allow_untested_optimizer"] is True
 
 
 def test_scheduler_section_with_a_real_optimizer() -> None:
-    engine, _ = prepared(config(scheduler=WARMUP_DECAY), "real", "dummy")
+    engine, _ = prepared(one_step(scheduler=WARMUP_DECAY), "real", "dummy")
     assert type(engine.optimizer.optimizer) is torch.optim.SGD
     assert type(engine.lr_scheduler).__name__ == "WarmupDecayLR" and engine.lr_scheduler.max_lrs == [0.1]
 
 
 def test_a_dummy_optimizer_with_a_real_scheduler() -> None:
-    message = refused(config(optimizer=ADAMW), "dummy", "real")
+    message = refused(one_step(optimizer=ADAMW), "dummy", "real")
     assert "only `accelerate.utils.DummyScheduler` can go with `accelerate.utils.DummyOptim`" in message
     assert "lr_scheduler_callable" in message
 
 
 def test_a_dummy_optimizer_with_a_schedule_made_later() -> None:
-    engine, _ = prepared(config(optimizer=ADAMW), "dummy", "callable")
+    engine, _ = prepared(one_step(optimizer=ADAMW), "dummy", "callable")
     assert type(engine.lr_scheduler) is LambdaLR
     assert engine.lr_scheduler.optimizer is engine.optimizer.optimizer
 
 
 def test_an_optimizer_in_file_and_code(tmp_path: Path) -> None:
-    path = write(tmp_path, config(optimizer=ADAMW))
+    path = write(tmp_path, one_step(optimizer=ADAMW))
     message = refused(str(path), "real", None)
     assert f"optimizer = 'AdamW'  [{path}:" in message and "given to prepare() = 'SGD'  [the script]" in message
     assert "in the config and in the code at the same time" in message and "`accelerate.utils.DummyOptim`" in message
 
 
 def test_a_dummy_optimizer_without_a_section() -> None:
-    message = refused(config(), "dummy", None)
+    message = refused(one_step(), "dummy", None)
     assert "cannot create a `DummyOptim` without an optimizer section" in message and "AdamW" in message
 
 
 def test_a_scheduler_in_file_and_code() -> None:
-    message = refused(config(scheduler=WARMUP_DECAY), "real", "real")
+    message = refused(one_step(scheduler=WARMUP_DECAY), "real", "real")
     assert "scheduler = 'WarmupDecayLR'" in message and "given to prepare() = 'LambdaLR'" in message
     assert "remove the section scheduler from the config" in message
 
 
 def test_a_dummy_scheduler_without_section_or_callable() -> None:
-    message = refused(config(), "real", "dummy")
+    message = refused(one_step(), "real", "dummy")
     assert "there is none" in message and "`lr_scheduler_callable`" in message
 
 
 def test_several_wrong_objects_and_keys_are_named_together() -> None:
-    message = refused(config(optimizer=ADAMW, scheduler=WARMUP_DECAY, zero_optimisation=1), "real", "real")
+    message = refused(one_step(optimizer=ADAMW, scheduler=WARMUP_DECAY, zero_optimisation=1), "real", "real")
     assert "(3 problems)" in message
 
 
 # Autos
 
 
-def test_stray_autos_are_no_error() -> None:
-    strays = {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto", "reduce_bucket_size": "auto"}
+def test_unfilled_autos_are_no_error() -> None:
+    unfilled = {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto", "reduce_bucket_size": "auto"}
     types = {"keep_in_fp32_modules": "auto"}
-    given = config(zero_optimization=strays, fp16={"enabled": False, "loss_scale": "auto"}, data_types=types)
+    given = one_step(zero_optimization=unfilled, fp16={"enabled": False, "loss_scale": "auto"}, data_types=types)
     engine, _ = prepared(given, "real", None)
     # A model without config: 8 is what its matrices share.
     assert engine.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 64}
 
 
 def test_betas_and_eps_come_from_the_dummy_optimizer() -> None:
-    acc = accelerator(config(optimizer=ADAMW))
+    acc = accelerator(one_step(optimizer=ADAMW))
     model = torch.nn.Linear(8, 8)
     engine, _, _ = acc.prepare(model, DummyOptim(model.parameters(), betas=(0.8, 0.9), eps=1e-5), loader())
     (group,) = engine.optimizer.param_groups
@@ -148,7 +139,7 @@ def test_betas_and_eps_come_from_the_dummy_optimizer() -> None:
 
 
 def test_batch_sizes_come_from_loaders_prepared_before() -> None:
-    acc = accelerator(config(), gradient_accumulation_steps=1)
+    acc = accelerator(one_step(), gradient_accumulation_steps=1)
     acc.prepare(loader(4))
     model = torch.nn.Linear(8, 8)
     engine, _ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -156,7 +147,7 @@ def test_batch_sizes_come_from_loaders_prepared_before() -> None:
 
 
 def test_no_loader_at_all_says_what_to_give() -> None:
-    acc = accelerator(config())
+    acc = accelerator(one_step())
     model = torch.nn.Linear(8, 8)
     with pytest.raises(ConfigError, match="from the dataloader given to prepare") as caught:
         acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -164,7 +155,7 @@ def test_no_loader_at_all_says_what_to_give() -> None:
 
 
 def test_a_loader_without_batch_size_says_what_to_give() -> None:
-    acc = accelerator(config())
+    acc = accelerator(one_step())
     model = torch.nn.Linear(8, 8)
     with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
         acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(None))
@@ -172,7 +163,7 @@ def test_a_loader_without_batch_size_says_what_to_give() -> None:
 
 @pytest.mark.parametrize(("smallest", "expected"), [(True, 2), (False, 4)])
 def test_the_smallest_or_the_largest_batch(smallest: bool, expected: int) -> None:
-    acc = accelerator(config())
+    acc = accelerator(one_step())
     acc.deepspeed_plugin.is_train_batch_min = smallest
     model = torch.nn.Linear(8, 8)
     engine, *_ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(2), loader(4))
@@ -180,7 +171,7 @@ def test_the_smallest_or_the_largest_batch(smallest: bool, expected: int) -> Non
 
 
 def test_an_unknown_total_says_where_to_give_it() -> None:
-    acc = accelerator(config(optimizer=ADAMW, scheduler=WARMUP_DECAY))
+    acc = accelerator(one_step(optimizer=ADAMW, scheduler=WARMUP_DECAY))
     model = torch.nn.Linear(8, 8)
     optimizer = DummyOptim(model.parameters())
     with pytest.raises(ConfigError, match="nobody knows the number of updates") as caught:
@@ -191,30 +182,30 @@ def test_an_unknown_total_says_where_to_give_it() -> None:
 def test_an_unpublished_hidden_size_is_found() -> None:
     model = torch.nn.Linear(8, 8)
     model.config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=5))  # type: ignore[assignment]
-    acc = accelerator(config(zero_optimization={"stage": 1, "reduce_bucket_size": "auto"}))
+    acc = accelerator(one_step(zero_optimization={"stage": 1, "reduce_bucket_size": "auto"}))
     engine, *_ = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
     assert engine.config["zero_optimization"]["reduce_bucket_size"] == 64
 
 
 def test_accumulation_in_the_file_wins_over_the_accelerator() -> None:
-    engine, _ = prepared({**config(), "gradient_accumulation_steps": 4}, "real", None, gradient_accumulation_steps=2)
+    engine, _ = prepared({**one_step(), "gradient_accumulation_steps": 4}, "real", None, gradient_accumulation_steps=2)
     assert engine.gradient_accumulation_steps() == 4
 
 
 def test_accumulation_of_the_accelerator_fills_an_auto() -> None:
-    given = {**config(), "gradient_accumulation_steps": "auto"}
+    given = {**one_step(), "gradient_accumulation_steps": "auto"}
     engine, _ = prepared(given, "real", None, gradient_accumulation_steps=2)
     assert engine.get_batch_info() == (4, 2, 2)
 
 
 def test_accumulation_of_the_accelerator_holds_where_the_file_says_nothing() -> None:
-    given = {key: value for key, value in config().items() if key != "gradient_accumulation_steps"}
+    given = {key: value for key, value in one_step().items() if key != "gradient_accumulation_steps"}
     engine, _ = prepared(given, "real", None, gradient_accumulation_steps=2)
     assert engine.get_batch_info() == (4, 2, 2)
 
 
 def test_the_stand_in_states_what_the_file_leaves_out() -> None:
-    engine, _ = prepared(config(optimizer={"type": "AdamW"}), "dummy", None)
+    engine, _ = prepared(one_step(optimizer={"type": "AdamW"}), "dummy", None)
     assert engine.optimizer.param_groups[0]["lr"] == 0.02
     assert engine.optimizer.param_groups[0]["weight_decay"] == 0.3
 
@@ -223,7 +214,7 @@ def test_the_stand_in_states_what_the_file_leaves_out() -> None:
 
 
 def test_a_precision_flag_against_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, config(bf16={"enabled": True}))
+    path = write(tmp_path, one_step(bf16={"enabled": True}))
     with pytest.raises(ConfigError) as caught:
         accelerator(str(path), mixed_precision="fp16")
     message = str(caught.value)
@@ -233,7 +224,7 @@ def test_a_precision_flag_against_the_file(tmp_path: Path) -> None:
 
 def test_a_precision_flag_that_the_file_switches_off_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with heard() as said:
-        accelerator(config(bf16={"enabled": False}), mixed_precision="bf16")
+        accelerator(one_step(bf16={"enabled": False}), mixed_precision="bf16")
     assert any("the config decides, and training is not in bf16" in line for line in said)
 
 
@@ -242,5 +233,5 @@ def test_a_client_optimizer_under_offload_stays_itself() -> None:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     assert upstream.map_pytorch_optim_to_deepspeed(optimizer) is optimizer
-    engine, _ = prepared(config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}), "real", None)
+    engine, _ = prepared(one_step(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}), "real", None)
     assert type(engine.optimizer.optimizer) is torch.optim.SGD

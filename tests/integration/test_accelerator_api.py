@@ -23,7 +23,7 @@ hf_zero.install()
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, DummyOptim, DummyScheduler  # noqa: E402
 
-from hf_zero.zero.gathered import GatheredParameters  # noqa: E402
+from hf_zero.api.gathered_parameters import GatheredParameters  # noqa: E402
 from tests.integration.flows import clean  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.reference import assert_same_weights  # noqa: E402

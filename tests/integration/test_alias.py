@@ -76,7 +76,7 @@ def test_every_name_of_the_alias_exists_and_comes_from_its_home(full: Site) -> N
     """Walks the alias by `dir`, so that a home that moved, or a name misspelled in a table, fails here."""
     code = f"""
         import importlib, sys
-        from hf_zero.integration.homes import HOMES, SAME_MODULE
+        from hf_zero.integration.names.homes import HOMES, SAME_MODULE
         wanted = {{*open({str(deepspeed_names.MODULES)!r}).read().split(), *HOMES, *SAME_MODULE}}
         names, broken = 0, []
         for module in [importlib.import_module(f"deepspeed.{{name}}".rstrip(".")) for name in sorted(wanted)]:
@@ -101,11 +101,11 @@ def test_the_tables_of_names_are_those_of_the_real_package(oracle: str) -> None:
 
 def test_names_are_the_objects_of_hf_zero(full: Site) -> None:
     code = """
-        import deepspeed, hf_zero, hf_zero.comm, hf_zero.engine, hf_zero.schedules, torch.distributed
+        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules, torch.distributed
         from deepspeed import DeepSpeedEngine, comm
         from deepspeed.utils import logger
         answer = [
-            deepspeed.initialize is hf_zero.initialize, DeepSpeedEngine is hf_zero.engine.ZeroEngine,
+            deepspeed.initialize is hf_zero.initialize, DeepSpeedEngine is hf_zero.api.engine.ZeroEngine,
             isinstance(DeepSpeedEngine, type), deepspeed.init_distributed is comm.init_distributed,
             comm.all_reduce is torch.distributed.all_reduce, comm.get_rank is hf_zero.comm.get_rank,
             deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.VALID_LR_SCHEDULES,

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,32 +26,23 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig  # noqa
 from hf_zero.config import ConfigError, ModelView, Views, load_config, resolve  # noqa: E402
 from hf_zero.config.canonical import normalise  # noqa: E402
 from hf_zero.config.fill import apply, fill  # noqa: E402
-from hf_zero.integration.takeovers import MARK  # noqa: E402
-from hf_zero.integration.views import training_view  # noqa: E402
+from hf_zero.integration.huggingface.views import training_view  # noqa: E402
+from hf_zero.integration.patches import MARK  # noqa: E402
 from tests.config.deepspeed_answers import ask_deepspeed  # noqa: E402
 from tests.config.test_published import ACCEPTED, REFUSED  # noqa: E402
 
 from .combinations import COUNT, Combination, combinations  # noqa: E402
 from .flows import ADAMW, accelerator, clean, loader  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 ALL = list(combinations())
 HIDDEN = 16
 
 
 @pytest.fixture
-def plain(fresh: None, tmp_path: Path) -> TrainingArguments:
+def plain(one_rank: None, tmp_path: Path) -> TrainingArguments:
     """TrainingArguments without any ds.json; the combinations change copies of it."""
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="no")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    clean()
-    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    yield
-    clean()
 
 
 def original(function: Any) -> Any:

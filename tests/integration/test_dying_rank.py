@@ -20,8 +20,8 @@ import hf_zero
 hf_zero.install()
 
 from hf_zero import comm  # noqa: E402
-from hf_zero.comm import obituary  # noqa: E402
-from hf_zero.comm.obituary import _place, _Process  # noqa: E402
+from hf_zero.comm import dead_ranks  # noqa: E402
+from hf_zero.comm.dead_ranks import _place, _Process  # noqa: E402
 from tests.integration.flows import BASE, clean, trainer  # noqa: E402
 from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
 
@@ -128,15 +128,15 @@ def test_a_timeout_reaches_what_is_already_connected() -> None:
     assert run_ranks(run_raised, 2) == [[33.0, 33.0]] * 2
 
 
-def test_an_obituary_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
+def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    while not obituary._has_ended(ended.pid):  # not collected yet, as under a launcher
+    while not dead_ranks._has_ended(ended.pid):  # not collected yet, as under a launcher
         time.sleep(0.01)
     here = _Process(1, "this-one", _place(), ended.pid)
     alive = _Process(2, "this-one", _place(), os.getpid())
     away = _Process(3, "another-one", "elsewhere", 1)
-    assert f"rank 1 (process {ended.pid}) on this-one is gone" in obituary.obituary([alive, here, away])
+    assert f"rank 1 (process {ended.pid}) on this-one is gone" in dead_ranks.describe_dead([alive, here, away])
     ended.wait()
-    assert "rank 1 " in obituary.obituary([here])
-    assert "one on another-one has ended" in obituary.obituary([alive, away], patience_s=0)
-    assert "does not answer" in obituary.obituary([alive], patience_s=0)
+    assert "rank 1 " in dead_ranks.describe_dead([here])
+    assert "one on another-one has ended" in dead_ranks.describe_dead([alive, away], patience_s=0)
+    assert "does not answer" in dead_ranks.describe_dead([alive], patience_s=0)

@@ -9,15 +9,10 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from hf_zero.integration.accelerator import Accelerator, get_accelerator
-from hf_zero.integration.arguments import add_config_arguments
-from hf_zero.integration.helpers import (
-    OnDevice,
-    RepeatingLoader,
-    clone_tensors_for_torch_save,
-    log_summary,
-    see_memory_usage,
-)
+from hf_zero.integration.compat.accelerator import Accelerator, get_accelerator
+from hf_zero.integration.compat.arguments import add_config_arguments
+from hf_zero.integration.compat.logs import log_summary, see_memory_usage
+from hf_zero.integration.compat.utils import OnDevice, RepeatingLoader, clone_tensors_for_torch_save
 from hf_zero.log import log_dist, logger
 
 Pair = namedtuple("Pair", "left right")

@@ -65,7 +65,7 @@ STAGE_3_ON_DRIVES = (
     Row("zero3_save_16bit_model", "true", "saves_16bit", True),
     Row("deepspeed_moe_layer_cls_names", "Block", "leaves", ["Block"]),
 )
-OURS = (("type", "DEEPSPEED"), ("HF_ZERO", "1"), ("engine", "hf_zero.engine"))
+OURS = (("type", "DEEPSPEED"), ("HF_ZERO", "1"), ("engine", "hf_zero.api.engine"))
 ON_CPU = (("ranks", 2), ("batches", 8), ("device", "cpu"), ("backend", "gloo"))
 AUTOS = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -108,7 +108,7 @@ CASES = (
         machine=(("distributed_type", "DEEPSPEED"), ("num_processes", 2), ("machine_rank", 0), ("num_machines", 1),
                  ("main_training_function", "main"), ("downcast_bf16", "no"), ("rdzv_backend", "static"),
                  ("same_network", True), ("enable_cpu_affinity", False)),
-        reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", "hf_zero.engine"), *ON_CPU, ("updates", 8)),
+        reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", "hf_zero.api.engine"), *ON_CPU, ("updates", 8)),
         slow=False,
     ),
     Case(

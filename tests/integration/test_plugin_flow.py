@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,9 @@ hf_zero.install()
 from hf_zero import ConfigError  # noqa: E402
 from hf_zero.config import ConfigDict, resolve  # noqa: E402
 
-from .flows import BASE, accelerator, clean, heard, write  # noqa: E402
+from .flows import BASE, accelerator, heard, write  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    clean()
-    launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    yield
-    clean()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def plugin_config(given: Any, **fields: Any) -> ConfigDict:

@@ -18,7 +18,7 @@ hf_zero.install()
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler  # noqa: E402
 
-from hf_zero.engine import ZeroEngine  # noqa: E402
+from hf_zero.api.engine import ZeroEngine  # noqa: E402
 from tests.integration.flows import ADAMW, WARMUP_DECAY, accelerator, clean  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.reference import assert_same_weights  # noqa: E402

@@ -28,9 +28,9 @@ hf_zero.install()
 
 from accelerate import Accelerator  # noqa: E402
 
+from tests.api.test_several_engines import IDS, KINDS  # noqa: E402
 from tests.integration.flows import accelerator, arguments, clean  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
-from tests.zero.test_several_engines import IDS, KINDS  # noqa: E402
 
 RANKS = 2
 Names = dict[str, set[str]]

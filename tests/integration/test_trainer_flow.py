@@ -95,7 +95,7 @@ def test_all_problems_come_before_the_model_is_loaded(tmp_path: Path) -> None:
         assert words in message, words
 
 
-def test_stray_autos_train(tmp_path: Path) -> None:
+def test_unfilled_autos_train(tmp_path: Path) -> None:
     """Every one of these makes accelerate raise "not found in kwargs"."""
     config = {
         **BASE,
@@ -146,7 +146,7 @@ def test_checkpoints_and_weights_alone(tmp_path: Path) -> None:
 
 def test_where_there_is_no_engine_the_pair_stays_refused(tmp_path: Path) -> None:
     """Only a run with our engine can load the best model from weights alone; FSDP cannot."""
-    from hf_zero.integration.takeovers import trainer_best
+    from hf_zero.integration.patches.transformers_trainer import around_start
 
     class Args:
         save_only_model = load_best_model_at_end = True
@@ -156,9 +156,9 @@ def test_where_there_is_no_engine_the_pair_stays_refused(tmp_path: Path) -> None
         args = Args()
 
     seen: list[bool] = []
-    trainer_best.around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
+    around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
     Args.deepspeed_plugin = object()  # type: ignore[assignment]
-    trainer_best.around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
+    around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
     assert seen == [True, False] and Run.args.load_best_model_at_end
 
 

@@ -19,10 +19,7 @@ import hf_zero
 
 hf_zero.install()
 
-from tests.integration.flows import accelerator, clean, heard  # noqa: E402
-from tests.support.ranks import run_ranks  # noqa: E402
-from tests.support.reference import assert_same_weights  # noqa: E402
-from tests.zero.test_several_engines import (  # noqa: E402
+from tests.api.test_several_engines import (  # noqa: E402
     IDS,
     KINDS,
     RANKS,
@@ -33,6 +30,9 @@ from tests.zero.test_several_engines import (  # noqa: E402
     noise,
     optimizer,
 )
+from tests.integration.flows import accelerator, clean, heard  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
+from tests.support.reference import assert_same_weights  # noqa: E402
 
 STEPS = 4
 TOLERANCE = 1e-5

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from hf_zero.integration.takeovers.weight_conversion import PackedExperts, _in_one_go, around
+from hf_zero.integration.huggingface.packed_experts import PackedExperts, in_one_go
+from hf_zero.integration.patches.transformers_integrations_deepspeed import around_conversions
 
 SOURCES = ["experts.*.w1.weight", "experts.*.w3.weight"]
 TARGET = "experts.gate_up_proj"
@@ -36,7 +37,7 @@ def through(entry: WeightConverter, found: dict[str, Any]) -> dict[str, Any]:
 def test_a_pack_is_what_transformers_makes_of_it(dim: int, rows: tuple[int, int]) -> None:
     """Stacks, pack and parameter were in memory together: loading Mixtral took more than a share and one layer."""
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=dim))
-    ours = _in_one_go(theirs)
+    ours = in_one_go(theirs)
     assert len(ours.operations) == 1 and len(theirs.operations) == 2
     packed = through(ours, experts(rows))
     assert packed.keys() == {TARGET}
@@ -55,9 +56,9 @@ def test_what_is_stacked_already_takes_their_way() -> None:
         expected = through(theirs, dict(stacked))[TARGET]
     except TypeError:  # the transformers of the floor stacks lists only
         with pytest.raises(TypeError):
-            through(_in_one_go(theirs), dict(stacked))
+            through(in_one_go(theirs), dict(stacked))
         return
-    assert torch.equal(through(_in_one_go(theirs), dict(stacked))[TARGET], expected)
+    assert torch.equal(through(in_one_go(theirs), dict(stacked))[TARGET], expected)
 
 
 def all_at_once(model: object, state_dict: dict[str, Any], weight_mapping: list[WeightConverter]) -> dict[str, Any]:
@@ -68,13 +69,13 @@ def in_groups(model: object, state_dict: dict[str, Any], weight_mapping: list[We
     yield from ({key: value} for key, value in through(weight_mapping[0], state_dict).items())
 
 
-def test_both_forms_of_upstreams_conversion_are_gone_around() -> None:
+def test_both_forms_of_upstreams_conversion_are_patched() -> None:
     """Up to transformers 5.17 at least, the function returned a dict. Ours went over it as over the groups that later
     versions give: the loader got keys in place of weights, and no checkpoint of experts loaded at stage 3."""
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=1))
     expected = through(theirs, experts((3, 3)))[TARGET]
-    (group,) = around(in_groups)(None, experts((3, 3)), [theirs])
-    at_once = around(all_at_once)(None, experts((3, 3)), [theirs])
+    (group,) = around_conversions(in_groups)(None, experts((3, 3)), [theirs])
+    at_once = around_conversions(all_at_once)(None, experts((3, 3)), [theirs])
     assert isinstance(group[TARGET], PackedExperts) and isinstance(at_once[TARGET], PackedExperts)
     for converted in (group, at_once):
         assert converted.keys() == {TARGET} and torch.equal(converted[TARGET].whole(), expected)
@@ -83,4 +84,4 @@ def test_both_forms_of_upstreams_conversion_are_gone_around() -> None:
 def test_other_conversions_are_left_alone() -> None:
     for operations in ([Concatenate(dim=0)], [MergeModulelist(dim=1), Concatenate(dim=2)]):
         entry = converter(*operations)
-        assert _in_one_go(entry) is entry
+        assert in_one_go(entry) is entry

@@ -44,7 +44,7 @@ def vectors_for(numel: int, types: Types, device: str, before: int = 0, behind: 
         weight=randn(numel + 1, types.weight, 4).to(device)[1:],
         gradient=randn(numel + 3, types.gradient, 5).to(device)[3:],
         states=tuple(state.to(device) for state in states_for(before + numel + behind)),
-        narrow=None if types.narrow is None else torch.zeros(numel + 1, dtype=types.narrow, device=device)[1:],
+        lp_param=None if types.lp_param is None else torch.zeros(numel + 1, dtype=types.lp_param, device=device)[1:],
         start=before,
     )
 
@@ -78,5 +78,5 @@ def check(form: Form, ours: BlockVectors, rule: AdamRule, scale: Tensor | float)
     torch.testing.assert_close(ours.weight.cpu().double(), exact.weight, rtol=2e-5, atol=2e-5)
     for index, (mine, theirs) in enumerate(zip(ours.states, exact.states, strict=True)):
         assert_as_quantized(mine, theirs, signed=index == 0)
-    if ours.narrow is not None and not (form.truncates and ours.narrow.dtype == torch.bfloat16):
-        assert torch.equal(ours.narrow, ours.weight.to(ours.narrow.dtype))
+    if ours.lp_param is not None and not (form.truncates and ours.lp_param.dtype == torch.bfloat16):
+        assert torch.equal(ours.lp_param, ours.weight.to(ours.lp_param.dtype))

@@ -183,7 +183,7 @@ class Types:
     """The dtypes of one run of an optimizer kernel."""
 
     gradient: torch.dtype
-    narrow: torch.dtype | None
+    lp_param: torch.dtype | None
     weight: torch.dtype = torch.float32
     states: torch.dtype | None = None  # None: as wide as updates are computed
 
@@ -206,7 +206,7 @@ def vectors_for(update: Update, numel: int, types: Types, device: str) -> Vector
         weight=randn(numel + 1, types.weight, 4).to(device)[1:],
         gradient=randn(numel + 3, types.gradient, 5).to(device)[3:],
         states=tuple(state.to(device) for state in states),
-        narrow=None if types.narrow is None else torch.zeros(numel + 1, dtype=types.narrow, device=device)[1:],
+        lp_param=None if types.lp_param is None else torch.zeros(numel + 1, dtype=types.lp_param, device=device)[1:],
     )
 
 
@@ -231,10 +231,10 @@ def check_update(name: str, numel: int, types: Types, scale: Tensor | float, for
     torch.testing.assert_close(fast.weight.cpu().double(), exact.weight, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(fast.states, exact.states, strict=True):
         torch.testing.assert_close(ours.cpu().double(), theirs, rtol=tolerance, atol=tolerance)
-    if fast.narrow is not None:
+    if fast.lp_param is not None:
         for start, length in segments_of(numel) if name.startswith("lamb") else [(0, numel)]:
-            ours, theirs = (vector.narrow(0, start, length) for vector in (fast.narrow, fast.weight))
-            if form.truncates and types.narrow == torch.bfloat16:
+            ours, theirs = (vector.narrow(0, start, length) for vector in (fast.lp_param, fast.weight))
+            if form.truncates and types.lp_param == torch.bfloat16:
                 torch.testing.assert_close(ours.float(), theirs.float(), rtol=TOLERANCE[torch.bfloat16], atol=0)
             else:
                 assert torch.equal(ours, theirs.to(ours.dtype)), "rounded once, to nearest"
@@ -258,10 +258,10 @@ def check_overflow_flag(name: str, form: Form) -> None:
     update = UPDATES[name]
     run = update.interpreted if form.interpreted else update.run
     vectors = vectors_for(update, 100, MIXTURES[1], form.device)
-    assert vectors.narrow is not None
-    before = [tensor.clone() for tensor in (vectors.weight, *vectors.states, vectors.narrow)]
+    assert vectors.lp_param is not None
+    before = [tensor.clone() for tensor in (vectors.weight, *vectors.states, vectors.lp_param)]
     run(vectors, 1, overflow=torch.ones(1, dtype=torch.int32, device=form.device))
-    after = (vectors.weight, *vectors.states, vectors.narrow)
+    after = (vectors.weight, *vectors.states, vectors.lp_param)
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     run(vectors, 1, overflow=torch.zeros(1, dtype=torch.int32, device=form.device))
     assert not torch.equal(before[0], vectors.weight)

@@ -35,7 +35,7 @@ def adam8(types: Types, *, flags: bool) -> None:
     rule = AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=not flags)
     states = tuple(torch.zeros(packed_bytes(NUMEL), dtype=torch.uint8) for _ in range(2))
     plain = vectors_for(UPDATES["adamw"], NUMEL, types, "cpu")
-    vectors = BlockVectors(plain.weight, plain.gradient, states, plain.narrow)
+    vectors = BlockVectors(plain.weight, plain.gradient, states, plain.lp_param)
     if not flags:
         adam8_on_gpu(vectors, rule, 1, 0.5, None, None)
         return

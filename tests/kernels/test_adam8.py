@@ -179,9 +179,9 @@ def test_overflow_flag(form: Form, is_read: bool, monkeypatch: pytest.MonkeyPatc
     if not is_read:
         monkeypatch.setattr(vectors_module, "_is_at_hand", lambda _flag: False)
     vectors = vectors_for(1000, MIXTURES[1], form.device, before=100)
-    assert vectors.narrow is not None
+    assert vectors.lp_param is not None
     vectors.gradient[7], vectors.gradient[500] = float("nan"), float("inf")
-    watched = (vectors.weight, *vectors.states, vectors.narrow)
+    watched = (vectors.weight, *vectors.states, vectors.lp_param)
     before = [tensor.clone() for tensor in watched]
     run(form, vectors, RULES[0], 1, overflow=torch.ones(1, dtype=torch.int32, device=form.device))
     assert all(torch.equal(old, new) for old, new in zip(before, watched, strict=True))

@@ -15,7 +15,7 @@ from hf_zero.launch.job import Job, Program
 from hf_zero.launch.options import LAUNCHERS
 from hf_zero.launch.task import rank_command
 from hf_zero.launch.world import Node, World
-from hf_zero.rank_variables import Seat
+from hf_zero.rank_environment import RankEnvironment
 
 WICKED = "$(touch /tmp/x); `reboot` \"'\\ %h %n && |"
 EVEN = World((Node("a", ("0", "1")), Node("b", ("0", "1"))))
@@ -149,21 +149,21 @@ def test_slurm_hands_out_devices_itself() -> None:
 
 def test_slurm_says_where_rank_0_is() -> None:
     given = Job(Program("x", ()), EVEN, "", 1)
-    seat = Seat(3, 4, 1, 2, "Slurm", "n7")
-    assert rank_command(given, seat).environment["MASTER_ADDR"] == "n7"
+    environment = RankEnvironment(3, 4, 1, 2, "Slurm", "n7")
+    assert rank_command(given, environment).environment["MASTER_ADDR"] == "n7"
 
 
 @pytest.mark.parametrize(
-    ("seat", "message"),
+    ("environment", "message"),
     [
         (None, "neither mpirun nor srun"),
-        (Seat(0, 2, 0, 2, "Open MPI"), "Open MPI has started 2 processes instead of 4"),
-        (Seat(1, 4, 0, 2, "Open MPI"), "rank 1 in place 0 of its host, where place 1 of a"),
+        (RankEnvironment(0, 2, 0, 2, "Open MPI"), "Open MPI has started 2 processes instead of 4"),
+        (RankEnvironment(1, 4, 0, 2, "Open MPI"), "rank 1 in place 0 of its host, where place 1 of a"),
     ],
 )
-def test_ranks_that_were_placed_otherwise(seat: Seat | None, message: str) -> None:
+def test_ranks_that_were_placed_otherwise(environment: RankEnvironment | None, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        rank_command(job(), seat)
+        rank_command(job(), environment)
 
 
 def test_torchrun_runs_one_nodes_part() -> None:

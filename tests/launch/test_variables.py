@@ -1,4 +1,4 @@
-"""Variables that travel, cores that ranks share, and seats that MPI and Slurm give."""
+"""Variables that travel, cores that ranks share, and rank environments that MPI and Slurm give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 from hf_zero.launch.cores import parse_cores, share_cores, usable_cores
 from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.variables import inherited, parse_env_file, read_env_files
-from hf_zero.rank_variables import Seat, adopt_seat, find_seat, first_host, tasks_per_node
+from hf_zero.rank_environment import (
+    RankEnvironment,
+    find_rank_environment,
+    first_host,
+    set_rank_environment,
+    tasks_per_node,
+)
 
 
 def test_known_variables_travel() -> None:
@@ -81,42 +87,42 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "seat"),
+    ("environment", "expected"),
     [
         ({}, None),
-        (OPEN_MPI, Seat(3, 4, 1, 2, "Open MPI")),
-        (HYDRA, Seat(1, 2, 1, 2, "MPICH or Intel MPI")),
-        (SLURM, Seat(3, 4, 1, 2, "Slurm", "gpu07")),
-        ({**SLURM, **OPEN_MPI}, Seat(3, 4, 1, 2, "Open MPI")),
+        (OPEN_MPI, RankEnvironment(3, 4, 1, 2, "Open MPI")),
+        (HYDRA, RankEnvironment(1, 2, 1, 2, "MPICH or Intel MPI")),
+        (SLURM, RankEnvironment(3, 4, 1, 2, "Slurm", "gpu07")),
+        ({**SLURM, **OPEN_MPI}, RankEnvironment(3, 4, 1, 2, "Open MPI")),
         # A batch script, which is no rank: srun has not started it.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, None),
     ],
 )
-def test_seats(environment: dict[str, str], seat: Seat | None) -> None:
-    assert find_seat(environment) == seat
+def test_rank_environments(environment: dict[str, str], expected: RankEnvironment | None) -> None:
+    assert find_rank_environment(environment) == expected
 
 
-def test_a_seat_becomes_torchruns_variables() -> None:
+def test_a_rank_environment_becomes_torchruns_variables() -> None:
     environment = dict(SLURM)
-    adopt_seat(environment, 29500)
+    set_rank_environment(environment, 29500)
     assert {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("gpu07", "29500")
     alone = dict(HYDRA)
-    adopt_seat(alone, 1)
+    set_rank_environment(alone, 1)
     assert alone["MASTER_ADDR"] == "127.0.0.1"
     told = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"}
-    assert adopt_seat(told, 1) is None and told["RANK"] == "0"  # who has said so explicitly is believed
+    assert set_rank_environment(told, 1) is None and told["RANK"] == "0"  # who has said so explicitly is believed
     with pytest.raises(ValueError, match="export MASTER_ADDR"):
-        adopt_seat(dict(OPEN_MPI), 1)
+        set_rank_environment(dict(OPEN_MPI), 1)
 
 
-def test_seats_that_cannot_be() -> None:
+def test_rank_environments_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4"):
-        find_seat({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"})
+        find_rank_environment({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"})
     with pytest.raises(ValueError, match="PMI_RANK='x' should be a whole number"):
-        find_seat({**HYDRA, "PMI_RANK": "x"})
+        find_rank_environment({**HYDRA, "PMI_RANK": "x"})
 
 
 def test_slurms_short_forms() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.layout import ParameterSpec, plan_layout
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroup, round_robin, shard_numel, sub_groups
+from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, shard_numel, sub_groups
 from hf_zero.layout.reshard import Copy, Extent, reshard
 
 A, B, C = 0, 1, 2
@@ -84,7 +84,7 @@ def contiguous(numels: list[int], world: int) -> list[Extent]:
 
 
 def by_parameter(numels: list[int], world: int) -> list[Extent]:
-    sub = SubGroup(tuple(Member(i, numel) for i, numel in enumerate(numels)), world)
+    sub = SubGroupPartition(tuple(Member(i, numel) for i, numel in enumerate(numels)), world)
     return [run for rank in range(world) for run in sub.extents(rank, 0)]
 
 

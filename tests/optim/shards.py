@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_zero.layout import Interval, Piece
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.traits import updater_for
-from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, ShardGradients, Spread
+from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
 
 PATIENCE_S = 30.0
 
@@ -35,7 +35,7 @@ class Sum:
         self._barrier.wait()
 
 
-def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, narrow: Tensor | None) -> MasterShard:
+def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, lp_param: Tensor | None) -> SubGroup:
     """Rank's equal part of `flat`, which holds parameters of these sizes one after the other."""
     length = flat.numel() // world
     assert length * world == flat.numel()
@@ -47,12 +47,12 @@ def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, narrow: 
             pieces.append(Piece(index, common.start - mine.start, common.start - start, common.numel))
         start += size
     master = flat.narrow(0, mine.start, length).clone()
-    return MasterShard(
+    return SubGroup(
         bucket=0,
         part=Interval(0, length),
         group=0,
         master=master,
-        narrow=None if narrow is None else narrow.narrow(0, mine.start, length),
+        lp_param=None if lp_param is None else lp_param.narrow(0, mine.start, length),
         tensors=(MasterTensor(nn.Parameter(master), Interval(0, length)),),
         pieces=tuple(pieces),
     )
@@ -72,14 +72,14 @@ def run_sharded(
     add_up = Sum(world)
     results: list[Tensor | None] = [None] * world
 
-    def gather(shard: MasterShard, values: Tensor) -> dict[int, Tensor]:
+    def gather(shard: SubGroup, values: Tensor) -> dict[int, Tensor]:
         whole = torch.zeros(flat.numel())
         whole.narrow(0, ranks[threading.get_ident()] * shard.part.numel, shard.part.numel).copy_(values)
         add_up(whole)
         parts = whole[: sum(sizes)].split(sizes)
         return {index: part.view(weights[index].shape) for index, part in enumerate(parts)}
 
-    def scatter(shard: MasterShard, wholes: Mapping[int, Tensor]) -> Tensor:
+    def scatter(shard: SubGroup, wholes: Mapping[int, Tensor]) -> Tensor:
         whole = torch.zeros(flat.numel())
         for part, index in zip(whole[: sum(sizes)].split(sizes), range(len(sizes)), strict=True):
             if index in wholes:
@@ -108,7 +108,8 @@ def run_sharded(
         for gradients in steps:
             whole = torch.cat([gradient.reshape(-1) for gradient in gradients] + [torch.zeros(padding)])
             mine = whole.narrow(0, rank * shard.part.numel, shard.part.numel)
-            assert list(updater.step(ShardGradients([mine * 4], frozenset(range(len(sizes))), 0.25, [0]))) == [0]
+            inputs = StepGradients(lambda _, own=mine * 4: own, frozenset(range(len(sizes))), 0.25, [shard])
+            assert list(updater.step(inputs)) == [shard]
         results[rank] = shard.master
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]

@@ -17,7 +17,7 @@ from hf_zero.optim.adafactor_flavours import TorchFlavour, TransformersFlavour, 
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.factored import Sums, Table
 from hf_zero.optim.traits import Sees, traits_of, updater_for
-from hf_zero.optim.updater import MasterShard, MasterTensor, Peers, ShardGradients, Spread
+from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
 from tests.optim.shards import run_sharded
 
 STEPS = 12
@@ -133,7 +133,7 @@ def test_the_state_dict_of_a_rank_holds_everything() -> None:
         torch.manual_seed(0)
         master = torch.randn(12)
         tensor = MasterTensor(nn.Parameter(master), Interval(0, 12))
-        shard = MasterShard(0, Interval(0, 12), 0, master, None, (tensor,), (Piece(0, 0, 0, 12),))
+        shard = SubGroup(0, Interval(0, 12), 0, master, None, (tensor,), (Piece(0, 0, 0, 12),))
         optimizer = Adafactor([nn.Parameter(torch.zeros(3, 4))], beta1=0.9)
         adopt_masters(optimizer, [shard], optimizer.param_groups)
         nothing: Any = None
@@ -144,12 +144,12 @@ def test_the_state_dict_of_a_rank_holds_everything() -> None:
 
     def step(updater: AdafactorUpdater, seed: int) -> Tensor:
         gradient = torch.randn(12, generator=torch.Generator().manual_seed(seed))
-        list(updater.step(ShardGradients([gradient], frozenset([0]), 1.0, [0])))
-        return updater.shards[0].master.clone()
+        list(updater.step(StepGradients(lambda _: gradient, frozenset([0]), 1.0, updater.sub_groups)))
+        return updater.sub_groups[0].master.clone()
 
     first, second = made(), made()
     step(first, 1)
-    second.shards[0].master.copy_(first.shards[0].master)
+    second.sub_groups[0].master.copy_(first.sub_groups[0].master)
     second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     second.state_replaced()
     assert torch.equal(step(first, 2), step(second, 2))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError, resolve
-from hf_zero.entry import initialize
 from hf_zero.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests.optim import one_bit
 from tests.optim.one_bit import advance, gradients, run_engine, settings, start
@@ -68,13 +68,13 @@ def saved_and_resumed(rank: int, kind: str, params: dict[str, Any], folder: str)
     engine, other = start(settings(kind, params, 1)), start(settings(kind, params, 1))
     advance(engine, steps[:25])
     engine.save_checkpoint(folder)
-    owed = [mean.owed() for _, mean in sorted(engine.optimizer.updater._means.items())]
+    owed = [mean.error_feedback() for mean in engine.optimizer.updater._means.values()]
     other.load_checkpoint(folder)
     sums = []
     for candidate in (engine, other):
         advance(candidate, steps[25:])
         updater = candidate.optimizer.updater
-        sums.append([updater.moment(index) + mean.owed() for index, mean in sorted(updater._means.items())])
+        sums.append([updater.moment(sub_group) + mean.error_feedback() for sub_group, mean in updater._means.items()])
     return list(zip(owed, *sums, strict=True))
 
 
@@ -97,7 +97,7 @@ def continued(rank: int, folder: str, stage: int) -> tuple[int, bool, float, lis
     engine = start(settings("OneBitAdam", {**ADAM, "freeze_step": 10}, stage))
     engine.load_checkpoint(folder)
     updater = engine.optimizer.updater
-    owed = sum(float(updater.state_of(shard)["error_feedback"].norm() ** 2) for shard in updater.shards)
+    owed = sum(float(updater.state_of(shard)["error_feedback"].norm() ** 2) for shard in updater.sub_groups)
     advance(engine, list(gradients(rank, 3)))
     weights = [float(tensor.detach().norm()) for tensor in engine.module.tensors]
     return updater.num_updates, updater.takes_local_gradients, owed, weights
@@ -107,7 +107,7 @@ def saved(rank: int, folder: str) -> float:
     engine = start(settings("OneBitAdam", {**ADAM, "freeze_step": 10}, 1))
     advance(engine, list(gradients(rank, 20)))
     engine.save_checkpoint(folder)
-    return sum(float(mean.owed().norm() ** 2) for mean in engine.optimizer.updater._means.values())
+    return sum(float(mean.error_feedback().norm() ** 2) for mean in engine.optimizer.updater._means.values())
 
 
 def test_a_resume_on_other_ranks_stays_in_its_phase_and_owes_the_same(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ROOT / "hf_zero" / "integration" / "names.json"
+NAMES = ROOT / "hf_zero" / "integration" / "names" / "names.json"
 MODULES = ROOT / "tests" / "integration" / "data" / "deepspeed_modules.txt"
 SURFACES = ROOT / "tests" / "integration" / "data" / "deepspeed_surfaces.json"
 ACCELERATOR = ROOT / "tests" / "integration" / "data" / "accelerator_methods.txt"

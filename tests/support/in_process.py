@@ -14,10 +14,9 @@ from __future__ import annotations
 import os
 import random
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,12 +25,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero import engine_gradients, engine_settings, entry
+from hf_zero.api import engine, engine_gradients, engine_settings, entry
+from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.comm import Channel, Collectives
-from hf_zero.comm.host import HostCollectives
-from hf_zero.comm.host_negotiation import HostNegotiation
-from hf_zero.comm.shared_memory import SharedMemoryLink
-from hf_zero.comm.wires import Gone, Wires
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.negotiation import HostNegotiation
+from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
+from hf_zero.comm.cpu.wires import Gone, Wires
 
 T = TypeVar("T")
 PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it
@@ -204,7 +204,7 @@ class InProcessWorld:
 
     # What ranks tell each other
 
-    def deliver(self, source: int, target: int, word: bytes, descriptor: int | None) -> None:
+    def copy_to_lp(self, source: int, target: int, word: bytes, descriptor: int | None) -> None:
         self._inboxes[source, target].append((word, None if descriptor is None else os.dup(descriptor)))
         self.may_be_overtaken(source)
 
@@ -310,7 +310,7 @@ class InProcessWires(Wires):
     def send(self, peer: int, word: bytes, descriptor: int | None = None) -> bool:
         if self._world.is_gone(peer):
             raise Gone
-        self._world.deliver(self._rank, peer, word, descriptor)
+        self._world.copy_to_lp(self._rank, peer, word, descriptor)
         return True
 
     def receive(self, peer: int) -> tuple[bytes, list[int]]:
@@ -353,29 +353,15 @@ class InProcessCollectives(HostCollectives):
         tensor.copy_(values)
 
 
-class _PerRank(MutableMapping[int, Any]):
-    """A registry that is one per process, where every rank has a process of its own."""
+class _PerRank:
+    """One per rank of what a process has one of."""
 
-    def __init__(self, world: InProcessWorld) -> None:
+    def __init__(self, world: InProcessWorld, make: Callable[[], Any]) -> None:
         self._world = world
-        self._kept: list[weakref.WeakValueDictionary[int, Any]] = [
-            weakref.WeakValueDictionary() for _ in range(world.world)
-        ]
+        self._kept = [make() for _ in range(world.world)]
 
-    def __getitem__(self, key: int) -> Any:
-        return self._kept[self._world.rank][key]
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        self._kept[self._world.rank][key] = value
-
-    def __delitem__(self, key: int) -> None:
-        del self._kept[self._world.rank][key]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(self._kept[self._world.rank]))
-
-    def __len__(self) -> int:
-        return len(self._kept[self._world.rank])
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kept[self._world.rank], name)
 
 
 @contextmanager
@@ -388,13 +374,14 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     def initialize(**arguments: Any) -> Any:
         return entry.initialize(**arguments, dist_init_required=False)
 
+    at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [
         (entry, "get_world_size", lambda: world.world),
         (entry, "collectives_for", collectives_for),
         (entry, "local_device", lambda: torch.device("cpu")),
         (engine_settings, "get_world_size", lambda: world.world),
         (engine_settings, "get_rank", lambda: world.rank),
-        (engine_gradients, "_TRAINED", _PerRank(world)),
+        *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:
         for room, name, stand_in in stand_ins:

@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hf_zero import entry
+from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Pending, ledger
-from hf_zero.zero.outcome import HostCopy
+from hf_zero.device.host_copy import HostCopy
 
 META = torch.device("meta")
 

@@ -44,7 +44,7 @@ CHOSEN = (
     "tests/versions",
     "tests/config/test_fill.py",
     "tests/config/test_trainer_fills.py",
-    "tests/integration/test_takeovers.py",
+    "tests/integration/test_patches.py",
     "tests/integration/test_trainer_flow.py",
     "tests/integration/test_plugin_flow.py",
     "tests/integration/test_accelerate_flow.py",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Kind = Literal["honoured", "inert", "unbuilt", "detail", "check"]
+Kind = Literal["supported", "ignored", "unsupported", "detail", "check"]
 ALL_STAGES = (0, 1, 2, 3)
 LARGEST = 2**63 - 1
 
@@ -23,29 +24,29 @@ class Verdict(BaseModel):
     """What setting a field does. Kept in the schema itself, so that documentation and checks cannot disagree."""
 
     kind: Kind
-    why: str = ""  # inert: why it changes nothing; unbuilt: what is missing
+    why: str = ""  # ignored: why it changes nothing; unsupported: what is missing
     stages: tuple[int, ...] = ALL_STAGES  # elsewhere the field changes nothing
     unit: str = ""
-    switch: str = "enabled"  # unbuilt section: the key that turns it on; "": any content does
+    switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
     met: bool = False  # where the field changes nothing, what it asks for holds all the same
-    off: tuple[int, ...] = ()  # unbuilt: further values that ask for nothing
+    off: tuple[int, ...] = ()  # unsupported: further values that ask for nothing
 
 
-def honoured(
+def supported(
     default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
     """The engine does what the field says; `why` is said at stages where it does not."""
-    return _field(default, doc, Verdict(kind="honoured", why=why, unit=unit, stages=stages, met=met))
+    return _field(default, doc, Verdict(kind="supported", why=why, unit=unit, stages=stages, met=met))
 
 
-def inert(
+def ignored(
     default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
     """Accepted, and changes nothing, for the reason given; the user is told when the key is set."""
-    return _field(default, doc, Verdict(kind="inert", why=why, unit=unit, stages=stages, met=met))
+    return _field(default, doc, Verdict(kind="ignored", why=why, unit=unit, stages=stages, met=met))
 
 
-def unbuilt(
+def unsupported(
     default: Any,
     doc: str,
     *,
@@ -55,7 +56,7 @@ def unbuilt(
     off: tuple[int, ...] = (),
 ) -> Any:
     """Refused by name unless it holds its default (for a section: unless it is switched off)."""
-    return _field(default, doc, Verdict(kind="unbuilt", why=why, switch=switch, stages=stages, off=off))
+    return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch, stages=stages, off=off))
 
 
 def detail(default: Any, doc: str, *, unit: str = "") -> Any:
@@ -140,6 +141,20 @@ def as_free(value: object) -> dict[str, Any]:
     return value
 
 
+def as_refused(value: object) -> dict[str, Any]:
+    """A section that is refused when it is switched on: of what is in it, only the switch matters."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object {...}")
+    if "enabled" in value:
+        try:
+            as_flag(value["enabled"])
+        except ValueError as error:
+            raise ValueError(f"enabled {error}") from None
+    elif misspelled := difflib.get_close_matches("enabled", map(str, value), n=1, cutoff=0.7):
+        raise ValueError(f'there is no such key {misspelled[0]!r} in it; did you mean "enabled"?')
+    return value
+
+
 _DTYPE_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
@@ -176,5 +191,6 @@ PositiveNumber = Annotated[float, BeforeValidator(as_number), Field(gt=0)]
 Fraction = Annotated[float, BeforeValidator(as_number), Field(ge=0, le=1)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(as_dtype)]
 Free = Annotated[dict[str, Any], BeforeValidator(as_free)]
+Refused = Annotated[dict[str, Any], BeforeValidator(as_refused)]
 PathText = Annotated[str, BeforeValidator(as_path)]
 Names = Annotated[list[str], BeforeValidator(as_names)]

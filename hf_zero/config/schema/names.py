@@ -35,7 +35,7 @@ def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None
 
 def verdict_of(field: FieldInfo) -> Verdict:
     """What setting this field does."""
-    assert isinstance(field.json_schema_extra, dict), "every field of a section is made by honoured, inert, ..."
+    assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
     return Verdict.model_validate(field.json_schema_extra)
 
 
@@ -79,7 +79,5 @@ def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) ->
 
 
 def leading_paths(root: type[Section]) -> tuple[str, ...]:
-    """The key paths that somebody may be led to: not into sections that are refused, nor into Apex's or our own."""
-    closed = [name for name, field in root.model_fields.items() if verdict_of(field).kind == "unbuilt"]
-    hidden = tuple(f"{name}." for name in (*closed, "amp", "hf_zero"))
-    return tuple(path for path in all_paths(root) if not path.startswith(hidden))
+    """The key paths that somebody may be led to: not into Apex's section, nor into our own."""
+    return tuple(path for path in all_paths(root) if not path.startswith(("amp.", "hf_zero.")))

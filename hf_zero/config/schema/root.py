@@ -14,32 +14,29 @@ from hf_zero.config.schema.fields import (
     NonNegative,
     Positive,
     PositiveNumber,
+    Refused,
     Section,
     as_whole,
     check,
     detail,
-    honoured,
-    inert,
-    unbuilt,
+    ignored,
+    supported,
+    unsupported,
 )
-from hf_zero.config.schema.observation import Autotuning, Comet, CommsLogger, FileMonitor, FlopsProfiler, Timers, Wandb
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
     Checkpoint,
-    Curriculum,
-    DataEfficiency,
-    Elasticity,
     Optimizer,
     Scheduler,
-    SparseAttention,
     TensorParallel,
+    Timers,
 )
 from hf_zero.config.schema.zero import Zero
 
 _OWN = "Trainer's and Accelerate's own reporting (report_to=..., log_with=...) covers this"
-_ONLY_DATA = "only data parallelism is built"
+_ONLY_DATA = "only data parallelism is supported"
 
 
 def _as_interval(value: object) -> object:
@@ -64,7 +61,7 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
     **{
         "async": (
             Flag,
-            honoured(
+            supported(
                 False,
                 "Training goes on once its state is copied to host memory; the next save and the exit wait, and errors "
                 "come at the next step.",
@@ -77,28 +74,28 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
 class HfZero(Section):
     """Settings of our own: DeepSpeed's way where hf_zero goes another, and what DeepSpeed does not have."""
 
-    broadcast_buffers: Flag = honoured(
+    broadcast_buffers: Flag = supported(
         False,
         "true: after every update all ranks take rank 0's buffers, as DistributedDataParallel does before the next "
         "forward (BatchNorm's running mean and variance); false: every rank keeps its own, as in DeepSpeed.",
     )
-    decay_biases_and_norms: Flag = honoured(
+    decay_biases_and_norms: Flag = supported(
         False,
         "Under Trainer with an optimizer section: true makes one param group of all parameters, as DeepSpeed does; "
         "false keeps Trainer's two, so that weight decay spares biases and norms.",
     )
-    ignore_unknown_keys: Flag = honoured(
+    ignore_unknown_keys: Flag = supported(
         False, "true: every unknown key at the top level is ignored, also one that resembles a known key."
     )
-    strict: Flag = honoured(False, "true: a setting that is ignored is an error instead of a warning.")
-    optimizer_sees: Sees | None = honoured(
+    strict: Flag = supported(False, "true: a setting that is ignored is an error instead of a warning.")
+    optimizer_sees: Sees | None = supported(
         None,
         'What an optimizer that is not built in works on: "whole_tensors", each updated by one rank, or "flat_shards", '
         "as DeepSpeed has it. Unset: whole tensors for those known to need them (Muon, Shampoo, SOAP, LARS, LAMB), "
         "flat shards for others. Adafactor has its means over whole matrices unless this says flat_shards.",
         stages=(1, 2, 3),
     )
-    stochastic_rounding: Flag = honoured(
+    stochastic_rounding: Flag = supported(
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
@@ -108,96 +105,102 @@ class HfZero(Section):
 class Root(Section):
     """The whole config."""
 
-    train_batch_size: Positive | None = honoured(None, "Samples per update, over all ranks.", unit="samples")
-    train_micro_batch_size_per_gpu: Positive | None = honoured(None, "Samples per forward on one rank.", unit="samples")
-    gradient_accumulation_steps: Positive | None = honoured(None, "Forwards per update.", unit="forwards")
-    managed_gradient_accumulation: Flag = unbuilt(
+    train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
+    train_micro_batch_size_per_gpu: Positive | None = supported(
+        None, "Samples per forward on one rank.", unit="samples"
+    )
+    gradient_accumulation_steps: Positive | None = supported(None, "Forwards per update.", unit="forwards")
+    managed_gradient_accumulation: Flag = unsupported(
         True, "The engine counts micro-batches.", why="every step() outside a boundary is held back until the boundary"
     )
 
-    steps_per_print: Interval = honoured(None, "A log line every so many updates; unset or infinity: never.")
-    wall_clock_breakdown: Flag = honoured(False, "Time forward, backward and step.")
-    log_level: Level | None = honoured(None, "debug, info, warning, error or critical.")
-    memory_breakdown: Flag = unbuilt(False, "Log memory around phases.", why="there is no memory log yet")
-    dump_state: Flag = unbuilt(False, "Log the engine's attributes once.", why="there is no state dump yet")
-    disable_python_gc: Flag = unbuilt(False, "Switch Python's collector off.", why="call gc.disable() in the script")
+    steps_per_print: Interval = supported(None, "A log line every so many updates; unset or infinity: never.")
+    wall_clock_breakdown: Flag = supported(False, "Time forward, backward and step.")
+    log_level: Level | None = supported(None, "debug, info, warning, error or critical.")
+    memory_breakdown: Flag = unsupported(False, "Log memory around phases.", why="there is no memory log yet")
+    dump_state: Flag = unsupported(False, "Log the engine's attributes once.", why="there is no state dump yet")
+    disable_python_gc: Flag = unsupported(
+        False, "Switch Python's collector off.", why="call gc.disable() in the script"
+    )
     timers: Timers | None = detail(None, "Further timers.")
     vocabulary_size: Positive | None = check(None, "Only checked: a multiple of 8 is faster.")
-    disable_allgather: Flag = inert(False, "Stored, never read, also in DeepSpeed.", why="nothing reads it")
-    dataloader_drop_last: Flag = honoured(False, "The engine's own loader leaves out an incomplete last batch.")
+    disable_allgather: Flag = ignored(False, "Stored, never read, also in DeepSpeed.", why="nothing reads it")
+    dataloader_drop_last: Flag = supported(False, "The engine's own loader leaves out an incomplete last batch.")
 
-    gradient_clipping: NonNegative = honoured(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
-    communication_data_type: Dtype | None = honoured(None, "Dtype of gradient reduction. Unset: the parameter's own.")
-    seq_parallel_communication_data_type: Dtype | None = inert(
+    gradient_clipping: NonNegative = supported(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
+    communication_data_type: Dtype | None = supported(None, "Dtype of gradient reduction. Unset: the parameter's own.")
+    seq_parallel_communication_data_type: Dtype | None = ignored(
         None, "The same under sequence parallelism.", why=_ONLY_DATA
     )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = honoured(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = supported(
         "mean", "Mean or sum of the ranks' gradients.", stages=(0, 1, 2)
     )
-    prescale_gradients: Flag = honoured(
+    prescale_gradients: Flag = supported(
         False, "Divide by the number of ranks before the reduction instead of after (by way of the loss)."
     )
-    gradient_predivide_factor: PositiveNumber = honoured(
+    gradient_predivide_factor: PositiveNumber = supported(
         1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
     )
-    sparse_gradients: Flag = inert(
+    sparse_gradients: Flag = ignored(
         False,
         "Gather embedding gradients sparsely.",
         why="gradients are reduced dense, which gives the same result",
         met=True,
     )
 
-    zero_allow_untested_optimizer: Flag = inert(
+    zero_allow_untested_optimizer: Flag = ignored(
         False, "Allow optimizers outside a list.", why="any torch optimizer is accepted", met=True
     )
-    zero_force_ds_cpu_optimizer: Flag = inert(
+    zero_force_ds_cpu_optimizer: Flag = ignored(
         True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
-    use_data_before_expert_parallelism: Flag = unbuilt(False, "Rank order of groups.", why=_ONLY_DATA)
-    sequence_parallel_size: Positive = unbuilt(1, "Ranks per sequence.", why=_ONLY_DATA)
+    use_data_before_expert_parallelism: Flag = unsupported(False, "Rank order of groups.", why=_ONLY_DATA)
+    sequence_parallel_size: Positive = unsupported(1, "Ranks per sequence.", why=_ONLY_DATA)
     data_parallel_size: Positive | None = check(None, "Must be the number of ranks.")
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
-    pipeline: Free | None = inert(None, "Only for PipelineModule.", why="pipeline modules are not supported")
+    pipeline: Free | None = ignored(None, "Only for PipelineModule.", why="pipeline modules are not supported")
 
-    optimizer: Optimizer | None = honoured(None, "The optimizer to build.")
-    scheduler: Scheduler | None = honoured(None, "The schedule to build.")
+    optimizer: Optimizer | None = supported(None, "The optimizer to build.")
+    scheduler: Scheduler | None = supported(None, "The schedule to build.")
     fp16: Fp16 | None = detail(None, "fp16 training.")
     bf16: Bf16 | None = detail(None, "bf16 training.")
     torch_autocast: TorchAutocast | None = detail(None, "Forward under torch.autocast.")
     amp: Amp | None = detail(None, "Apex mixed precision, through torch.autocast.")
-    msamp: Free | None = unbuilt(None, "fp8 through MS-AMP.", why="MS-AMP is retired; use bf16.enabled")
+    msamp: Free | None = unsupported(None, "fp8 through MS-AMP.", why="MS-AMP is retired; use bf16.enabled")
     data_types: DataTypes | None = detail(None, "Dtypes.")
     zero_optimization: Zero | None = detail(None, "Sharding.")
     aio: Aio | None = detail(None, "File access under NVMe offload.")
     activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 
-    flops_profiler: FlopsProfiler | None = unbuilt(None, "Operation counts.", why="torch.profiler counts operations")
-    comms_logger: CommsLogger | None = unbuilt(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
-    tensorboard: FileMonitor | None = unbuilt(None, "Monitor.", why=_OWN)
-    csv_monitor: FileMonitor | None = unbuilt(None, "Monitor.", why=_OWN)
-    wandb: Wandb | None = unbuilt(None, "Monitor.", why=_OWN)
-    comet: Comet | None = unbuilt(None, "Monitor.", why=_OWN)
+    flops_profiler: Refused | None = unsupported(None, "Operation counts.", why="torch.profiler counts operations")
+    comms_logger: Refused | None = unsupported(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
+    tensorboard: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    csv_monitor: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    wandb: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    comet: Refused | None = unsupported(None, "Monitor.", why=_OWN)
 
-    autotuning: Autotuning | None = unbuilt(None, "Configuration search.", why="there is no search")
-    data_efficiency: DataEfficiency | None = unbuilt(
+    autotuning: Refused | None = unsupported(None, "Configuration search.", why="there is no search")
+    data_efficiency: Refused | None = unsupported(
         None, "Sampling and token dropping.", why="data is left to the script"
     )
-    curriculum_learning: Curriculum | None = unbuilt(None, "Old curriculum.", why="data is left to the script")
-    sparse_attention: SparseAttention | None = unbuilt(
+    curriculum_learning: Refused | None = unsupported(None, "Old curriculum.", why="data is left to the script")
+    sparse_attention: Refused | None = unsupported(
         None, "Sparse attention.", why="attention is left to the model (attn_implementation=...)", switch=""
     )
-    compression_training: Free | None = unbuilt(None, "Compression.", why="compression is not built")
-    elasticity: Elasticity | None = unbuilt(None, "Elastic batch sizes.", why="batch sizes are taken as written")
-    progressive_layer_drop: Free | None = unbuilt(None, "Layer dropping.", why="it is not built")
-    eigenvalue: Free | None = unbuilt(None, "Eigenvalues of the Hessian.", why="it is not built")
-    quantize_training: Free | None = unbuilt(None, "Quantised training.", why="it is not built")
-    weight_quantization: Free | None = unbuilt(None, "Quantised weights.", why="it is not built")
-    graph_harvesting: Flag = unbuilt(False, "CUDA graphs.", why="it is not built; try module.compile()")
-    compile: Free | None = unbuilt(None, "DeepCompile.", why="it is not built; try torch_compile", switch="deepcompile")
-    hybrid_engine: Free | None = unbuilt(None, "Train and generate in one engine.", why="it is not built")
-    expert_parallel: Free | None = unbuilt(None, "Experts over ranks.", why=_ONLY_DATA)
-    nebula: Free | None = unbuilt(None, "A checkpoint service.", why="checkpoints go to files")
-    datastates_ckpt: Free | None = unbuilt(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
+    compression_training: Free | None = unsupported(None, "Compression.", why="compression is not supported")
+    elasticity: Refused | None = unsupported(None, "Elastic batch sizes.", why="batch sizes are taken as written")
+    progressive_layer_drop: Free | None = unsupported(None, "Layer dropping.", why="it is not supported")
+    eigenvalue: Free | None = unsupported(None, "Eigenvalues of the Hessian.", why="it is not supported")
+    quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not supported")
+    weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")
+    graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")
+    compile: Free | None = unsupported(
+        None, "DeepCompile.", why="it is not supported; try torch_compile", switch="deepcompile"
+    )
+    hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
+    expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_ONLY_DATA)
+    nebula: Free | None = unsupported(None, "A checkpoint service.", why="checkpoints go to files")
+    datastates_ckpt: Free | None = unsupported(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
 
     hf_zero: HfZero | None = detail(None, "Our own settings.")

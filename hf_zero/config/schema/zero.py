@@ -18,14 +18,14 @@ from hf_zero.config.schema.fields import (
     Size,
     Whole,
     detail,
-    honoured,
-    inert,
-    unbuilt,
+    ignored,
+    supported,
+    unsupported,
 )
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
-_PLUS_PLUS = "ZeRO++ is not built"
+_PLUS_PLUS = "ZeRO++ is not supported"
 
 
 _INTERNAL = "the update always has all of the CPU's threads"
@@ -34,43 +34,43 @@ _INTERNAL = "the update always has all of the CPU's threads"
 class OffloadOptimizer(Section):
     """Where master weights, optimizer states and reduced gradients live: on the device, in host memory, or on NVMe."""
 
-    device: Literal["none", "cpu", "nvme"] | None = honoured(
+    device: Literal["none", "cpu", "nvme"] | None = supported(
         "none", "Place of the optimizer states: none, cpu (stages 0-3) or nvme (stages 1-3)."
     )
-    nvme_path: PathText | None = honoured(None, "nvme: an existing folder on the drive.")
-    buffer_count: Positive = honoured(
+    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
+    buffer_count: Positive = supported(
         4, "nvme: vectors of one sub-group in memory at once; Adam has 3. Reading ahead and writing behind add as many."
     )
-    pin_memory: Flag = honoured(True, "Page-locked host memory, where there is a GPU.")
-    pipeline_read: Flag | None = honoured(None, "nvme: read the next sub-group during an update. Unset: yes.")
-    pipeline_write: Flag | None = honoured(None, "nvme: write the last sub-group during an update. Unset: yes.")
-    fast_init: Flag = honoured(
+    pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
+    pipeline_read: Flag | None = supported(None, "nvme: read the next sub-group during an update. Unset: yes.")
+    pipeline_write: Flag | None = supported(None, "nvme: write the last sub-group during an update. Unset: yes.")
+    fast_init: Flag = supported(
         False, "nvme: only reserve room for the optimizer's states at start, instead of writing it once."
     )
-    ratio: Fraction = honoured(
+    ratio: Fraction = supported(
         1.0, "Part of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
     )
-    super_offload: Flag = unbuilt(
+    super_offload: Flag = unsupported(
         False, "Variant for machines that share memory between CPU and GPU.", why="it is an update that may be undone"
     )
-    cpuadam_cores_perc: Fraction = inert(0.8, "Fraction of the CPU cores for that variant.", why=_INTERNAL)
+    cpuadam_cores_perc: Fraction = ignored(0.8, "Fraction of the CPU cores for that variant.", why=_INTERNAL)
 
 
 class OffloadParam(Section):
     """Where parameters live between uses; stage 3 only."""
 
-    device: Literal["none", "cpu", "nvme"] | None = honoured("none", "Place of the parameters: none, cpu or nvme.")
-    nvme_path: PathText | None = honoured(None, "nvme: an existing folder on the drive.")
-    buffer_count: Positive = honoured(
+    device: Literal["none", "cpu", "nvme"] | None = supported("none", "Place of the parameters: none, cpu or nvme.")
+    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
+    buffer_count: Positive = supported(
         5, "nvme: shards in memory on their way, at most (three at least).", unit="buffers"
     )
-    buffer_size: PositiveSize = honoured(
+    buffer_size: PositiveSize = supported(
         100_000_000, "nvme: buffer_count times this is the most of all of them together.", unit="elements"
     )
-    max_in_cpu: Size = honoured(
+    max_in_cpu: Size = supported(
         1_000_000_000, "nvme: as much of a rank's shards stays in host memory.", unit="elements"
     )
-    pin_memory: Flag = honoured(True, "Page-locked host memory, where there is a GPU.")
+    pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
 
 
 class LeafModule(Section):
@@ -84,130 +84,130 @@ class LeafModule(Section):
 class Zero(Section):
     """What is sharded over the ranks, and how it travels."""
 
-    stage: Whole = honoured(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
+    stage: Whole = supported(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
 
-    reduce_bucket_size: PositiveSize = honoured(
+    reduce_bucket_size: PositiveSize = supported(
         500_000_000, "Size of a bucket of gradients.", unit="elements", stages=_BELOW_THREE
     )
-    allgather_bucket_size: PositiveSize = honoured(
+    allgather_bucket_size: PositiveSize = supported(
         500_000_000,
         "Size of a bucket of parameters; the smaller of the two sizes is used for both.",
         unit="elements",
         stages=_BELOW_THREE,
     )
-    overlap_comm: Flag | None = honoured(None, "Reduce gradients while backward runs. Unset: yes, at every stage.")
-    ignore_unused_parameters: Flag = honoured(True, "false: a trainable parameter without gradient is an error.")
+    overlap_comm: Flag | None = supported(None, "Reduce gradients while backward runs. Unset: yes, at every stage.")
+    ignore_unused_parameters: Flag = supported(True, "false: a trainable parameter without gradient is an error.")
 
-    allgather_partitions: Flag = inert(
+    allgather_partitions: Flag = ignored(
         True, "Gather updated parameters, or broadcast them.", why="parameters are always gathered in place"
     )
-    reduce_scatter: Flag = inert(
+    reduce_scatter: Flag = ignored(
         True,
         "Reduce-scatter gradients, or all-reduce them.",
         why="stages 1-2 always reduce-scatter, stage 0 all-reduces",
     )
-    contiguous_gradients: Flag = inert(
+    contiguous_gradients: Flag = ignored(
         True, "Copy gradients into one buffer.", why="gradients always go to contiguous buckets"
     )
-    round_robin_gradients: Flag = inert(
+    round_robin_gradients: Flag = ignored(
         False,
         "Spread parameters over owners.",
         why="every bucket is cut into equal shards, so all ranks share the work; checkpoint files have this order",
         met=True,
     )
-    use_multi_rank_bucket_allreduce: Flag = inert(
+    use_multi_rank_bucket_allreduce: Flag = ignored(
         True, "Fuse slices of several owners.", why="one reduce-scatter serves all owners"
     )
-    parameter_alignment: Flag = inert(
+    parameter_alignment: Flag = ignored(
         False, "Align parameters in flat buffers.", why="our layout sets the alignment", met=True
     )
-    compute_grad_norm: Flag = inert(True, "Compute the gradient norm.", why="the norm is always computed")
-    load_from_fp32_weights: Flag = inert(True, "Load masters from their fp32 copies.", why="they always are")
-    elastic_checkpoint: Flag = inert(
+    compute_grad_norm: Flag = ignored(True, "Compute the gradient norm.", why="the norm is always computed")
+    load_from_fp32_weights: Flag = ignored(True, "Load masters from their fp32 copies.", why="they always are")
+    elastic_checkpoint: Flag = ignored(
         False, "Checkpoints for another world size.", why="every checkpoint loads at any world size and stage", met=True
     )
-    cpu_offload_use_pin_memory: Flag | None = inert(
+    cpu_offload_use_pin_memory: Flag | None = ignored(
         None, "Deprecated.", why="pinning is set by offload_optimizer.pin_memory and offload_param.pin_memory"
     )
-    legacy_stage1: Flag = unbuilt(False, "The stage 1 of old releases.", why="there is one stage 1")
+    legacy_stage1: Flag = unsupported(False, "The stage 1 of old releases.", why="there is one stage 1")
 
-    offload_optimizer: OffloadOptimizer | None = honoured(None, "Place of the optimizer states.")
-    offload_param: OffloadParam | None = honoured(
+    offload_optimizer: OffloadOptimizer | None = supported(None, "Place of the optimizer states.")
+    offload_param: OffloadParam | None = supported(
         None,
         "Place of the parameters (stage 3).",
         why="to offload at other stages, use offload_optimizer",
         stages=_THREE,
     )
 
-    sub_group_size: Size = honoured(
+    sub_group_size: Size = supported(
         1_000_000_000,
-        "Size of the portions of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
+        "Size of the sub-groups of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
         unit="elements",
     )
-    stage3_max_live_parameters: Size = honoured(
+    stage3_max_live_parameters: Size = supported(
         1_000_000_000, "Units stay gathered up to this size.", unit="elements", stages=_THREE
     )
-    stage3_max_reuse_distance: Size = honoured(
+    stage3_max_reuse_distance: Size = supported(
         1_000_000_000, "A unit that is used again this soon stays gathered.", unit="elements", stages=_THREE
     )
-    stage3_prefetch_bucket_size: Size = honoured(
+    stage3_prefetch_bucket_size: Size = supported(
         50_000_000, "More than 0: the next unit is gathered ahead, whole.", unit="elements", stages=_THREE
     )
-    stage3_param_persistence_threshold: Size = honoured(
+    stage3_param_persistence_threshold: Size = supported(
         100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE
     )
-    stage3_model_persistence_threshold: Size = honoured(
+    stage3_model_persistence_threshold: Size = supported(
         LARGEST, "Most that may stay gathered in all.", unit="elements", stages=_THREE
     )
-    stage3_gather_16bit_weights_on_model_save: Flag = honoured(
+    stage3_gather_16bit_weights_on_model_save: Flag = supported(
         False,
         "Gather whole weights when the model is saved.",
         why="whole weights are always saved",
         stages=_THREE,
         met=True,
     )
-    stage3_module_granularity_threshold: Count = inert(
+    stage3_module_granularity_threshold: Count = ignored(
         0,
         "Fetch modules finer than this as one.",
         why="whole blocks are gathered as one anyway",
         stages=_THREE,
         met=True,
     )
-    stage3_use_all_reduce_for_fetch_params: Flag = inert(
+    stage3_use_all_reduce_for_fetch_params: Flag = ignored(
         False, "Gather by all-reduce.", why="a unit is one all-gather", stages=_THREE
     )
-    stage3_allgather_sequential: Flag = inert(
+    stage3_allgather_sequential: Flag = ignored(
         False, "Gather one parameter at a time.", why="a unit is one all-gather", stages=_THREE
     )
-    memory_efficient_linear: Flag = inert(
+    memory_efficient_linear: Flag = ignored(
         True, "Linear layers that save less for backward.", why="linear layers save no copy", stages=_THREE
     )
-    override_module_apply: Flag = inert(
+    override_module_apply: Flag = ignored(
         True, "Module.apply gathers what it touches.", why="reading a parameter in zero.Init gathers it", stages=_THREE
     )
-    pipeline_loading_checkpoint: Flag = inert(
+    pipeline_loading_checkpoint: Flag = ignored(
         False,
         "Ranks of a node load in turn.",
         why="no rank loads more than one tensor at a time",
         stages=_THREE,
         met=True,
     )
-    log_trace_cache_warnings: Flag = inert(
+    log_trace_cache_warnings: Flag = ignored(
         False, "Diagnostics of the gather order.", why="the order is fixed and has no cache", stages=_THREE, met=True
     )
-    enable_sanity_checks: Flag = inert(False, "Diagnostics.", why="the checks are always on", stages=_THREE, met=True)
-    leaf_module: LeafModule | None = honoured(None, "Modules gathered as one unit.", stages=_THREE)
-    save_muon_momentum_buffer_in_memory: Flag = honoured(False, "Muon under NVMe.", stages=_THREE)
+    enable_sanity_checks: Flag = ignored(False, "Diagnostics.", why="the checks are always on", stages=_THREE, met=True)
+    leaf_module: LeafModule | None = supported(None, "Modules gathered as one unit.", stages=_THREE)
+    save_muon_momentum_buffer_in_memory: Flag = supported(False, "Muon under NVMe.", stages=_THREE)
 
-    zero_hpz_partition_size: Count = unbuilt(
+    zero_hpz_partition_size: Count = unsupported(
         1, "Secondary shards inside groups of ranks.", why=_PLUS_PLUS, stages=_THREE, off=(0, 1)
     )
-    zero_quantized_weights: Flag = unbuilt(False, "Gather int8 weights.", why=_PLUS_PLUS, stages=_THREE)
-    zero_quantized_nontrainable_weights: Flag = unbuilt(
+    zero_quantized_weights: Flag = unsupported(False, "Gather int8 weights.", why=_PLUS_PLUS, stages=_THREE)
+    zero_quantized_nontrainable_weights: Flag = unsupported(
         False, "Store frozen weights as int8.", why=_PLUS_PLUS, stages=_THREE
     )
-    zero_quantized_gradients: Flag = unbuilt(False, "Reduce int4 gradients.", why=_PLUS_PLUS, stages=_THREE)
-    zeropp_loco_param: Free | None = unbuilt(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
-    mics_shard_size: Whole = unbuilt(-1, "Shard over groups of this many ranks.", why="MiCS is not built")
-    mics_hierarchical_params_gather: Flag = unbuilt(False, "Gather in two hops.", why="MiCS is not built")
-    zenflow: Free | None = unbuilt(None, "Updates that trail behind.", why="every update is complete", switch="")
+    zero_quantized_gradients: Flag = unsupported(False, "Reduce int4 gradients.", why=_PLUS_PLUS, stages=_THREE)
+    zeropp_loco_param: Free | None = unsupported(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
+    mics_shard_size: Whole = unsupported(-1, "Shard over groups of this many ranks.", why="MiCS is not supported")
+    mics_hierarchical_params_gather: Flag = unsupported(False, "Gather in two hops.", why="MiCS is not supported")
+    zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")

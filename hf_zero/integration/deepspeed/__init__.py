@@ -1,11 +1,11 @@
 """The package that `import deepspeed` finds: names only, each loaded from hf_zero on first use.
 
-Its modules are made by the import hook, from the tables in hf_zero/integration/homes.py and names.json.
+Its modules are made by the import hook, from the tables in hf_zero/integration/names.
 """
 
 from __future__ import annotations
 
-from hf_zero.integration.alias import lazy_names
+from hf_zero.integration.names.alias import lazy_names
 from hf_zero.versions import VERSION as __version__
 
 __all__ = ["__version__"]

@@ -15,7 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 
 @triton.jit
 def _adagrad(  # type: ignore[no-untyped-def]
-    weight, squares, gradient, narrow, scale_tensor, overflow, seed,
+    weight, squares, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -27,8 +27,8 @@ def _adagrad(  # type: ignore[no-untyped-def]
     p -= rate * g / (tl.sqrt(s) + eps)
     tl.store(squares + offsets, s.to(squares.dtype.element_ty), mask=mask)
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def adagrad_on_gpu(
@@ -39,7 +39,7 @@ def adagrad_on_gpu(
     scale_tensor, factor = split_scale(scale)
     launch: Any = _adagrad[grid(numel)]
     launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
         numel, factor, rule.rate(step), rule.eps, rule.weight_decay,
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 
 @triton.jit
 def _adam(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, gradient, narrow, scale_tensor, overflow, seed,
+    weight, moment, second_moment, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -35,8 +35,8 @@ def _adam(  # type: ignore[no-untyped-def]
     tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
     tl.store(second_moment + offsets, v.to(second_moment.dtype.element_ty), mask=mask)
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def adam_on_gpu(
@@ -48,7 +48,7 @@ def adam_on_gpu(
     correction1, correction2 = rule.corrections(step)
     launch: Any = _adam[grid(numel)]
     launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
         numel, factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
         1 / correction1, 1 / correction2, rule.eps, rule.weight_decay,
         DECOUPLED=rule.decoupled, BLOCK=BLOCK,

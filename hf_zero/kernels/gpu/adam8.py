@@ -57,7 +57,7 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adam8(  # type: ignore[no-untyped-def]
-    weight, codes1, scales1, codes2, scales2, gradient, narrow, scale_tensor, overflow, seed,
+    weight, codes1, scales1, codes2, scales2, gradient, lp_param, scale_tensor, overflow, seed,
     values1, order1, limits1, values2, order2, limits2,
     start, numel, first, num_rows,
     scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay, tiny,
@@ -89,8 +89,8 @@ def _adam8(  # type: ignore[no-untyped-def]
     _store(m, codes1, scales1, order1, limits1, places, rows, held, is_row, tiny, True)
     _store(v, codes2, scales2, order2, limits2, places, rows, held, is_row, tiny, False)
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def adam8_on_gpu(
@@ -104,7 +104,7 @@ def adam8_on_gpu(
     correction1, correction2 = rule.corrections(step)
     launch: Any = _adam8[grid(rows - first, _ROWS)]
     launch(
-        vectors.weight, *m, *v, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
         *_tables(True, device), *_tables(False, device),
         vectors.start, numel, first, rows,
         factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,

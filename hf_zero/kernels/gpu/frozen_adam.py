@@ -14,7 +14,7 @@ from hf_zero.kernels.vectors import Vectors
 
 @triton.jit
 def _frozen_adam(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, narrow, rate_tensor, overflow, seed,
+    weight, moment, second_moment, lp_param, rate_tensor, overflow, seed,
     numel, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -28,8 +28,8 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
     update = tl.where(root > 0, m / (root + eps), 0.0) + weight_decay * p
     p -= rate * update
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def frozen_adam_on_gpu(
@@ -40,6 +40,6 @@ def frozen_adam_on_gpu(
     rate_tensor, factor = split_scale(rate)
     launch: Any = _frozen_adam[grid(numel)]
     launch(
-        vectors.weight, vectors.gradient, vectors.states[0], vectors.narrow, rate_tensor, overflow, seed,
+        vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, overflow, seed,
         numel, factor, eps, weight_decay, BLOCK=BLOCK,
     )  # fmt: skip

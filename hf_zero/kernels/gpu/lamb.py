@@ -81,7 +81,7 @@ def _add_up(partial, spans, squares):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _apply(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, narrow, overflow, seed, blocks, factors,
+    weight, moment, second_moment, lp_param, overflow, seed, blocks, factors,
     eps, weight_decay,
     INSIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +91,8 @@ def _apply(  # type: ignore[no-untyped-def]
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
     p -= tl.load(factors + segment).to(tl.float32) * _direction(p, m, v, eps, weight_decay, INSIDE)
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def lamb_moments_on_gpu(
@@ -127,6 +127,6 @@ def lamb_apply_on_gpu(
     blocks, _ = _table(tuple(segments), vectors.weight.device)
     launch: Any = _apply[(len(blocks),)]
     launch(
-        vectors.weight, *vectors.states, vectors.narrow, overflow, seed, blocks, factors, rule.eps, rule.weight_decay,
+        vectors.weight, *vectors.states, vectors.lp_param, overflow, seed, blocks, factors, rule.eps, rule.weight_decay,
         INSIDE=rule.eps_inside_sqrt, BLOCK=BLOCK,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 
 @triton.jit
 def _lion(  # type: ignore[no-untyped-def]
-    weight, moment, gradient, narrow, scale_tensor, overflow, seed,
+    weight, moment, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, lr, beta1, rest1, beta2, rest2, keep,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -30,8 +30,8 @@ def _lion(  # type: ignore[no-untyped-def]
     m = beta2 * m + rest2 * g
     tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def lion_on_gpu(
@@ -42,7 +42,7 @@ def lion_on_gpu(
     scale_tensor, factor = split_scale(scale)
     launch: Any = _lion[grid(numel)]
     launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
         numel, factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
         1 - rule.lr * rule.weight_decay,
         BLOCK=BLOCK,

@@ -15,7 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 
 @triton.jit
 def _sgd(  # type: ignore[no-untyped-def]
-    weight, buffer, gradient, narrow, scale_tensor, overflow, seed,
+    weight, buffer, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, lr, momentum, weight_decay,
     NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -31,8 +31,8 @@ def _sgd(  # type: ignore[no-untyped-def]
             g = b
     p -= lr * g
     store_rounded(weight, offsets, p, mask, seed)
-    if narrow is not None:
-        store_rounded(narrow, offsets, p, mask, seed)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, p, mask, seed)
 
 
 def sgd_on_gpu(
@@ -44,7 +44,7 @@ def sgd_on_gpu(
     buffer = vectors.states[0] if rule.momentum else None
     launch: Any = _sgd[grid(numel)]
     launch(
-        vectors.weight, buffer, vectors.gradient, vectors.narrow, scale_tensor, overflow, seed,
+        vectors.weight, buffer, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
         numel, factor, rule.lr, rule.momentum, rule.weight_decay,
         NESTEROV=rule.nesterov, BLOCK=BLOCK,
     )  # fmt: skip

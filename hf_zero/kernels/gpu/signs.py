@@ -42,7 +42,7 @@ def _unpack(packed, scale, out, num_bytes, ADD: tl.constexpr, BYTES: tl.constexp
 
 
 def pack_signs_on_gpu(error: Tensor, scale: Tensor, packed: Tensor) -> None:
-    """`error` holds value plus error on entry, and what is still owed afterwards."""
+    """`error` holds value plus error on entry, and the error that is left afterwards."""
     launch: Any = _pack[(triton.cdiv(packed.numel(), _BYTES),)]
     launch(error, scale, packed, packed.numel(), BYTES=_BYTES)
 

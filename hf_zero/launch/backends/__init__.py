@@ -1,12 +1,10 @@
-"""One file for each way to start ranks; `BACKENDS` has them by the name that `--launcher` takes."""
+"""The ways to start ranks; `BACKENDS` has them by the name that `--launcher` takes."""
 
 from __future__ import annotations
 
 from hf_zero.launch.backends.base import Backend, Command
 from hf_zero.launch.backends.local import Local, NoSsh
-from hf_zero.launch.backends.mpich import IntelMpi, Mpich
-from hf_zero.launch.backends.mvapich import Mvapich
-from hf_zero.launch.backends.openmpi import OpenMpi
+from hf_zero.launch.backends.mpi import IntelMpi, Mpich, Mvapich, OpenMpi
 from hf_zero.launch.backends.pdsh import Pdsh
 from hf_zero.launch.backends.slurm import Slurm
 from hf_zero.launch.backends.torchrun import Standard, Torchrun

@@ -52,7 +52,7 @@ class Backend(ABC):
     programs: tuple[tuple[str, ...], ...] = ()  # of each, the first that is installed is used
     package: str = ""
     is_remote = True  # starts ranks on other hosts itself
-    refuses: Mapping[str, str] = {}  # options that it cannot honour, and why
+    refuses: Mapping[str, str] = {}  # options that it does not support, and why
 
     def find_programs(self) -> list[str]:
         """Paths of what it runs.
@@ -77,6 +77,21 @@ class Backend(ABC):
         """Start the ranks and wait for them; the exit status for a shell."""
         command = self.command(job, request, self.find_programs())
         return Relay(job.token, ends_children=command.ends_children).run(command.words, command.environment)
+
+
+def own_node_rank(job: Job, request: Request, options: str) -> int:
+    """Which host of the job this one is, for backends that start the ranks of one host; `options` names the backend.
+
+    Raises:
+        LaunchError: where nobody has said it.
+    """
+    last = len(job.world.nodes) - 1
+    if not 0 <= request.node_rank <= last:
+        raise LaunchError(
+            f"{options} starts the ranks of one host: --node_rank {request.node_rank} must say which, from 0 to {last} "
+            "in the order of the hostfile"
+        )
+    return request.node_rank
 
 
 def task_words(job: Job) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_zero.launch.backends.base import Backend, Command, Request
+from hf_zero.launch.backends.base import Backend, Command, Request, own_node_rank
 from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.job import Job
 from hf_zero.launch.ranks import report_to_user, run_node
@@ -17,13 +17,7 @@ class NoSsh(Backend):
     is_remote = False
 
     def run(self, job: Job, request: Request) -> int:
-        last = len(job.world.nodes) - 1
-        if not 0 <= request.node_rank <= last:
-            raise LaunchError(
-                f"--no_ssh starts the ranks of one host: --node_rank {request.node_rank} must say which, from 0 to "
-                f"{last} in the order of the hostfile"
-            )
-        return run_node(job, request.node_rank, report=report_to_user)
+        return run_node(job, own_node_rank(job, request, "--no_ssh"), report=report_to_user)
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         raise NotImplementedError("ranks on this host are started without another program")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment
-from hf_zero.launch.errors import LaunchError
+from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
 from hf_zero.launch.job import Job
 
 
@@ -24,12 +23,7 @@ class Torchrun(Backend):
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         nodes = job.world.nodes
-        node_rank = 0 if len(nodes) == 1 else request.node_rank
-        if not 0 <= node_rank < len(nodes):
-            raise LaunchError(
-                f"--launcher {self.name} starts the ranks of one host: --node_rank {request.node_rank} must say which, "
-                f"from 0 to {len(nodes) - 1} in the order of the hostfile"
-            )
+        node_rank = 0 if len(nodes) == 1 else own_node_rank(job, request, f"--launcher {self.name}")
         node = nodes[node_rank]
         words = [sys.executable, "-m", "torch.distributed.run"]
         words += [f"--nnodes={len(nodes)}", f"--nproc-per-node={len(node.slots)}", f"--node-rank={node_rank}"]

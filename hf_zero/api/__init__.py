@@ -1,0 +1,1 @@
+"""What programs call: initialize, the engine with its surface, and whole values of sharded parameters."""

@@ -1,0 +1,344 @@
+"""ZeroEngine: the wrapped model that a training loop drives with forward, backward and step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
+from hf_zero.api.engine_surface import SURFACE
+from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
+from hf_zero.api.parameter_offload import ParameterOffload
+from hf_zero.checkpoint import service as checkpoint
+from hf_zero.checkpoint.background import BackgroundSave
+from hf_zero.checkpoint.subject import ModelSubject, Subject
+from hf_zero.checkpoint.view import CheckpointView
+from hf_zero.comm import collectives_for
+from hf_zero.config import Resolved
+from hf_zero.errors import WrongMoment
+from hf_zero.log import logger
+from hf_zero.params.buffers import broadcast_buffers
+from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.store import ParameterStore
+from hf_zero.precision import ForwardPrecision
+from hf_zero.schedules.mark import ScheduleMark
+from hf_zero.step.assemble import Assembly
+from hf_zero.step.optimizer import ZeroOptimizer
+from hf_zero.step.outcome import StepOutcome
+from hf_zero.timing import PhaseTimer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What `initialize` builds before there is an engine. No assembly means: no optimizer, forward only.
+
+    The store is the assembly's, or at stage 3 without an optimizer one of its own.
+    """
+
+    module: nn.Module
+    resolved: Resolved
+    device: torch.device
+    assembly: Assembly | None
+    store: ParameterStore | None
+    parameter_offload: ParameterOffload | None
+    lr_scheduler: Any | None
+    client_optimizer: torch.optim.Optimizer | None
+
+
+class ZeroEngine(EngineGradients):
+    """A model whose `backward` reduces gradients and whose `step` updates a sharded optimizer.
+
+        outputs = engine(**batch)
+        engine.backward(outputs.loss)
+        engine.step()                    # acts once per gradient_accumulation_steps
+
+    The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
+    (updates, skipped ones included), `skipped_steps`, `micro_steps`, `global_samples`.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts.resolved, parts.assembly, FirstNan(parts.store, parts.device))
+        self.module = parts.module
+        self.config = parts.resolved.raw
+        self.device = parts.device
+        # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
+        self.optimizer: Any = parts.assembly.optimizer if parts.assembly else parts.parameter_offload
+        if parts.assembly is not None:
+            parts.assembly.optimizer.engine = weakref.proxy(self)
+            parts.assembly.optimizer.names = OPTIMIZER_NAMES
+        self.lr_scheduler = parts.lr_scheduler
+        self.client_optimizer = parts.client_optimizer
+        self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
+        self.global_steps = self.global_samples = self._num_skipped = 0
+        self._store = parts.store
+        self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
+        self._background_save = BackgroundSave()
+        self._is_destroyed = False
+        self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)
+        self._timer = PhaseTimer(enabled=parts.resolved.logging.wall_clock_breakdown, device=parts.device)
+
+    # Training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model; its output is returned untouched."""
+        self._note_forward()
+        with self._timer.phase("forward"), self._forward_precision.context():
+            output = self.module(*self._forward_precision.cast(args), **kwargs)
+        if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
+            self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
+        return output
+
+    def step(self) -> None:
+        """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
+        optimizer = self._training_parts("step").optimizer
+        self.reload_states()
+        if not self._syncs:
+            raise WrongMoment(
+                "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
+                "the last micro-batch of a step"
+            )
+        at_boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not at_boundary:
+            return
+        self._check_scaled(optimizer)
+        self._background_save.check()
+        scale = optimizer.loss_scale
+        AT_WORK.end(self)
+        self.rates_of_last_update = self.get_lr()
+        with self._timer.phase("step"):
+            optimizer.step()
+            if self._resolved.compatibility.broadcast_buffers:
+                broadcast_buffers(self.module, collectives_for(self.device))
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        assert optimizer.outcome is not None
+        self._follow(optimizer.outcome, optimizer, scale)
+        self._report()
+        timer = self.__dict__.get("tput_timer")
+        if timer is not None:
+            timer.stop(global_step=True)
+            timer.start()
+
+    def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float) -> None:
+        """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
+        moved = None
+        if self.lr_scheduler is not None and not ScheduleMark.fits(self.lr_scheduler):
+            outcome.read()  # what cannot go back must not be moved too early
+        if self.lr_scheduler is not None and not (outcome.is_known and outcome.skipped):
+            if outcome.is_known:
+                self.lr_scheduler.step()
+            else:
+                moved = ScheduleMark(self.lr_scheduler, optimizer)
+                moved.advance()
+        number = self.global_steps
+
+        def count_skip() -> None:
+            self._num_skipped += 1
+            if moved is not None:
+                moved.go_back()
+            self._report_skip(optimizer, number, outcome.norm, scale)
+
+        outcome.when_skipped(count_skip)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates so far that changed nothing because a gradient was not finite; waits for the last one's outcome."""
+        self._settle()
+        return self._num_skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, number: int) -> None:
+        self._num_skipped = number
+
+    def _settle(self) -> None:
+        """Learn what became of the last step, where the host has run ahead."""
+        if self._assembly is not None:
+            self._assembly.optimizer.settle()
+
+    def _check_scaled(self, optimizer: ZeroOptimizer) -> None:
+        if optimizer.loss_factor != 1.0 and not self._has_scaled:
+            raise RuntimeError(
+                "step() without a scaled loss: with fp16, or a division before the reduction, call "
+                "engine.backward(loss), or engine.scale(loss).backward(); a plain loss.backward() makes gradients "
+                f"that step() would divide by {optimizer.loss_factor:g}"
+            )
+        self._has_scaled = False
+
+    def _report_skip(self, optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
+        if self._resolved.precision.loss_scale is None:
+            logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
+            return
+        after = optimizer.loss_scale
+        logger.info(
+            "step %d skipped on all ranks: overflow at loss scale %g, %s",
+            number,
+            scale,
+            f"now {after:g}" if after != scale else "which stays",
+        )
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
+        return self._assembly.optimizer.grad_norm if self._assembly is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last boundary changed the weights; waits for the device."""
+        return self._assembly is not None and self.global_steps > 0 and not self._assembly.optimizer.overflow
+
+    # Module surface
+
+    def train(self, mode: bool = True) -> ZeroEngine:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> ZeroEngine:
+        return self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Names of DeepSpeed that an engine needs not itself, then those of the wrapped model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_modules" not in self.__dict__ or "module" not in self._modules:
+                raise
+        if name in SURFACE:
+            return SURFACE.get(self, name)
+        try:
+            return getattr(self._modules["module"], name)
+        except AttributeError as error:
+            raise SURFACE.missing(name) or error from None
+
+    def destroy(self) -> None:
+        """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
+        self._background_save.wait()
+        self.reload_states()
+        self._settle()
+        AT_WORK.end(self)
+        if self._assembly is not None:
+            self._assembly.reducer.clear()
+            self._assembly.reducer.remove_hooks()
+        if self._store is not None:
+            self._store.release()
+        if self._assembly is not None:
+            self._assembly.placements.close()
+        self._assembly = self._store = None
+        self._is_destroyed = True
+        self.optimizer = self.client_optimizer = self.lr_scheduler = None
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint of everything that training needs, in DeepSpeed's format. Collective.
+
+        Without an optimizer it holds the model alone, in its own dtype.
+
+        Args:
+            tag: folder inside `save_dir`; default global_step{N}.
+            client_state: plain values that `load_checkpoint` gives back.
+            save_latest: let `latest` name this checkpoint, so that it is the one loaded by default.
+
+        Raises:
+            CheckpointError: on every rank, when any could not write; earlier checkpoints are untouched.
+            WrongArgument: for a folder without a name.
+        """
+        request = checkpoint.SaveRequest(
+            save_dir, tag or f"global_step{self.global_steps}", save_latest, exclude_frozen_parameters
+        )
+        run = checkpoint.RunState(
+            stage=self._resolved.zero.stage,
+            world=self.dp_world_size,
+            global_steps=self.global_steps,
+            skipped_steps=self.skipped_steps,
+            global_samples=self.global_samples,
+            lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            config=self.config,
+            client_state=client_state or {},
+        )
+        with self._timer.phase("save"):
+            policy = self._resolved.checkpoint
+            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self._background_save)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint of any stage and number of ranks, ours or DeepSpeed's. Collective.
+
+        Args:
+            tag: default: the checkpoint that `latest` names.
+            load_module_strict: refuse a checkpoint that lacks weights of the model or has others.
+            load_optimizer_states: False takes the weights (from the fp32 masters) and lets the optimizer start anew.
+            load_module_only: weights alone: no optimizer, schedule, counters.
+
+        Returns:
+            (folder, client state), or (None, None) with a warning where there is no checkpoint.
+
+        Raises:
+            CheckpointError: when a file is missing, damaged or does not fit; nothing has changed then.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError("load_checkpoint(custom_load_fn=...): weights are matched by name; leave it out")
+        self._background_save.wait()
+        everything = not load_module_only
+        request = checkpoint.LoadRequest(load_dir, tag, load_module_strict, load_optimizer_states and everything)
+        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self._resolved.checkpoint)
+        if view is None:
+            return None, None
+        if everything:
+            self._continue_from(view, with_schedule=load_lr_scheduler_states)
+        return str(view.folder.path), view.client_state()
+
+    def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
+        counters = checkpoint.Counters.of(view, self.train_batch_size())
+        self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
+        self.global_samples = counters.global_samples
+        self.micro_steps = self.global_steps * self._accumulation_steps
+        if view.scaler and self._assembly is not None:
+            self._assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
+        state = checkpoint.scheduler_state(view)
+        if with_schedule and self.lr_scheduler is not None and state is not None:
+            self.lr_scheduler.load_state_dict(state)
+
+    def _subject(self, caller: str) -> ModelSubject:
+        self.reload_states()
+        if self._is_destroyed:
+            raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
+        self._settle()
+        collectives = collectives_for(self.device)
+        if self._assembly is None:
+            return ModelSubject(self.module, self._store, collectives, self._resolved)
+        return Subject(self.module, self._store, collectives, self._resolved, self._assembly)
+
+    def _report(self) -> None:
+        every = self._resolved.logging.steps_per_print
+        if every and self.global_steps % every == 0:
+            logger.info(
+                "step=%d, skipped=%d, lr=%s, mom=%s",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )
+        times = self._timer.report()
+        if times:
+            logger.info(times)

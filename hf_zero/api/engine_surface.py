@@ -1,0 +1,339 @@
+"""DeepSpeed's further names on an engine: questions about its config, ranks and files, and small conveniences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.timers import ThroughputTimer
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.comm import get_rank
+from hf_zero.comm.mirror import get_world_group
+from hf_zero.config.objects import ConfigView
+from hf_zero.surface import Surface
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Methods that give the value of a key: name -> path in the config object.
+_KEYS = {
+    "aio_config": "aio_config",
+    "bf16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
+    "checkpoint_serialization_enabled": "checkpoint_config.checkpoint_serialization",
+    "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
+    "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "dump_state": "dump_state",
+    "dynamic_loss_scale_args": "float16_config.dynamic_loss_scale_args",
+    "fp16_auto_cast": "float16_config.auto_cast",
+    "fp16_master_weights_and_gradients": "float16_config.fp16_master_weights_and_grads",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "initial_dynamic_scale": "float16_config.initial_dynamic_scale",
+    "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
+    "load_universal_checkpoint": "load_universal_checkpoint",
+    "log_level": "log_level",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "memory_breakdown": "memory_breakdown",
+    "optimizer_name": "optimizer_name",
+    "optimizer_params": "optimizer_params",
+    "scheduler_name": "scheduler_name",
+    "scheduler_params": "scheduler_params",
+    "torch_autocast_enabled": "torch_autocast_enabled",
+    "use_node_local_storage": "use_node_local_storage",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+}
+# The same for keys of zero_optimization: name without `zero_` -> key.
+_ZERO_KEYS = {
+    "allgather_bucket_size": "allgather_bucket_size",
+    "allgather_partitions": "allgather_partitions",
+    "allgather_sequential": "stage3_allgather_sequential",
+    "compute_grad_norm": "compute_grad_norm",
+    "contiguous_gradients": "contiguous_gradients",
+    "elastic_checkpoint": "elastic_checkpoint",
+    "hpz_partition_size": "zero_hpz_partition_size",
+    "ignore_unused_parameters": "ignore_unused_parameters",
+    "legacy_stage1": "legacy_stage1",
+    "load_from_fp32_weights": "load_from_fp32_weights",
+    "log_trace_cache_warnings": "log_trace_cache_warnings",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "model_persistence_threshold": "stage3_model_persistence_threshold",
+    "module_granularity_threshold": "stage3_module_granularity_threshold",
+    "multi_rank_bucket_allreduce": "use_multi_rank_bucket_allreduce",
+    "offload_optimizer": "offload_optimizer",
+    "offload_param": "offload_param",
+    "overlap_comm": "overlap_comm",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "parameter_alignment": "parameter_alignment",
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "quantized_gradients": "zero_quantized_gradients",
+    "quantized_nontrainable_weights": "zero_quantized_nontrainable_weights",
+    "quantized_weights": "zero_quantized_weights",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "reduce_scatter": "reduce_scatter",
+    "round_robin_gradients": "round_robin_gradients",
+    "save_muon_momentum_buffer_in_memory": "save_muon_momentum_buffer_in_memory",
+    "sub_group_size": "sub_group_size",
+}
+# Switches of what is not built; the config refuses to turn them on.
+_NEVER = (
+    "autotuning_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled "
+    "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion random_ltd_enabled "
+    "super_offload checkpoint_writer_enabled"
+).split()
+
+
+def config_of(engine: Any) -> ConfigView:
+    """The engine's config as DeepSpeed's object, `engine._config`; made once."""
+    found = engine.__dict__.get("_config")
+    if found is None:
+        found = engine.__dict__["_config"] = ConfigView(engine.config, engine.dp_world_size)
+    view: ConfigView = found
+    return view
+
+
+def _key(path: str) -> Callable[[Any], Any]:
+    read = attrgetter(path)
+
+    def answer(engine: Any) -> Any:
+        value = read(config_of(engine))
+        return value() if callable(value) else value
+
+    answer.__doc__ = f"The config's {path}."
+    return answer
+
+
+def _never(engine: Any) -> bool:
+    """False: this is not built, and the config refuses to turn it on."""
+    return False
+
+
+# Files
+
+
+def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder: str | None = None) -> str:
+    """Path of the file with the model's weights that this rank reads."""
+    name = ds.model_file(get_rank(), engine.zero_optimization_stage())
+    return os.path.join(checkpoints_path, str(tag), name if mp_placeholder is None else name.replace("00", "*"))
+
+
+def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
+    """Path of this rank's file with optimizer states."""
+    name = ds.optimizer_file(get_rank(), bf16=engine.bfloat16_enabled())
+    return os.path.join(checkpoints_path, str(tag), name)
+
+
+# Weights
+
+
+def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> Any:
+    """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
+    if engine.zero_optimization_stage() == 3:
+        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+    return engine.module_state_dict(exclude_frozen_parameters) if get_rank() == 0 else None
+
+
+def _load_module_state_dict(
+    engine: Any,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,
+    custom_load_fn: Callable[..., Any] | None = None,
+    fetch_z3_params: bool = False,
+) -> None:
+    """Put `checkpoint["module"]` (whole weights, the same on all ranks) into the model; masters follow. Collective.
+
+    At stage 3 parameters are gathered module by module, whatever `fetch_z3_params` says.
+    """
+    weights, module = checkpoint["module"], engine.module
+    if custom_load_fn is not None:
+        custom_load_fn(src=weights, dst=module)
+        return
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= set(dict(module.named_buffers(remove_duplicate=False)))
+    missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known)
+    needed = [name for name in missing if name not in _unsaved(module)]
+    if strict and (needed or unexpected):
+        raise RuntimeError(
+            f"load_module_state_dict(strict=True): missing {needed or 'nothing'}, unexpected {unexpected or 'nothing'}"
+        )
+    for prefix, inner in module.named_modules():
+        own = list(inner.parameters(recurse=False))
+        with GatheredParameters(own, modifier_rank=0), torch.no_grad():
+            for name, target in [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]:
+                value = weights.get(f"{prefix}.{name}" if prefix else name)
+                if value is not None:
+                    target.copy_(value)
+
+
+def _unsaved(module: torch.nn.Module) -> set[str]:
+    """Buffers that no state dict holds."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name in inner._non_persistent_buffers_set
+    }
+
+
+def _empty_partition_cache(engine: Any) -> None:
+    """At stage 3 every rank goes back to its shards, except of parameters that always stay gathered. Collective."""
+    if engine._store is not None:
+        engine._store.prepare_update()
+
+
+# Ranks and groups
+
+
+def _coalesce_grad_reduction(engine: Any) -> AbstractContextManager[None]:
+    """Several backward calls may follow each other as they are: buckets are reduced once per micro-batch anyway."""
+    return nullcontext()
+
+
+def _get_data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype of the model, dtype in which gradients are accumulated)."""
+    policy = engine._resolved.precision
+    return _DTYPES[policy.model], _DTYPES[policy.accumulation or policy.model]
+
+
+def _communication_data_type(engine: Any) -> torch.dtype:
+    policy = engine._resolved.precision
+    return _DTYPES[policy.communication or policy.model]
+
+
+def _get_type(engine: Any) -> list[Any]:
+    """`type` of every param group."""
+    return [group.get("type") for group in engine._training_parts("get_type").optimizer.param_groups]
+
+
+def _throughput_timer(engine: Any) -> ThroughputTimer:
+    """Counts from here on: the engine starts and stops it around its updates. `initialize` makes none by itself."""
+    options = type("Enabled", (), {"enabled": True, "synchronized": False})()
+    timer = ThroughputTimer(options, engine.train_batch_size(), start_step=0)
+    timer.start()
+    engine.tput_timer = timer
+    return timer
+
+
+def _offloads(engine: Any, name: str, device: str) -> bool:
+    section = getattr(config_of(engine).zero_config, name)
+    return section is not None and section.device == device
+
+
+def _is_first_rank(engine: Any) -> bool:
+    return engine.dp_world_size >= 1 and get_rank() == 0
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "_config": config_of,
+    "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
+    "_step_applied": lambda engine: engine.was_step_applied(),
+    "checkpoint_mp_rank": lambda engine: 0,
+    "client_lr_scheduler": lambda engine: engine.lr_scheduler if engine._resolved.scheduler is None else None,
+    "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
+    "communication_data_type": _communication_data_type,
+    "data_parallel_group": lambda engine: get_world_group(),
+    "dist_backend": lambda engine: "nccl" if engine.device.type == "cuda" else "gloo",
+    "dont_change_device": lambda engine: False,
+    "enable_backward_allreduce": lambda engine: True,
+    "expert_data_parallel_group": lambda engine: {},
+    "expert_parallel_group": lambda engine: {},
+    "gradient_average": lambda engine: engine._resolved.gradients.average,
+    "has_moe_layers": lambda engine: False,
+    "inside_no_sync_ctxt": lambda engine: not engine._syncs,
+    "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
+    "mesh_device": lambda engine: None,
+    "moe_layers": lambda engine: [],
+    "mpu": lambda engine: None,
+    "num_experts": lambda engine: [],
+    "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
+    "pipeline_parallelism": lambda engine: False,
+    "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or get_rank() == 0,
+    "save_zero_checkpoint": lambda engine: engine.zero_optimization(),
+    "seq_data_parallel_group": lambda engine: get_world_group(),
+    "seq_dp_world_size": lambda engine: engine.dp_world_size,
+    "seq_parallel_group": lambda engine: None,
+    "sequence_parallel_size": lambda engine: 1,
+    "tput_timer": _throughput_timer,
+    "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
+    "training_dataloader": lambda engine: None,
+    "use_ds_comm": lambda engine: False,
+}
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: _key(path) for name, path in _KEYS.items()},
+    **{f"zero_{name}": _key(f"zero_config.{path}") for name, path in _ZERO_KEYS.items()},
+    **dict.fromkeys(_NEVER, _never),
+    "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,
+    "_get_ckpt_name": _get_ckpt_name,
+    "_get_zero_ckpt_name": _get_zero_ckpt_name,
+    "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
+    "autotp_size": lambda engine: 0,
+    "coalesce_grad_reduction": _coalesce_grad_reduction,
+    "collect_python_gc": lambda engine: None,
+    "empty_partition_cache": _empty_partition_cache,
+    "get_data_parallel_rank": lambda engine: get_rank(),
+    "get_data_types": _get_data_types,
+    "get_model_parallel_rank": lambda engine: 0,
+    "get_sequence_parallel_group": lambda engine: None,
+    "get_tensor_parallel_rank": lambda engine: 0,
+    "get_type": _get_type,
+    "is_first_weights_partition_group": _is_first_rank,
+    "is_iterable_style_dataset": lambda engine, obj: isinstance(obj, IterableDataset),
+    "is_map_style_dataset": lambda engine, obj: isinstance(obj, Dataset) and hasattr(obj, "__getitem__"),
+    "load_module_state_dict": _load_module_state_dict,
+    "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
+    "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
+    "zenflow_config": lambda engine: None,
+    "zero_cpu_offload": lambda engine: _offloads(engine, "offload_optimizer", "cpu"),
+    "zero_nvme_offload_optimizer": lambda engine: _offloads(engine, "offload_optimizer", "nvme"),
+    "zero_optimization_partition_gradients": lambda engine: engine.zero_optimization_stage() >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
+    "zero_partial_offload": lambda engine: getattr(config_of(engine).zero_config.offload_optimizer, "ratio", 1.0),
+    "zero_use_cpu_optimizer": lambda engine: _offloads(engine, "offload_optimizer", "cpu"),
+}
+_REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
+_COMPILER = "engine.compile() runs the model under torch.compile"
+_DATA = "data efficiency is not built: sample and shorten in the data loader or collator"
+_PROFILER = "the flops profiler is not built: torch.utils.flop_counter.FlopCounterMode counts operations"
+_INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
+_EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
+REFUSED = {
+    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
+    "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
+    "sparse_allreduce_no_retain": _REDUCTION,
+    "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info "
+    "autotuning_model_info_path autotuning_profile_model_info autotuning_start_profile_step": (
+        "autotuning is not built: `python -m hf_zero explain ds.json` says what a config means"
+    ),
+    "clip_fp32_gradients": "engine.step() clips by the key gradient_clipping",
+    "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "
+    "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
+    "uses_parallelization_pass_only": _COMPILER,
+    "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
+    "curriculum_learning_config data_efficiency_config data_sampling_config random_ltd_config random_ltd_initialize "
+    "random_ltd_scheduler set_custom_curriculum_learning_schedule set_data_post_process_func": _DATA,
+    "flops flops_profiler flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file "
+    "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules": _PROFILER,
+    "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
+    "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _EXPERTS,
+    "tensor_parallel_config": "tensor parallelism is not built: autotp_size() is 0",
+    "torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler": "torch_autocast_enabled() and "
+    "torch_autocast_dtype() say how forward runs; loss_scale() is the scale",
+    "engine_timers engine_timers_cache fwd_duration get_wall_clock_timers print_forward_breakdown timers": (
+        "the key wall_clock_breakdown logs forward, backward and step"
+    ),
+    "checkpoint_engine": "save_checkpoint and load_checkpoint read and write files themselves",
+    "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size": "a checkpoint loads at any number of ranks",
+    "monitor summary_events": "monitors are not built: Trainer's report_to writes to TensorBoard, W&B and Comet",
+    "optimized_linear_base_weight_sharding optimized_linear_lora_enabled": "LoRA comes from PEFT",
+    "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
+    "update_interval warn_unscaled_loss": _INSIDE,
+}
+SURFACE = Surface("engine", VALUES, METHODS, REFUSED)

@@ -1,0 +1,254 @@
+"""`initialize`: from a model and a config to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.api.engine import EngineParts, ZeroEngine
+from hf_zero.api.engine_gradients import AT_WORK
+from hf_zero.api.loader import data_loader
+from hf_zero.api.model_view import model_view
+from hf_zero.api.parameter_access import attach_fragments
+from hf_zero.api.parameter_offload import ParameterOffload
+from hf_zero.api.zero_init import suspended
+from hf_zero.comm import Channel, collectives_for, get_world_size, init_distributed, local_device
+from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
+from hf_zero.errors import WrongArgument
+from hf_zero.last_words import listen
+from hf_zero.log import announce, log_dist, logger
+from hf_zero.optim import build_optimizer
+from hf_zero.params.partitioning import describe_unsharded, unpartition
+from hf_zero.params.sharded import ShardedParameters
+from hf_zero.params.unit_builder import Channels
+from hf_zero.precision import precision_from
+from hf_zero.schedules import build_scheduler
+from hf_zero.step.assemble import (
+    Assembly,
+    Plan,
+    assemble,
+    place_model,
+    place_unsharded,
+    shard_for_inference,
+    synchronise_unmanaged,
+)
+from hf_zero.step.optimizer import StepRules
+from hf_zero.versions import announcement
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[ZeroEngine, Any, Any, Any]:
+    """Wrap `model` into an engine that trains it as the config says. Collective: call it on every rank.
+
+    Args:
+        args: a namespace with `deepspeed_config`, when no config is given otherwise.
+        model: the model, on any device.
+        optimizer: a torch optimizer, or a callable that makes one from parameters; beats the config's section.
+        model_parameters: parameters or param groups to train; default: all of the model that require gradients.
+        training_data: a dataset to make a DataLoader for.
+        lr_scheduler: a scheduler, or a callable that makes one from the torch optimizer; beats the config's section.
+        config: dict, path, JSON text or base64 JSON. `config_params` is its older name.
+
+    Returns:
+        (engine, optimizer, dataloader or None, scheduler or None)
+
+    Raises:
+        ConfigError: with every problem of the config at once.
+    """
+    listen()
+    if model is None:
+        raise WrongArgument("initialize() needs model=, a torch.nn.Module")
+    _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)
+    raw = load_config(_config_source(args, config, config_params))
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    resolved = resolve(raw, model=model_view(model), world_size=get_world_size())
+    _log_settings(resolved)
+    device = local_device()
+    AT_WORK.drop_abandoned()
+    with suspended():
+        engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device)
+    if training_data is not None:
+        engine.training_dataloader = data_loader(
+            training_data,
+            resolved.batch.micro_batch_size,
+            collate_fn=collate_fn,
+            drop_last=resolved.batch.drop_last,
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the caller of `initialize` handed over."""
+
+    model: nn.Module
+    optimizer: OptimizerLike | None
+    model_parameters: Iterable[Any] | None
+    lr_scheduler: Any
+
+
+def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngine:
+    model, plan = given.model, _plan(resolved, device)
+    base = _base_optimizer(resolved, model, given.optimizer, given.model_parameters)
+    _prepare_model(model, base, plan, device)
+    assembly = assemble(model, base, plan) if base is not None else None
+    store = assembly.store if assembly is not None else None
+    if assembly is not None:
+        attach_fragments(assembly, plan.channels.access)
+    if store is None and plan.sharding.shards_parameters:
+        store = shard_for_inference(model, plan)
+    if resolved.zero.stage == 3:
+        describe_unsharded(model)
+    offload = ParameterOffload(model, store) if isinstance(store, ShardedParameters) else None
+    if assembly is not None and offload is not None:
+        assembly.optimizer.parameter_offload = offload
+    return ZeroEngine(
+        EngineParts(
+            module=model,
+            resolved=resolved,
+            device=device,
+            assembly=assembly,
+            store=store,
+            parameter_offload=offload,
+            lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
+            client_optimizer=base if given.optimizer is not None else None,
+        )
+    )
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = config if config is not None else config_params
+    if given is not None and from_args is not None:
+        raise ConfigError(
+            [
+                Problem(
+                    "args.deepspeed_config",
+                    from_args,
+                    "the config is given twice: here and as config=",
+                    "give it in one place",
+                )
+            ]
+        )
+    source = given if given is not None else from_args
+    if source is None:
+        raise ConfigError(
+            [
+                Problem(
+                    "config",
+                    None,
+                    "no config was given",
+                    "pass config= (dict, path, JSON text or base64) or args.deepspeed_config",
+                )
+            ]
+        )
+    return source
+
+
+def _refuse_parallelism(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"initialize({name}=...): only data parallelism is built so far, see docs/features.md; leave {name} out"
+            )
+
+
+def _log_settings(resolved: Resolved) -> None:
+    if resolved.logging.level is not None:
+        logger.setLevel(resolved.logging.level.upper())
+    log_dist(announcement(), ranks=[0])
+    batch, ranks = resolved.batch, get_world_size()
+    announce(
+        f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
+        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {ranks} = {batch.train_batch_size} samples per update"
+    )
+    if resolved.notes:
+        logger.info("remarks on the config: %s", "; ".join(resolved.notes))
+    if resolved.warnings:
+        shown = "".join(f"\n  - {warning}" for warning in resolved.warnings)
+        log_dist(f"the config asks for what does not happen (python -m hf_zero explain):{shown}", level=WARNING)
+
+
+def _base_optimizer(
+    resolved: Resolved, model: nn.Module, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    groups = _as_groups(model_parameters, model)
+    if optimizer is not None:
+        return optimizer([parameter for group in groups for parameter in group["params"]])
+    if resolved.optimizer is not None:
+        return build_optimizer(resolved.optimizer, groups, {id(p): name for name, p in model.named_parameters()})
+    return None
+
+
+def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> Sequence[dict[str, Any]]:
+    entries = list(model.parameters() if model_parameters is None else model_parameters)
+    if entries and isinstance(entries[0], dict):
+        groups = [dict(entry) for entry in entries]
+        for group in groups:
+            members = group["params"]
+            group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+    else:
+        groups = [{"params": entries}]
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    return [group for group in groups if group["params"]] or [{"params": []}]
+
+
+def _plan(resolved: Resolved, device: torch.device) -> Plan:
+    channels = Channels(*(collectives_for(device, channel) for channel in Channel))
+    rules = StepRules(
+        gradients=resolved.gradients,
+        skip_nonfinite=resolved.precision.skip_nonfinite,
+        require_all_gradients=resolved.zero.require_all_gradients,
+        loss_scale=resolved.precision.loss_scale,
+    )
+    precision = precision_from(resolved.precision)
+    return Plan(zero=resolved.zero, precision=precision, rules=rules, channels=channels, device=device)
+
+
+def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:
+    """Device, dtype and equal values for everything that no store takes care of."""
+    if plan.sharding.shards_parameters:
+        place_unsharded(model, device)
+        managed = {id(p) for p in model.parameters() if p.is_floating_point()}
+    else:
+        managed = set()
+        if base is not None:
+            managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
+        unpartition(model)
+        place_model(model, plan.precision, device, managed)
+    synchronise_unmanaged(model, plan.channels.reduce, managed)
+
+
+def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any) -> Any:
+    if assembly is None:
+        return None
+    if lr_scheduler is not None:
+        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+        return lr_scheduler(assembly.optimizer.optimizer) if is_factory else lr_scheduler
+    if resolved.scheduler is not None:
+        return build_scheduler(resolved.scheduler, assembly.optimizer)
+    return None

@@ -1,0 +1,324 @@
+"""Full and local views of one parameter's fp32 weight, gradient and optimizer state, at any stage.
+
+The functions' names are DeepSpeed's. Those with `full` in their name are collective; shapes are the parameter's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.layout import Piece
+from hf_zero.layout.intervals import round_up
+from hf_zero.offload.sub_group import SubGroup
+from hf_zero.params.sharded_parameter import of
+from hf_zero.step.assemble import Assembly
+
+_ATTRIBUTE = "hf_zero_fragments"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank owns of a parameter: `piece` of the shard with this number."""
+
+    sub_group: SubGroup
+    piece: Piece
+
+
+# (sub-group, whether it changes) -> its values
+Source = Callable[[SubGroup, bool], AbstractContextManager["Tensor | None"]]
+
+
+class Fragments:
+    """Finds the parts of every trained parameter; hangs on the parameters."""
+
+    def __init__(self, assembly: Assembly, collectives: Collectives) -> None:
+        self._assembly = assembly
+        self._collectives = collectives
+        self._parts: dict[int, list[_Part]] = {}
+        for sub_group in assembly.optimizer.sub_groups:
+            for piece in sub_group.pieces:
+                self._parts.setdefault(piece.parameter, []).append(_Part(sub_group, piece))
+        self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
+        self._owns_all = not assembly.optimizer.sharding.shards_optimizer
+
+    def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
+        """The whole of what `source` gives for the shards of `parameter`; None where no rank has it. Collective.
+
+        Raises:
+            StorageError: on all ranks, when one could not read its part from a drive.
+        """
+        numel = parameter.numel()
+        # One element more says whether anybody has it, and a sum takes a multiple of the number of ranks.
+        padded = round_up(numel + 1, self._collectives.world)
+        flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
+        for part in self._parts_of(parameter):
+            with source(part.sub_group, False) as values:
+                if values is not None:
+                    flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
+                    flat[numel] = 1.0
+        self._assembly.placements.check(self._collectives)
+        if not self._owns_all:
+            self._collectives.all_reduce(flat).wait()
+        return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
+
+    def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
+        """Put this rank's part of `values` (the parameter's shape) where `target` says."""
+        if values.shape != parameter.shape:
+            raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
+        flat = values.detach().reshape(-1)
+        for part in self._parts_of(parameter):
+            with target(part.sub_group, True) as place:
+                if place is not None:
+                    _inside(place, part).copy_(flat.narrow(0, part.piece.in_parameter, part.piece.numel))
+
+    def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
+        """This rank's chunk at stage 3, without padding: a view where it is at hand, else a copy.
+
+        Raises:
+            StorageError: when it could not be read from a drive.
+        """
+        parts = self._parts_of(parameter)
+        found = []
+        for part in parts:
+            with source(part.sub_group, False) as values:
+                if values is not None:
+                    stays = self._assembly.optimizer.updater.stager.always_at_hand
+                    found.append(_inside(values, part) if stays else _inside(values, part).clone())
+        if self._assembly.placements.failure is not None:
+            raise self._assembly.placements.failure
+        return found[0] if len(found) == 1 else (torch.cat(found) if found else None)
+
+    def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
+        """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
+        flat, cursor = values.detach().reshape(-1), 0
+        for part in self._parts_of(parameter):
+            with target(part.sub_group, True) as place:
+                if place is not None:
+                    _inside(place, part).copy_(flat.narrow(0, cursor, part.piece.numel))
+            cursor += part.piece.numel
+
+    def _parts_of(self, parameter: nn.Parameter) -> list[_Part]:
+        return self._parts.get(self._index[id(parameter)], [])
+
+    # Where things are
+
+    @contextmanager
+    def master(self, sub_group: SubGroup, changes: bool) -> Iterator[Tensor | None]:
+        with self._assembly.optimizer.updater.stager.opened(sub_group, changes=changes):
+            yield sub_group.master
+
+    def gradient(self, sub_group: SubGroup, changes: bool) -> AbstractContextManager[Tensor | None]:
+        return self._assembly.optimizer.reduced_gradient(sub_group, changes=changes)
+
+    def state(self, key: str) -> Source:
+        optimizer = self._assembly.optimizer
+
+        @contextmanager
+        def opened(sub_group: SubGroup, changes: bool) -> Iterator[Tensor | None]:
+            with optimizer.updater.stager.opened(sub_group, changes=changes):
+                form = optimizer.updater.form_of(key)
+                if form is None:
+                    yield optimizer.optimizer_state(sub_group, key)
+                    return
+                (tensor,) = sub_group.tensors
+                stored = optimizer.state.get(tensor.parameter, {}).get(key)
+                values = None if stored is None else form.values(stored, tensor.interval.numel)
+                yield values
+                if changes and values is not None:
+                    stored.copy_(form.store(values))
+
+        return opened
+
+    @property
+    def gradient_factor(self) -> float:
+        return self._assembly.optimizer.gradient_factor
+
+    def sync_masters(self) -> None:
+        """What was written into weights counts, before masters are read or written."""
+        self._assembly.store.sync_masters()
+
+    def finish_reductions(self) -> None:
+        self._assembly.reducer.wait()
+
+    def has_reduced(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has been reduced since the last step; the same on all ranks."""
+        index = self._index[id(parameter)]
+        reduced = (bucket.bucket.slots for bucket in self._assembly.reducer.buckets if bucket.has_reduced)
+        return any(slot.parameter == index for slots in reduced for slot in slots)
+
+    def unreduced(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's own gradient while it is kept whole (stages 0 and 1 between micro-batches): a view, 1-D."""
+        index = self._index[id(parameter)]
+        for bucket in self._assembly.reducer.buckets:
+            if bucket.local is None or bucket.bucket.by_rows or index not in bucket.used:
+                continue
+            slots = [slot for slot in bucket.bucket.slots if slot.parameter == index]
+            if slots:
+                return bucket.local.narrow(0, slots[0].offset, slots[0].numel)
+        return None
+
+    @property
+    def unreduced_factor(self) -> float:
+        """What such a gradient is multiplied with to be the gradient of this rank's loss."""
+        optimizer = self._assembly.optimizer
+        return optimizer.gradient_factor * (optimizer.sharding.world if optimizer.rules.gradients.average else 1)
+
+    def all_gather_params(self, parameter: nn.Parameter) -> None:
+        """Let edited masters be seen by the model. Collective."""
+        self._assembly.optimizer.master_to_params(self._index[id(parameter)])
+
+
+def _inside(values: Tensor, part: _Part) -> Tensor:
+    return values.view(-1).narrow(0, part.piece.in_shard, part.piece.numel)
+
+
+def attach_fragments(assembly: Assembly, collectives: Collectives) -> None:
+    """Let the functions below find what belongs to the parameters of `assembly`."""
+    fragments = Fragments(assembly, collectives)
+    for parameter in assembly.store.parameters:
+        setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))
+    assembly.optimizer.fragments = fragments
+
+
+def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
+    reference = getattr(parameter, _ATTRIBUTE, None)
+    return reference() if reference is not None else None
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The master weight, fp32; None for a parameter that no engine trains."""
+    fragments = _fragments_of(param)
+    if fragments is None:
+        return None
+    fragments.sync_masters()
+    return fragments.read(param, fragments.master)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient reduced since the last step (mean over ranks, before clipping), fp32; None when there is none.
+
+    Where gradients are still being accumulated without a reduction (stages 0 and 1 before the boundary, and inside
+    `no_sync`) it is this rank's own.
+    """
+    fragments = _fragments_of(param)
+    if fragments is None:
+        return None
+    fragments.finish_reductions()
+    own = fragments.unreduced(param)
+    if own is not None:
+        return (own.float() * fragments.unreduced_factor).view(param.shape)
+    total = fragments.read(param, fragments.gradient)
+    return None if total is None else total.mul_(fragments.gradient_factor)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """One optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
+    fragments = _fragments_of(param)
+    return fragments.read(param, fragments.state(optim_state_key)) if fragments else None
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite master and model weight; `value` is the same on all ranks."""
+    fragments = _managed(param)
+    fragments.sync_masters()
+    fragments.write(param, value, fragments.master)
+    fragments.all_gather_params(param)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite the gradient between backward and step (in the units of `safe_get_full_grad`).
+
+    Raises:
+        RuntimeError: when there is none.
+    """
+    fragments = _managed(param)
+    fragments.finish_reductions()
+    own = fragments.unreduced(param)
+    if own is not None:
+        own.copy_((value / fragments.unreduced_factor).reshape(-1))
+        return
+    if not fragments.has_reduced(param):
+        raise RuntimeError(
+            f"safe_set_full_grad: the parameter of shape {tuple(param.shape)} has no gradient to overwrite; call this "
+            "between engine.backward() and engine.step()"
+        )
+    fragments.write(param, value / fragments.gradient_factor, fragments.gradient)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    fragments = _managed(param)
+    fragments.write(param, value, fragments.state(optim_state_key))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
+) -> None:
+    """Replace each full gradient by what `update_func(gradient, parameter)` returns (or leaves in place, for None)."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            updated = update_func(gradient, param)
+            safe_set_full_grad(param, gradient if updated is None else updated)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's chunk of the master weight; stage 3 only."""
+    fragments = _sharded(param)
+    fragments.sync_masters()
+    return fragments.read_local(param, fragments.master)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    fragments = _sharded(param)
+    fragments.finish_reductions()
+    chunk = fragments.read_local(param, fragments.gradient)
+    return None if chunk is None else chunk.float() * fragments.gradient_factor
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    fragments = _sharded(param)
+    return fragments.read_local(param, fragments.state(optim_state_key))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    fragments = _sharded(param)
+    fragments.sync_masters()
+    fragments.write_local(param, value, fragments.master)
+    fragments.all_gather_params(param)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    fragments = _sharded(param)
+    fragments.finish_reductions()
+    fragments.write_local(param, value / fragments.gradient_factor, fragments.gradient)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    fragments = _sharded(param)
+    fragments.write_local(param, value, fragments.state(optim_state_key))
+
+
+def _managed(param: nn.Parameter) -> Fragments:
+    fragments = _fragments_of(param)
+    if fragments is None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} is not trained by any engine: it has no master weight, "
+            "gradient or optimizer state to set. For frozen weights use "
+            "deepspeed.zero.GatheredParameters(param, modifier_rank=0)."
+        )
+    return fragments
+
+
+def _sharded(param: nn.Parameter) -> Fragments:
+    fragments = _managed(param)
+    if of(param) is None:
+        raise RuntimeError("the safe_*_local_* functions need ZeRO stage 3 and more than one rank; use safe_*_full_*")
+    return fragments

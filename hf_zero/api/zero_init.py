@@ -1,0 +1,264 @@
+"""zero.Init: modules are born sharded, one after the other, so that no rank ever holds the model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed, local_device
+from hf_zero.config import load_config, resolve_offload, resolve_precision
+from hf_zero.offload.failures import stop_if_any
+from hf_zero.offload.nvme.swap_store import SwapStore
+from hf_zero.offload.parameter_placement import store_at_init
+from hf_zero.offload.vector import InMemoryVector
+from hf_zero.params.partitioning import shard_parameter
+from hf_zero.params.read_hooks import unwatch, watch
+from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
+from hf_zero.params.unsharding import reshard, unshard
+from hf_zero.precision import Precision, precision_from
+
+MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
+MIN_OPENED = 8  # ... except that so many, the last ones, may be worked on together
+_IGNORED = ("data_parallel_group", "mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
+
+
+class Init(AbstractContextManager[Any]):
+    """Context, or decorator, in which modules are built with sharded parameters. Collective.
+
+        with deepspeed.zero.Init(config_dict_or_path="ds.json"):
+            model = LlamaForCausalLM(config)
+
+    A module is sharded as soon as it becomes part of another one, so at most one module's parameters are whole at a
+    time. Rank 0's values win. Code that then still reads a parameter (an init function, `self.head.weight = ...`) finds
+    it gathered until the next module comes, or many others have been read after it; what was written to it is kept.
+
+    Args:
+        module: convert this module at once, instead of what is built inside the context.
+        remote_device: "cpu" keeps the shards in host memory until initialize(); None means the training device.
+        config_dict_or_path: ds.json in any form; decides the dtype. `config` is its older name.
+        dtype: of the parameters; default: what the config says.
+        enabled: False makes the context do nothing.
+        data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group: must be None.
+        The other arguments of DeepSpeed are accepted and change nothing.
+    """
+
+    _active: list[Init] = []
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        given = {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}
+        for name in _IGNORED:
+            if given.get(name) is not None:
+                raise NotImplementedError(f"zero.Init({name}=...): parameters are sharded over all ranks; leave it out")
+        self._enabled = enabled
+        if not enabled:
+            return
+        init_distributed()
+        self._device = torch.device("cpu") if remote_device == "cpu" else local_device()
+        if remote_device not in (None, "none", "cpu", self._device.type):
+            _refuse_device(remote_device)
+        self._collectives = collectives_for(local_device(), Channel.ACCESS)
+        config = config_dict_or_path if config_dict_or_path is not None else config
+        self._precision = _precision(config, dtype)
+        self._init_rules = _InitRules(
+            self._collectives, self._precision, self._device, _store(config, self._collectives)
+        )
+        if module is not None:
+            self._init_rules.shard_tree(module)
+            self._init_rules.close()
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            Init._active.append(self)
+            if len(Init._active) == 1:  # nested contexts are one
+                self._init_rules.begin()
+            self._before = Init._active[0]._init_rules.unattached()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            first = Init._active[0]
+            Init._active.remove(self)
+            if not Init._active:
+                first._init_rules.end(shard=kind is None)
+            elif kind is None:
+                first._init_rules.shard_since(self._before)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """An active Init lets modules be; `initialize` puts its own things together in here."""
+    inits = [init._init_rules for init in Init._active[:1]]
+    for init_rules in inits:
+        init_rules.pause()
+    try:
+        yield
+    finally:
+        for init_rules in inits:
+            init_rules.resume()
+
+
+class _InitRules:
+    """Shards modules while they are put together."""
+
+    def __init__(
+        self, collectives: Collectives, precision: Precision, device: torch.device, store: SwapStore | None
+    ) -> None:
+        """`store`: where shards are kept from the start; None: in the memory of `device`."""
+        self._collectives = collectives
+        self._precision = precision
+        self._device = device
+        self._store = store
+        self._handles: list[Any] = []
+        # In order of appearance, which is the same on all ranks.
+        self._unattached: dict[int, weakref.ref[nn.Module]] = {}
+        self._read_hooked: list[weakref.ref[nn.Module]] = []
+        self._opened: list[ShardedParameter] = []
+        self._paused = False
+
+    def begin(self) -> None:
+        self._handles = [
+            register_module_module_registration_hook(self._on_child),
+            register_module_parameter_registration_hook(self._on_parameter),
+        ]
+
+    def end(self, *, shard: bool) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if shard:
+            for module in filter(None, [reference() for reference in self._unattached.values()]):
+                self.shard_tree(module)
+            self.close()
+            if self._store is not None:
+                stop_if_any(self._store.failure, self._collectives)
+        self._unattached.clear()
+        for reference in self._read_hooked:
+            read_hooked = reference()
+            if read_hooked is not None:
+                unwatch(read_hooked)
+        self._read_hooked = []
+
+    def unattached(self) -> frozenset[int]:
+        """Ids of the modules that are not part of another one yet."""
+        return frozenset(self._unattached)
+
+    def shard_since(self, before: frozenset[int]) -> None:
+        """Shard what was built since: the end of a nested context is when its code expects that."""
+        for number in [number for number in self._unattached if number not in before]:
+            module = self._unattached[number]()
+            if module is not None:
+                self.shard_tree(module)
+        self.close()
+
+    def pause(self) -> None:
+        self.close()
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def shard_tree(self, module: nn.Module) -> None:
+        """Shard what is still whole in `module` and below."""
+        self.close()
+        for inner in module.modules():
+            fresh = [p for p in inner.parameters(recurse=False) if of(p) is None and _can_be_sharded(p)]
+            for parameter in fresh:
+                self._shard(parameter)
+            if fresh:
+                watch(inner, self._on_read)
+                self._read_hooked.append(weakref.ref(inner))
+
+    def close(self) -> None:
+        """Parameters opened by a read go back to shards, with rank 0's values."""
+        if self._opened:
+            opened, self._opened = self._opened, []
+            reshard(opened, modifier_rank=0)
+
+    def _on_child(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        if child is not None and not self._paused:
+            self._unattached.pop(id(child), None)
+            self.shard_tree(child)
+        self._unattached.setdefault(id(parent), weakref.ref(parent))
+
+    def _on_parameter(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        if not self._paused:
+            self._unattached.setdefault(id(module), weakref.ref(module))
+
+    def _on_read(self, handle: ShardedParameter) -> None:
+        if self._paused:
+            return
+        unshard([handle])
+        self._opened.append(handle)
+        # A function that initialises a whole model reads all of it, and no module comes any more.
+        while len(self._opened) > MIN_OPENED and sum(opened.numel for opened in self._opened) > MAX_OPENED_NUMEL:
+            reshard([self._opened.pop(0)], modifier_rank=0)
+
+    @torch.no_grad()
+    def _shard(self, parameter: nn.Parameter) -> None:
+        on_host = parameter.device.type == "cpu"
+        parameter.data = parameter.data.to(local_device())
+        handle = shard_parameter(parameter, self._collectives, dtype=self._precision.parameter_dtype(parameter.dtype))
+        if self._store is not None and handle.kept is None:
+            handle.move(self._store.adopt("a parameter's shard", handle.shard), local_device())
+        elif handle.shard.device != self._device:
+            handle.move(InMemoryVector(handle.shard.to(self._device)), self._device)
+        if on_host:
+            HEAP.freed(parameter.numel() * parameter.element_size())
+
+
+def _can_be_sharded(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.numel() > 0 and parameter.device.type != "meta"
+
+
+def _store(config: Any, collectives: Collectives) -> SwapStore | None:
+    """On the drive, where the config wants parameters to be."""
+    return None if config is None else store_at_init(resolve_offload(load_config(config)), collectives)
+
+
+def _precision(config: Any, dtype: torch.dtype | None) -> Precision:
+    if dtype is not None:
+        return Precision(model=dtype, communication=None, accumulation=None)
+    if config is None:
+        return Precision(model=None, communication=None, accumulation=None)
+    return precision_from(resolve_precision(load_config(config)))
+
+
+def _refuse_device(remote_device: str | None) -> NoReturn:
+    raise NotImplementedError(
+        f"zero.Init(remote_device={remote_device!r}): shards are born on the training device or in host memory (cpu); "
+        "leave the argument out"
+    )

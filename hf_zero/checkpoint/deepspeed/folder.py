@@ -1,0 +1,156 @@
+"""Finds a checkpoint in a folder and lists its state files; reads nothing but `latest` and the manifest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.manifest import files_to_check
+
+_MAX_TAG_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One checkpoint: the folder of its tag and the state files in it, by rank.
+
+    `model_files` has the single key 0 where all ranks share one file (stages 0 to 2).
+    """
+
+    path: Path
+    tag: str
+    model_files: dict[int, Path]
+    optimizer_files: dict[int, Path]
+    model_file_per_rank: bool
+    is_universal: bool
+
+
+def find(directory: str | os.PathLike[str], tag: str | None = None) -> Folder:
+    """The checkpoint `tag` in `directory`, by default the one that `latest` names.
+
+    `directory` may also be the folder of a tag itself.
+
+    Raises:
+        CheckpointError: when there is none, or its set of files is not that of one checkpoint.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise CheckpointError(root, "is not a folder", "give the folder that holds the checkpoint")
+    if tag is None:
+        tag = tag_in_latest(root)
+    if tag is not None:
+        return list_files(root / str(tag), str(tag))
+    if any(ds.parse(entry.name) for entry in root.iterdir()):
+        return list_files(root, root.resolve().name)
+    raise CheckpointError(
+        root,
+        f"has neither a file {ds.LATEST!r} nor state files of a checkpoint",
+        "give the folder that save_checkpoint wrote to, or name the tag",
+    )
+
+
+def tag_in_latest(root: Path, *names: str) -> str | None:
+    """What `latest`, else the file of a universal checkpoint, names; None without such a file."""
+    for name in names or (ds.LATEST, ds.LATEST_UNIVERSAL):
+        path = root / name
+        if path.is_dir():
+            fix = "move it away, and load by naming the tag; the next save writes the file"
+            raise CheckpointError(path, "is a folder, where a file should name the newest checkpoint", fix)
+        if path.is_file():
+            with path.open("rb") as file:
+                content = file.read(_MAX_TAG_BYTES + 1)
+            return _plain_tag(path, content)
+    return None
+
+
+def _plain_tag(path: Path, content: bytes) -> str:
+    fix = "write the name of a checkpoint folder beside it into this file, or pass the tag"
+    try:
+        tag = content.decode().strip()
+    except UnicodeDecodeError:
+        raise CheckpointError(path, "is not text", fix) from None
+    parts = PurePath(tag).parts
+    if not tag or len(content) > _MAX_TAG_BYTES or "\0" in tag or "\n" in tag:
+        raise CheckpointError(path, "does not hold the name of one checkpoint", fix)
+    if PurePath(tag).is_absolute() or ".." in parts:
+        raise CheckpointError(path, f"points outside its folder ({tag!r}); hf_zero does not follow it", fix)
+    return tag
+
+
+def list_files(path: Path, tag: str) -> Folder:
+    """The state files in the folder of one tag; all those that its manifest lists are there in full size."""
+    if not path.is_dir():
+        raise CheckpointError(path, f"there is no checkpoint with the tag {tag!r}", _other_tags(path.parent))
+    if (path / ds.UNIVERSAL_FOLDER).is_dir():
+        return _universal(path, tag)
+    files_to_check(path)  # knows which file is missing; what follows only sees that some are not there
+    model: dict[int, Path] = {}
+    optimizer: dict[int, Path] = {}
+    shared = False
+    for entry in sorted(path.iterdir()):
+        if not entry.name.endswith((ds.MODEL_SUFFIX, ds.OPTIMIZER_SUFFIX)):
+            continue
+        parsed = ds.parse(entry.name)
+        if parsed is None or parsed.mp_rank != 0:
+            raise CheckpointError(
+                entry,
+                "is not a file of a data-parallel ZeRO checkpoint (tensor, pipeline and expert parallel ones are not "
+                "supported), or does not belong here",
+                "convert the checkpoint with the program that wrote it, or move the stray file away",
+            )
+        files = model if parsed.kind == "model" else optimizer
+        rank = parsed.rank or 0
+        if rank in files:
+            raise CheckpointError(entry, f"stands for the same rank as {files[rank].name}", "remove the stray file")
+        files[rank] = entry
+        shared = shared or (parsed.kind == "model" and parsed.rank is None)
+    folder = Folder(path, tag, model, optimizer, not shared, False)
+    _check_ranks(folder)
+    return folder
+
+
+def _universal(path: Path, tag: str) -> Folder:
+    model = {}
+    for entry in sorted(path.iterdir()):
+        parsed = ds.parse(entry.name)
+        if parsed is not None and parsed.kind == "model":
+            model[parsed.rank or 0] = entry
+    return Folder(path, tag, model, {}, len(model) > 1, True)
+
+
+def _check_ranks(folder: Folder) -> None:
+    if not folder.model_files:
+        raise CheckpointError(
+            folder.path, f"holds no *{ds.MODEL_SUFFIX} file", "this is not a checkpoint, or its files are lost"
+        )
+    for files in (folder.model_files, folder.optimizer_files):
+        missing = sorted(set(range(max(files, default=-1) + 1)) - set(files))
+        if missing:
+            raise CheckpointError(
+                folder.path,
+                f"the state file of rank {missing[0]} is missing beside {next(iter(files.values())).name}",
+                "restore it from a copy, or load an older checkpoint; under use_node_local_storage gather the files of "
+                "all nodes in one folder",
+            )
+    num_model, num_optimizer = len(folder.model_files), len(folder.optimizer_files)
+    # None at all is what a model without optimizer leaves; whether this is one stands in the files.
+    if folder.model_file_per_rank and num_optimizer and num_model != num_optimizer:
+        raise CheckpointError(
+            folder.path,
+            f"holds {num_model} model files and {num_optimizer} optimizer files; stage 3 writes one of each per rank",
+            "restore the missing files from a copy, or load an older checkpoint",
+        )
+
+
+def _other_tags(root: Path) -> str:
+    if not root.is_dir():
+        return ""
+    tags = sorted(
+        entry.name
+        for entry in root.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".") and any(ds.parse(file.name) for file in entry.iterdir())
+    )
+    return f"tags here: {', '.join(tags)}" if tags else "no other tag is here either"

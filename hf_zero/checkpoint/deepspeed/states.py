@@ -1,0 +1,268 @@
+"""From plain descriptions to the dictionaries that DeepSpeed's files hold, at every stage: no files, no ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.classes import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
+from hf_zero.checkpoint.files.stream import Awaited, Streamed
+from hf_zero.checkpoint.plain import plain
+from hf_zero.layout.partitions import GroupPartition, SubGroupPartition
+
+Content = Tensor | Streamed | Awaited
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where training stands, and what its caller wants to keep."""
+
+    stage: int
+    world: int
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    lr_scheduler: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """What one model file holds.
+
+    Attributes:
+        module: the state dict; at stage 3 with an empty tensor for every parameter.
+        buffer_names: persistent buffers among its keys.
+        shared: second names of tied parameters -> first names.
+        frozen_shapes, frozen: parameters that are not trained: whole, or this rank's shard at stage 3. None leaves
+            them out of the file (`exclude_frozen_parameters`).
+    """
+
+    module: Mapping[str, Content]
+    buffer_names: Sequence[str]
+    shared: Mapping[str, str]
+    frozen_shapes: Shapes | None
+    frozen: Mapping[str, Content] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """This rank's part of one optimizer group (at stage 3: of one sub-group), in DeepSpeed's layout.
+
+    Attributes:
+        master: fp32 weights, with or without the padding at its end as the stage wants it.
+        moments: per-element states by name, padded.
+        scalars: step counters and other single values.
+    """
+
+    master: Content
+    moments: Mapping[str, Content]
+    scalars: Mapping[str, Any]
+
+    def torch_state(self) -> dict[str, Any]:
+        """As an optimizer's `state` holds it; empty before the first step."""
+        return {**_scalars(self.scalars), **self.moments} if self.moments or self.scalars else {}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """What all groups share.
+
+    Attributes:
+        options: per optimizer group its hyper-parameters, without `params`.
+        scaler: attributes of the loss scaler; empty for a scale of one.
+        steps: updates by parameter name, where not all have seen the same number.
+        whole: by parameter name this rank's states of whole tensors; see `whole_states`.
+        bound: this rank's states that fit its own shards only.
+    """
+
+    options: Sequence[Mapping[str, Any]]
+    overflow: bool
+    clip_grad: float
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bound: Sequence[Mapping[str, Any]] = ()
+
+
+def model_states(
+    run: RunState,
+    weights: ModelWeights,
+    group_shapes: Sequence[Shapes] | None,
+    optimizer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Content of a model file.
+
+    Args:
+        group_shapes: trainable parameters in the order in which they lie in the optimizer files, one dictionary per
+            group (stage 3: per sub-group); None without an optimizer.
+        optimizer: at stage 0, its whole state.
+    """
+    frozen_shapes = None if weights.frozen is None else _sizes(weights.frozen_shapes or {})
+    states: dict[str, Any] = {
+        ds.MODULE: OrderedDict(weights.module),
+        ds.BUFFER_NAMES: list(weights.buffer_names),
+        ds.OPTIMIZER: optimizer,
+        ds.PARAM_SHAPES: None if group_shapes is None else [_sizes(shapes) for shapes in group_shapes],
+        ds.FROZEN_PARAM_SHAPES: frozen_shapes,
+        ds.SHARED_PARAMS: dict(weights.shared),
+        ds.FROZEN_PARAM_FRAGMENTS: None if weights.frozen is None else OrderedDict(weights.frozen),
+        ds.LR_SCHEDULER: plain(run.lr_scheduler),
+        ds.DATA_SAMPLER: None,
+        ds.RANDOM_LTD: None,
+        ds.SKIPPED_STEPS: run.skipped_steps,
+        ds.GLOBAL_STEPS: run.global_steps,
+        ds.GLOBAL_SAMPLES: run.global_samples,
+        ds.DP_WORLD_SIZE: run.world,
+        ds.MP_WORLD_SIZE: 1,
+        ds.PARALLEL_DIMENSIONS: {ds.PP_DEGREE: 1, ds.TP_DEGREE: 1},
+        ds.DS_CONFIG: plain(run.config),
+        ds.DS_VERSION: ds.FORMAT_VERSION,
+        ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION},
+    }
+    return {**states, **plain(dict(run.client_state))}
+
+
+def optimizer_states_1_2(
+    run: RunState, rank: int, part: OptimizerPart, partitions: Sequence[Partition], groups: Sequence[GroupState]
+) -> dict[str, Any]:
+    """Content of `rank`'s optimizer file at stages 1 and 2. Masters come without padding, moments with it."""
+    inner = {
+        ds.LOSS_SCALER: loss_scaler(part.scaler),
+        ds.DYNAMIC_LOSS_SCALE: bool(part.scaler.get("dynamic")),
+        ds.OVERFLOW: part.overflow,
+        ds.CLIP_GRAD: part.clip_grad,
+        ds.BASE_OPTIMIZER_STATE: {
+            ds.STATE: {number: group.torch_state() for number, group in enumerate(groups) if group.torch_state()},
+            ds.PARAM_GROUPS: [{**plain(options), ds.PARAMS: [g]} for g, options in enumerate(part.options)],
+        },
+        ds.FP32_PARTITIONS: [group.master for group in groups],
+        ds.ZERO_STAGE: ZeroStageEnum(run.stage),
+        ds.GROUP_PADDINGS: [partition.line.padding(rank) for partition in partitions],
+        ds.ALIGNMENT_PADDINGS: [[0] * len(partition.names) for partition in partitions],
+        ds.PARTITION_COUNT: [run.world] * len(partitions),
+        ds.DS_VERSION: ds.FORMAT_VERSION,
+        ds.SLICE_MAPPINGS: [partition.slices(rank) for partition in partitions],
+    }
+    return _file(run, part, inner)
+
+
+def optimizer_states_3(
+    run: RunState, part: OptimizerPart, sub_groups: Sequence[Sequence[int]], groups: Sequence[GroupState]
+) -> dict[str, Any]:
+    """Content of one rank's optimizer file at stage 3.
+
+    Args:
+        sub_groups: per optimizer group the numbers of its sub-groups.
+        groups: per sub-group; masters and moments with the padding of every parameter.
+    """
+    inner = {
+        ds.ZERO_STAGE: ZeroStageEnum(3),
+        ds.LOSS_SCALER: loss_scaler(part.scaler),
+        ds.DYNAMIC_LOSS_SCALE: bool(part.scaler.get("dynamic")),
+        ds.OVERFLOW: part.overflow,
+        ds.PARTITION_COUNT: run.world,
+        ds.OPTIMIZER_STATE_DICT: {
+            ds.STATE: {number: group.torch_state() for number, group in enumerate(groups) if group.torch_state()},
+            ds.PARAM_GROUPS: [
+                {**plain(options), ds.PARAMS: list(numbers)}
+                for options, numbers in zip(part.options, sub_groups, strict=True)
+            ],
+        },
+        ds.FP32_FLAT_GROUPS: [group.master for group in groups],
+    }
+    return _file(run, part, inner)
+
+
+def optimizer_states_0(
+    part: OptimizerPart, groups: Sequence[Shapes], states: Mapping[str, GroupState], *, has_masters: bool
+) -> dict[str, Any]:
+    """What the model file of stage 0 holds under `optimizer`: one entry per parameter.
+
+    Args:
+        states: by parameter name, whole; masters in the parameter's shape.
+        has_masters: whether weights of 16 bits have fp32 masters beside them.
+    """
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
+    torch_form = {
+        ds.STATE: {numbers[name]: states[name].torch_state() for name in numbers if states[name].torch_state()},
+        ds.PARAM_GROUPS: [
+            {**plain(options), ds.PARAMS: [numbers[name] for name in group]}
+            for options, group in zip(part.options, groups, strict=True)
+        ],
+    }
+    if not has_masters:
+        return torch_form
+    found = {
+        ds.DYNAMIC_LOSS_SCALE: bool(part.scaler.get("dynamic")),
+        "cur_scale": float(part.scaler.get("cur_scale", 1.0)),
+        "cur_iter": 0,
+    }
+    for key in ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis"):
+        if key in part.scaler:
+            found[key] = part.scaler[key]
+    masters = [[states[name].master for name in group] for group in groups]
+    return {**found, ds.OPTIMIZER_STATE_DICT: torch_form, ds.FP32_GROUPS: masters, ds.CLIP_GRAD: part.clip_grad}
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """One group of stages 1 and 2: its line and the names of its members, in order."""
+
+    names: tuple[str, ...]
+    line: GroupPartition
+
+    def slices(self, rank: int) -> OrderedDict[str, fragment_address]:
+        """Which parameters lie where in `rank`'s part."""
+        by_parameter = {member.parameter: name for member, name in zip(self.line.members, self.names, strict=True)}
+        return OrderedDict(
+            (by_parameter[extent.parameter], fragment_address(extent.numel, extent.offset))
+            for extent in self.line.extents(rank, 0)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSubGroup:
+    """One sub-group of stage 3: its layout and the names of its members, in order."""
+
+    names: tuple[str, ...]
+    shard: SubGroupPartition
+
+
+def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
+    """The object that DeepSpeed's files hold for a loss scaler with these attributes."""
+    if not attributes.get("dynamic"):
+        return LossScaler(float(attributes.get("cur_scale", 1.0)))
+    return DynamicLossScaler(**attributes)
+
+
+def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str, Any]:
+    stated = {ds.OPTIMIZER_STATE_DICT: inner, ds.DS_CONFIG: plain(run.config), ds.DS_VERSION: ds.FORMAT_VERSION}
+    return {**stated, ds.HF_ZERO: ours(part)}
+
+
+def ours(part: OptimizerPart) -> dict[str, Any]:
+    """What only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys have no room for."""
+    extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
+    return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
+
+
+def _sizes(shapes: Shapes) -> OrderedDict[str, torch.Size]:
+    return OrderedDict((name, torch.Size(shape)) for name, shape in shapes.items())
+
+
+def _scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Step counters first, as ints unless they are tensors, for which torch's own optimizers ask."""
+    found = {key: plain(value) for key, value in scalars.items()}
+    if ds.STEP in found:
+        step = found.pop(ds.STEP)
+        found = {ds.STEP: step if isinstance(step, Tensor) else int(step), **found}
+    return found

@@ -1,0 +1,106 @@
+"""Writes DeepSpeed's universal form of a checkpoint: a folder per parameter, from which any number of ranks resumes.
+
+hf_zero itself needs no such step: every checkpoint loads on any number of ranks and at any stage. It is for those who
+go on with DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.durable import PARTIAL, into_place
+from hf_zero.checkpoint.files.torch_file import write_torch_file
+from hf_zero.checkpoint.files.torch_reader import read_torch_file
+from hf_zero.checkpoint.opening import open_checkpoint
+from hf_zero.checkpoint.transaction import move_into_place
+from hf_zero.checkpoint.view import MASTER, CheckpointView
+
+# Of rank 0's state: what the folders of the parameters hold.
+_IN_FOLDERS = (ds.BASE_OPTIMIZER_STATE, ds.BASE_OPTIMIZER_STATE_STEP, ds.FP32_PARTITIONS, ds.SLICE_MAPPINGS)
+
+
+def convert_to_universal(source: Path, target: Path, on_parameter: Callable[[str], object] = lambda _: None) -> None:
+    """Write the checkpoint in the folder `source` (that of a tag) as `target`, and `latest_universal` beside it.
+
+    One parameter is in memory at a time. What was at `target` stays until all is written.
+
+    Raises:
+        CheckpointError: for a checkpoint that cannot be read, or whose states have no universal form.
+    """
+    view = open_checkpoint(source)
+    _refuse_unfit(view)
+    partial = target.with_name(f".{target.name}{PARTIAL}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write(view, partial, on_parameter)
+        move_into_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    pointer = target.parent / ds.LATEST_UNIVERSAL
+    pointer.write_text(target.name)
+
+
+def _refuse_unfit(view: CheckpointView) -> None:
+    where, fix = view.folder.path, "load it as it is: hf_zero takes any stage and number of ranks"
+    if view.folder.is_universal:
+        raise CheckpointError(where, "is universal already", "name the folder that save_checkpoint wrote")
+    if view.stage == 0:
+        raise CheckpointError(where, "is of stage 0, whose weights are whole and have no universal form", fix)
+    if not view.groups or MASTER not in view.lines:
+        raise CheckpointError(where, "holds no optimizer state with names of parameters", fix)
+    if view.whole_states or view.shard_states:
+        raise CheckpointError(where, "holds optimizer states that are not one value per element", fix)
+
+
+def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], object]) -> None:
+    parameters = folder / ds.UNIVERSAL_FOLDER
+    parameters.mkdir(parents=True)
+    for path in view.folder.model_files.values():
+        shutil.copyfile(path, folder / path.name)
+    _write_file(parameters / ds.UNIVERSAL_OPTIMIZER_FILE, _common_state(view))
+    steps = {name: group.scalars.get(ds.STEP) for group in view.groups for name in group.names} | dict(view.steps)
+    for name, shape in view.shapes.items():
+        for kind in view.lines:
+            flat = view.read(name, kind).float()
+            value = flat if view.stage == 3 else {ds.CAT_DIM: 0, ds.PARAM: flat.view(shape)}
+            _write_file(parameters / name / f"{kind}.pt", value)
+        if view.stage < 3 and steps.get(name) is not None:
+            # A tensor: torch's own optimizers take nothing else when DeepSpeed hands it to them.
+            _write_file(parameters / name / f"{ds.STEP}.pt", torch.tensor(float(steps[name] or 0)))
+        on_parameter(name)
+    for name, whole in _untrained(view).items() if view.stage < 3 else ():
+        _write_file(parameters / name / f"{MASTER}.pt", {ds.PARAM: whole.float()})
+
+
+def _untrained(view: CheckpointView) -> dict[str, Tensor]:
+    """Frozen weights, buffers, and second names of tied parameters."""
+    found = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
+    for alias, owner in view.aliases.items():
+        if owner in view.shapes:
+            found[alias] = view.read(owner).view(view.shapes[owner])
+        elif owner in found:
+            found[alias] = found[owner]
+    return found
+
+
+def _common_state(view: CheckpointView) -> dict[str, Any]:
+    """What is the same for all parameters: rank 0's file without what the folders hold."""
+    path = view.folder.optimizer_files[min(view.folder.optimizer_files)]
+    inner: Mapping[str, Any] = read_torch_file(path)[ds.OPTIMIZER_STATE_DICT]
+    if view.stage == 3:
+        return {**inner, ds.PARAM_GROUPS: inner[ds.OPTIMIZER_STATE_DICT][ds.PARAM_GROUPS]}
+    groups = [{**group.options, ds.PARAMS: [number]} for number, group in enumerate(view.groups)]
+    return {**{key: value for key, value in inner.items() if key not in _IN_FOLDERS}, ds.PARAM_GROUPS: groups}
+
+
+def _write_file(path: Path, value: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    into_place(path, lambda partial: write_torch_file(partial, value))

@@ -1,0 +1,204 @@
+"""Tensors on their way to a file: made of parts, cast chunk by chunk, written from a few threads at known offsets."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.files import crc
+
+CHUNK_BYTES = 4 << 20  # what one thread holds while it casts
+_SPAN_BYTES = 16 * CHUNK_BYTES
+NUM_THREADS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A tensor as it will stand in a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
+
+    The parts stay where they are (mapped files, flat buffers, a GPU) until their bytes are written.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        have = sum(part.numel() for part in self.parts)
+        assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The elements in order, as contiguous 1-D CPU tensors of at most CHUNK_BYTES."""
+        limit = max(1, CHUNK_BYTES // self.dtype.itemsize)
+        for part in self.parts:
+            for chunk in part.detach().split(limit) if part.numel() else ():
+                yield chunk.to(device="cpu", dtype=self.dtype).contiguous()
+
+    def span(self, start: int, stop: int) -> Streamed:
+        """The elements [start, stop), 1-D."""
+        parts, cursor = [], 0
+        for part in self.parts:
+            low, high = max(start, cursor), min(stop, cursor + part.numel())
+            if low < high:
+                parts.append(part.narrow(0, low - cursor, high - low))
+            cursor += part.numel()
+        return Streamed(self.dtype, (stop - start,), tuple(parts))
+
+    def materialise(self) -> Tensor:
+        """The whole tensor in memory."""
+        whole = torch.empty(self.numel, dtype=self.dtype)
+        cursor = 0
+        for chunk in self.chunks():
+            whole[cursor : cursor + chunk.numel()] = chunk
+            cursor += chunk.numel()
+        return whole.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Awaited:
+    """A tensor whose bytes come later, in any order; its place in the file is known already."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """The content of a file whose `Awaited` leaves come in batches, which ranks bring about together, one by one."""
+
+    content: Any
+    batches: Iterator[Sequence[tuple[Awaited, Streamed]]]
+
+
+def streamed(tensor: Tensor, dtype: torch.dtype | None = None) -> Streamed:
+    """`tensor` itself as one part."""
+    return Streamed(dtype or tensor.dtype, tuple(tensor.shape), (tensor.detach().reshape(-1),))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Bytes with a place in the file."""
+
+    offset: int
+    content: Streamed | Awaited | bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.num_bytes
+
+
+def write_records(file: int, records: Sequence[Record], progress: Callable[[int], None] | None = None) -> list[int]:
+    """Write all records to the open descriptor `file`; returns their CRC-32s in order.
+
+    `progress` is called with every number of bytes written, from any thread.
+    """
+    turn = Lock()
+
+    def write(record: Record) -> int:
+        checksum, offset = 0, record.offset
+        for block in _blocks(record.content):
+            checksum = crc.checksum(block, checksum)
+            # Threads share the casts and checksums. Of two writes to one file the kernel lets one spin meanwhile.
+            with turn:
+                write_at(file, block, offset)
+                start_flushing(file, offset, len(block))
+            offset += len(block)
+            if progress is not None:
+                progress(len(block))
+        return checksum
+
+    if sum(record.num_bytes for record in records) < CHUNK_BYTES:
+        return [write(record) for record in records]
+    spans = [(number, span) for number, record in enumerate(records) for span in _spans(record)]
+    totals = [0] * len(records)
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_write") as pool:
+        checksums = pool.map(write, [span for _, span in spans])
+        for (number, span), checksum in zip(spans, checksums, strict=True):
+            totals[number] = crc.combine(totals[number], checksum, span.num_bytes)
+    return totals
+
+
+def _spans(record: Record) -> Iterator[Record]:
+    """A large record in parts, so that several threads can work on it."""
+    content = record.content
+    if not isinstance(content, Streamed) or content.num_bytes <= _SPAN_BYTES:
+        yield record
+        return
+    numel = _SPAN_BYTES // content.dtype.itemsize
+    for start in range(0, content.numel, numel):
+        span = content.span(start, min(start + numel, content.numel))
+        yield Record(record.offset + start * content.dtype.itemsize, span)
+
+
+def _blocks(content: Streamed | Awaited | bytes) -> Iterator[memoryview]:
+    if isinstance(content, bytes):
+        yield memoryview(content)
+        return
+    assert isinstance(content, Streamed), "bytes that have not come cannot be written"
+    for chunk in content.chunks():
+        yield chunk.view(torch.uint8).numpy().data
+
+
+def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
+    """All of `block`, however often the system has to be asked."""
+    rest = memoryview(block)
+    while rest:
+        done = os.pwrite(file, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def start_flushing(file: int, offset: int, num_bytes: int) -> None:
+    """Ask the system to bring these bytes to the disk now, so that a later fsync has less to wait for. Only a hint."""
+    if num_bytes >= CHUNK_BYTES // 2 and _sync_file_range is not None:
+        _sync_file_range(file, offset, num_bytes, 2)  # SYNC_FILE_RANGE_WRITE
+
+
+def _find_sync_file_range() -> Any:
+    try:
+        call: Any = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):  # not Linux
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
+
+
+_sync_file_range = _find_sync_file_range()
+
+
+def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> int:
+    """CRC-32 of the file that `records` fill; gaps between them are zero bytes."""
+    total, cursor = 0, 0
+    for record, checksum in sorted(zip(records, checksums, strict=True), key=lambda pair: pair[0].offset):
+        gap = record.offset - cursor
+        assert gap >= 0, "records overlap"
+        if gap:
+            total = crc.combine(total, zlib.crc32(bytes(gap)), gap)
+        total = crc.combine(total, checksum, record.num_bytes)
+        cursor = record.offset + record.num_bytes
+    return total

@@ -1,0 +1,196 @@
+"""Writes objects as torch.save does, except that tensors are streamed and classes need not be importable here.
+
+Two things torch.save cannot do: write a tensor that is never whole in memory, and name DeepSpeed's classes in a pickle
+while another object goes by that name in this process (a real DeepSpeed, or none).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, _weights_only_unpickler
+
+from hf_zero.checkpoint.deepspeed import classes
+from hf_zero.checkpoint.files import zip_format
+from hf_zero.checkpoint.files.durable import Written, written
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Record, Streamed, streamed, write_records
+
+_PROTOCOL = 2  # torch's own choice, and the one that its restricted reader knows best
+
+
+def write_torch_file(path: Path, value: object, progress: Any = None) -> Written:
+    """Write `value` to `path`, fsynced; tensors and `Streamed` leaves become records.
+
+    `path` must not exist: whoever replaces a file writes under another name first.
+
+    Raises:
+        TypeError: when `value` holds an object that a restricted reader would refuse to build.
+    """
+    members = _plan(value, path)
+    with _created(path) as file:
+        checksums = write_records(file, [member.record for member in members], progress)
+        return _finish(file, path, members, checksums)
+
+
+def write_torch_file_as_it_comes(path: Path, arriving: Arriving) -> Written:
+    """The same where tensors arrive in batches: leaves of the content are `Awaited`, each of which arrives once."""
+    members = _plan(arriving.content, path)
+    place = {id(member.content): number for number, member in enumerate(members)}
+    checksums = [0] * len(members)
+    with _created(path) as file:
+        # No name may hold on to a batch while the next one is made.
+        while (batch := next(arriving.batches, None)) is not None:
+            numbers = [place.pop(id(awaited)) for awaited, _ in batch]
+            records = [Record(members[number].offset, content) for number, (_, content) in zip(numbers, batch)]
+            assert all(records[i].num_bytes == members[number].record.num_bytes for i, number in enumerate(numbers))
+            for number, checksum in zip(numbers, write_records(file, records), strict=True):
+                checksums[number] = checksum
+            del batch, records
+        rest = list(place.values())
+        for number, checksum in zip(rest, write_records(file, [members[n].record for n in rest]), strict=True):
+            checksums[number] = checksum
+        return _finish(file, path, members, checksums)
+
+
+def _plan(value: object, path: Path) -> tuple[zip_format.Member, ...]:
+    pickled, contents = _pickle(value, path.name)
+    stem = path.name.split(".")[0] or "archive"
+    return zip_format.plan(
+        [
+            (f"{stem}/data.pkl", pickled),
+            (f"{stem}/byteorder", sys.byteorder.encode()),
+            *((f"{stem}/data/{key}", content) for key, content in enumerate(contents)),
+            (f"{stem}/version", b"3\n"),
+        ]
+    )
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _finish(file: int, path: Path, members: Sequence[zip_format.Member], checksums: Sequence[int]) -> Written:
+    """Headers and directory, which need the checksums."""
+    heads = zip_format.headers(members, checksums)
+    records = [*(member.record for member in members), *heads]
+    all_checksums = [*checksums, *write_records(file, heads)]
+    os.fsync(file)
+    return written(path, records, all_checksums)
+
+
+def _pickle(value: object, name: str) -> tuple[bytes, list[Streamed | Awaited]]:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    strangers = sorted(pickler.named - _readable_globals())
+    if strangers:
+        raise TypeError(
+            f"{name} would hold {', '.join(strangers)}, which torch.load(weights_only=True) refuses to build. "
+            "Save plain values (numbers, text, lists, dicts, tensors) in client_state and scheduler states instead."
+        )
+    return buffer.getvalue(), pickler.contents
+
+
+def _readable_globals() -> set[str]:
+    """What torch's restricted reader builds without being asked, and what the user has allowed it."""
+    allowed = set(_weights_only_unpickler._get_allowed_globals())
+    # Listed by torch under the names of Python 2, which pickles of protocol 2 use.
+    return allowed | {name.replace("builtins.", "__builtin__.") for name in allowed}
+
+
+class _Storage:
+    """Stands for one record while pickling."""
+
+    def __init__(self, key: int, content: Streamed | Awaited) -> None:
+        self.id = ("storage", _storage_class(content.dtype), str(key), "cpu", content.numel)
+
+
+def _storage_class(dtype: torch.dtype) -> type:
+    found = torch.storage._dtype_to_storage_type_map().get(dtype)
+    if found is None:
+        raise TypeError(f"a tensor of dtype {dtype} cannot be written to a torch file")
+    return getattr(torch, found)  # type: ignore[no-any-return]
+
+
+# The pickler in Python, not the one in C: only it lets a class be written under a name that is not importable.
+class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self._file = file
+        self.contents: list[Streamed | Awaited] = []
+        self.named: set[str] = set()  # globals that the reader will have to find
+        self._storages: dict[object, _Storage] = {}
+        self._alive: list[object] = []  # so that no address is used twice while we compare addresses
+
+    def persistent_id(self, obj: object) -> Any:
+        return obj.id if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, Tensor):
+            if obj.layout != torch.strided or obj.is_quantized or obj.is_complex() and obj.is_conj():
+                return NotImplemented
+            return self._reduce(streamed(obj), self._identity(obj))
+        if isinstance(obj, (Streamed, Awaited)):
+            return self._reduce(obj, id(obj))
+        return NotImplemented
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        home = classes.HOMES.get(obj) if isinstance(obj, type) else None
+        if home is None:
+            start = self._file.tell()
+            super().save_global(obj, name)  # type: ignore[misc]
+            self._note(start)
+            return
+        self.write(pickle.GLOBAL + f"{home}\n{obj.__name__}\n".encode())  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
+
+    def _note(self, start: int) -> None:
+        """Remember the name that was just written, as it stands in the file."""
+        self._file.seek(start)
+        self.named.update(f"{entry[0]}.{entry[1]}" for entry in _globals_in(self._file.read()))
+
+    def _reduce(self, content: Streamed | Awaited, identity: object) -> Any:
+        storage = self._storages.get(identity)
+        if storage is None:
+            storage = _Storage(len(self.contents), content)
+            self.contents.append(content)
+            self._storages[identity] = storage
+            self._alive.append(content)
+        arguments: tuple[Any, ...] = (storage, 0, content.shape, _strides(content.shape), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def _identity(self, tensor: Tensor) -> object:
+        """Equal for tensors that are one and the same memory in one shape: tied weights are written once."""
+        self._alive.append(tensor)
+        if tensor.numel() == 0:
+            return id(tensor)
+        return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device)
+
+
+def _globals_in(pickled: bytes) -> Iterator[tuple[str, str]]:
+    """Module and name of a GLOBAL instruction at the start of `pickled`, if there is one."""
+    if pickled.startswith(pickle.GLOBAL):
+        module, name = pickled[1:].split(b"\n")[:2]
+        yield module.decode(), name.decode()
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))

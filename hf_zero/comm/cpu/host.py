@@ -1,0 +1,223 @@
+"""Collectives between ranks of one machine without a network in between: pieces change hands in shared memory.
+
+A piece is copied once into memory that its receivers can see and once, or while it is added, out of it; gradients are
+written there in the first place. Against
+sending it through gloo's sockets that saves the copies in the kernel and most of what a small message costs
+(bench/collectives.py). What is summed is summed in the order of ranks, as by the exchanges.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.cpu.shared_memory import NO_LABEL, Block, Label, Mismatch, SharedMemoryLink, call_number
+from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
+from hf_zero.kernels.accumulate import sum_parts
+
+_ALIGN_BYTES = 64
+_OFFSETS = torch.int64
+
+
+class _Posted(Pending):
+    """This rank's pieces are there for the others; theirs are taken when they are wanted."""
+
+    def __init__(self, finish: Callable[[], None], is_ready: Callable[[], bool]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._is_ready = is_ready
+
+    def is_ready(self) -> bool:
+        return self._finish is None or self._is_ready()
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class _SharedRows(Rows):
+    """Rows of other ranks, read in the memory that they share."""
+
+    def __init__(self, rank: int, row: Tensor, claim: Callable[[], dict[int, Block]], link: SharedMemoryLink) -> None:
+        self._rank = rank
+        self._row = row
+        self._claim = claim
+        self._link = link
+        self._blocks: dict[int, Block] | None = None
+
+    def wait(self) -> None:
+        if self._blocks is None:
+            self._blocks = self._claim()
+
+    def row(self, rank: int) -> Tensor:
+        assert self._blocks is not None, "read before wait"
+        return self._row if rank == self._rank else self._blocks[rank].view(0, self._row.numel(), self._row.dtype)
+
+    def give_back(self) -> None:
+        for peer, block in (self._blocks or {}).items():
+            self._link.finish(peer, block)
+
+
+class _Call(IntEnum):
+    """What a label says of a call."""
+
+    REDUCE_SCATTER = 1
+    ALL_GATHER = 2
+    GATHER_ROWS = 3
+    ALL_TO_ALL = 4
+    AGREE = 5
+
+
+class HostCollectives(ExchangeCollectives):
+    """Exchanges through a `SharedMemoryLink`. Set-up calls and broadcasts stay with gloo.
+
+    Every message says which call it belongs to, of how many bytes, and what it is about; a rank that has called
+    something else in this place finds out, and so do the others.
+    """
+
+    def __init__(self, link: SharedMemoryLink, channel: int = 0) -> None:
+        super().__init__(channel=channel)
+        self._link = link
+        self._subject: tuple[int, ...] = ()
+        self._filled: dict[int, Block] = {}  # by address: blocks that are out as send buffers
+        self._sent: deque[tuple[Block, int]] = deque()
+
+    def buffers(self) -> list[Tensor]:
+        return self._link.own_blocks
+
+    def new_subject(self) -> int:
+        self._link.num_subjects += 1
+        return self._link.num_subjects
+
+    def about(self, subject: int, backward: int, bucket: int) -> None:
+        self._subject = subject, backward, bucket
+
+    def _new_label(self, call: _Call, num_bytes: int) -> Label:
+        subject, self._subject = self._subject, ()
+        return (call, num_bytes, *subject, *NO_LABEL[2 + len(subject) :])
+
+    def _next_call(self) -> int:
+        self._link.calls[self._channel] += 1
+        return call_number(self._channel, self._link.calls[self._channel])
+
+    def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor in shared memory. The buffers that are waited for are read by peers once those have sent as much:
+        see `GradientReducer` for why they will."""
+        while len(self._sent) >= MAX_SEND_BUFFERS:
+            self._link.wait_until_read(*self._sent.popleft())
+        block = self._link.take(numel * dtype.itemsize, is_held=True)
+        self._sent.append((block, block.last_take))
+        self._filled[block.bytes.data_ptr()] = block
+        return block.view(0, numel, dtype)
+
+    def give_send_buffer(self, buffer: Tensor) -> None:
+        self._link.let_go(self._filled.pop(buffer.data_ptr()))
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        call, dtype, num_bytes_each = self._next_call(), flat.dtype, num_bytes(shard)
+        label = self._new_label(_Call.REDUCE_SCATTER, num_bytes(flat))
+        block = self._filled.get(flat.data_ptr())
+        if block is None:
+            block = self._link.take(num_bytes(flat))
+            for peer in self._peers():  # the own piece stays where it is, and its place in the block takes no memory
+                place = block.view(peer * num_bytes_each, shard.numel(), dtype)
+                place.copy_(own_shard(flat, peer, self.world))
+        self._link.post(block, call, label)
+
+        def finish() -> None:
+            blocks = self._claim(call, label)
+            parts = [
+                blocks[rank].view(self.rank * num_bytes_each, shard.numel(), dtype)
+                if rank in blocks
+                else own_shard(flat, self.rank, self.world)
+                for rank in range(self.world)
+            ]
+            sum_parts(parts, shard)
+            self._give_back(blocks)
+
+        return _Posted(finish, lambda: self._all_have_posted(call))
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        call, label = self._post_same(own_shard(flat, self.rank, self.world), _Call.ALL_GATHER)
+
+        def finish() -> None:
+            blocks = self._claim(call, label)
+            for peer, block in blocks.items():
+                part = own_shard(flat, peer, self.world)
+                part.copy_(block.view(0, part.numel(), part.dtype))
+            self._give_back(blocks)
+
+        return _Posted(finish, lambda: self._all_have_posted(call))
+
+    def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        call, label = self._post_same(row, _Call.GATHER_ROWS)
+        return _SharedRows(self.rank, row, lambda: self._claim(call, label), self._link)
+
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        call, label = self._next_call(), self._new_label(_Call.ALL_TO_ALL, 0)
+        rooms = [_room(part) for part in sent]
+        block = self._link.take(sum(rooms) + _ALIGN_BYTES * self.world)
+        # The sender alone knows where each piece begins, so the block begins with a table.
+        table = block.view(0, self.world, _OFFSETS)
+        offset = -(-8 * self.world // _ALIGN_BYTES) * _ALIGN_BYTES
+        for peer in self._peers():
+            table[peer] = offset
+            block.view(offset, sent[peer].numel(), sent[peer].dtype).copy_(sent[peer])
+            offset += rooms[peer]
+        self._link.post(block, call, label)
+        blocks = self._claim(call, label)
+        for peer, theirs in blocks.items():
+            start = int(theirs.view(0, self.world, _OFFSETS)[self.rank])
+            received[peer].copy_(theirs.view(start, received[peer].numel(), received[peer].dtype))
+        self._give_back(blocks)
+
+    def _agree(self, values: Tensor) -> None:
+        own = values.flatten()
+        call, label = self._post_same(own, _Call.AGREE)
+        blocks = self._claim(call, label)
+        parts = [blocks[r].view(0, own.numel(), own.dtype) if r in blocks else own for r in range(self.world)]
+        values.copy_(sum(parts[1:], parts[0]).view(values.shape))
+        self._give_back(blocks)
+
+    def _post_same(self, values: Tensor, kind: _Call) -> tuple[int, Label]:
+        """Show `values` (1-D) to all peers."""
+        call, label = self._next_call(), self._new_label(kind, num_bytes(values))
+        block = self._link.take(num_bytes(values))
+        block.view(0, values.numel(), values.dtype).copy_(values)
+        self._link.post(block, call, label)
+        return call, label
+
+    def _all_have_posted(self, call: int) -> bool:
+        return all(self._link.has_heard(peer, call) for peer in self._peers())
+
+    def _claim(self, call: int, label: Label) -> dict[int, Block]:
+        try:
+            return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
+        except Mismatch as found:
+            raise RuntimeError(
+                f"ranks have come to different places: rank {self.rank} calls {_described(found.ours)} where rank "
+                f"{found.peer} calls {_described(found.theirs)}. Every rank has to run the same number of backward "
+                "passes between two updates, and the same collective calls in the same order."
+            ) from found
+
+    def _give_back(self, blocks: dict[int, Block]) -> None:
+        for peer, block in blocks.items():
+            self._link.finish(peer, block)
+
+
+def _described(label: Label) -> str:
+    call, num_bytes, *subject = label
+    name = _Call(call).name.lower().replace("_", " ") if call else "nothing that is compared"
+    engine, backward, bucket = subject
+    about = f", bucket {bucket} of backward pass {backward} of engine {engine}" if engine else ""
+    return f"{name} ({num_bytes} bytes{about})"
+
+
+def _room(piece: Tensor) -> int:
+    return -(-num_bytes(piece) // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,0 +1,250 @@
+"""Negotiation between ranks that share memory: a request is a word to everybody, with the row beside it.
+
+    rank 0 asks for unit 2     "my request 7: gather 2" and its row of 2, to all
+    rank 1 asks for the same   the same; both have heads and rows, nothing more is sent
+    rank 1 asks for unit 1     decision: 1. Rank 0 sends its row of 1 to rank 1 (SERVED); its own request stands
+
+A rank that waits for another one's next request nudges it. Whoever is nudged while it waits for something else, and has
+nothing to ask for, asks WAIT.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+from hf_zero.comm.cpu.shared_memory import Block, Mail, SharedMemoryLink
+from hf_zero.comm.ledger import ledger
+from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
+from hf_zero.comm.rows import Rows, num_bytes
+
+_ALIGN_BYTES = 64
+
+
+class _Word(IntEnum):
+    REQUEST = 0  # argument: its number; details: its fields; block: the sender's rows
+    NUDGE = 1  # argument: number of the receiver's request that the sender waits for
+    SERVED = 2  # argument: number of the decision; block: the sender's rows
+
+
+@dataclass(slots=True)
+class _Asked:
+    request: Request
+    block: Block | None  # of a peer's GATHER: its rows
+
+
+class HostNegotiation(Negotiation):
+    """For ranks that have a `SharedMemoryLink`."""
+
+    def __init__(self, rank: int, world: int, link: SharedMemoryLink) -> None:
+        super().__init__(rank, world)
+        self._link = link
+        self._peers = tuple(peer for peer in range(world) if peer != rank)
+        self._queues: dict[int, deque[_Asked]] = {each: deque() for each in range(world)}
+        self._num_asked = dict.fromkeys(range(world), 0)
+        self._nudged = -1  # number of the request that a peer waits for
+        self._nudges: dict[int, int] = {}  # number of the last request that each peer was nudged for
+        self._num_decisions = 0
+        self._served: dict[tuple[int, int], Block] = {}  # (peer, decision)
+        self._is_waiting = False  # for others' requests or rows, rather than for something else
+        self._acts: list[weakref.WeakMethod[Callable[[], object]]] = []
+        link.on_mail = self._take_in
+        link.attendants.append(self._attend)
+
+    def meanwhile(self, act: Callable[[], object]) -> None:
+        self._acts = [known for known in self._acts if known() is not None]
+        self._acts.append(weakref.WeakMethod(act))
+
+    def settle(self, gathering: Gathering) -> Decision:
+        self.reopen()
+        while gathering.decision is None:
+            if not self._decide_all():
+                missing = self._silent_until(gathering)
+                self._wait(missing, f"to learn what it needs, for this rank {self._described(gathering.request)}")
+        return gathering.decision
+
+    # Asking
+
+    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
+        block = self._filled(rows) if gathering.request.kind is Kind.GATHER else None
+        self._mine.append(gathering)
+        self._queues[self.rank].append(_Asked(gathering.request, None))
+        number, self._num_asked[self.rank] = self._num_asked[self.rank], self._num_asked[self.rank] + 1
+        if block is not None:
+            gathering.rows = _PartRows.of_all(self.rank, rows)
+        self._link.mail(self._peers, _Word.REQUEST, block, number, gathering.request.fields())
+
+    def _filled(self, rows: Sequence[Tensor]) -> Block:
+        """A block with all of `rows`, at `_offsets`."""
+        block = self._link.take(_room(rows))
+        for row, offset in zip(rows, _offsets(rows), strict=True):
+            block.view(offset, row.numel(), row.dtype).copy_(row)
+        return block
+
+    # Deciding
+
+    def _decide_all(self) -> bool:
+        """Every decision that can be made now; whether there was one."""
+        made = False
+        while all(self._queues.values()):
+            self._carry_out(self._agreed([self._queues[rank][0].request for rank in range(self.world)]))
+            made = True
+        return made
+
+    def _carry_out(self, decision: Decision) -> None:
+        number, self._num_decisions = self._num_decisions, self._num_decisions + 1
+        granted = {rank: self._queues[rank].popleft() for rank in sorted(decision.granted)}
+        blocks = {rank: asked.block for rank, asked in granted.items() if rank != self.rank and asked.block is not None}
+        if self.rank in granted:
+            gathering = self._mine.popleft()
+            gathering.decision = decision
+            if gathering.request.kind is Kind.GATHER:
+                arrival = _Arrival(self, number, blocks, len(gathering.rows or ()))
+                for rows in gathering.rows or ():
+                    assert isinstance(rows, _PartRows)
+                    rows.arrival = arrival
+                return
+        if decision.unit is not None:
+            self._serve(decision.unit, number, blocks)
+
+    def _serve(self, unit: int, number: int, blocks: dict[int, Block]) -> None:
+        """Send this rank's rows to those that gather `unit`, and give theirs back unread."""
+        source, local = self._source(unit)
+        rows = source.open_rows(local)
+        for row in rows:
+            ledger.record("all_gather", num_bytes(row) * self.world)
+        self._link.mail(blocks, _Word.SERVED, self._filled(rows), number)
+        source.close_rows(local)
+        for peer, block in blocks.items():
+            self._link.finish(peer, block)
+
+    # Waiting
+
+    def claim(self, number: int, blocks: dict[int, Block]) -> dict[int, Block]:
+        """All peers' rows for decision `number`: `blocks`, and what the others send because of it."""
+        others = [peer for peer in self._peers if peer not in blocks]
+        self._wait(lambda: {peer for peer in others if (peer, number) not in self._served}, "to send its shard")
+        return blocks | {peer: self._served.pop((peer, number)) for peer in others}
+
+    def finish(self, blocks: dict[int, Block]) -> None:
+        for peer, block in blocks.items():
+            self._link.finish(peer, block)
+
+    def _wait(self, missing: Callable[[], set[int]], purpose: str) -> None:
+        was_waiting, self._is_waiting = self._is_waiting, True
+        try:
+            self._link.wait_for(missing, purpose=purpose)
+        finally:
+            self._is_waiting = was_waiting
+
+    def _silent_until(self, gathering: Gathering) -> Callable[[], set[int]]:
+        return lambda: self._silent() if gathering.decision is None else set()
+
+    def _silent(self) -> set[int]:
+        """Peers whose head is not there yet; they are told that they are waited for."""
+        silent = {peer for peer in self._peers if not self._queues[peer]}
+        for peer in silent:
+            if self._nudges.get(peer) != self._num_asked[peer]:
+                self._nudges[peer] = self._num_asked[peer]
+                self._link.mail([peer], _Word.NUDGE, None, self._num_asked[peer])
+        return silent
+
+    def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
+        """Look after the others while this rank waits: whether anything was done."""
+        if not self._is_open:
+            return False
+        for act in self._acts:
+            method = act()
+            if method is not None:
+                method()
+        if self._decide_all():
+            return True
+        if self._is_waiting or self._mine:
+            return False
+        in_vain = any(self._stands(peer) for peer in awaited())  # now: what was just taken in may be all
+        if in_vain or self._nudged >= self._num_asked[self.rank]:
+            self._ask(Gathering(self, self._request(Kind.WAIT, lets_go=in_vain)), ())
+            return True
+        return False
+
+    def _stands(self, peer: int) -> bool:
+        """Whether `peer` does nothing more before its END or STEP is granted."""
+        queue = self._queues[peer]
+        return bool(queue) and queue[-1].request.kind in (Kind.END, Kind.STEP)
+
+    def _take_in(self, mail: Mail) -> None:
+        if mail.kind == _Word.REQUEST:
+            self._queues[mail.peer].append(_Asked(Request.of(mail.details), mail.block))
+            self._num_asked[mail.peer] += 1
+        elif mail.kind == _Word.SERVED:
+            assert mail.block is not None
+            self._served[mail.peer, mail.argument] = mail.block
+        else:
+            self._nudged = max(self._nudged, mail.argument)
+
+
+class _Arrival:
+    """The blocks of one gather, shared by the rows of its parts and given back with the last of them."""
+
+    def __init__(self, negotiation: HostNegotiation, number: int, blocks: dict[int, Block], num_parts: int) -> None:
+        self._negotiation = negotiation
+        self._number = number
+        self._requested = blocks
+        self._left = num_parts
+        self._blocks: dict[int, Block] | None = None
+
+    def blocks(self) -> dict[int, Block]:
+        if self._blocks is None:
+            self._blocks = self._negotiation.claim(self._number, self._requested)
+        return self._blocks
+
+    def give_back(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._negotiation.finish(self.blocks())
+
+
+class _PartRows(Rows):
+    """Rows of one part, read in the memory that the ranks share."""
+
+    def __init__(self, rank: int, row: Tensor, offset: int) -> None:
+        self.arrival: _Arrival | None = None
+        self._rank = rank
+        self._row = row
+        self._offset = offset
+
+    @classmethod
+    def of_all(cls, rank: int, rows: Sequence[Tensor]) -> list[Rows]:
+        return [cls(rank, row, offset) for row, offset in zip(rows, _offsets(rows), strict=True)]
+
+    def wait(self) -> None:
+        assert self.arrival is not None, "not granted yet"
+        self.arrival.blocks()
+
+    def row(self, rank: int) -> Tensor:
+        assert self.arrival is not None, "not granted yet"
+        if rank == self._rank:
+            return self._row
+        return self.arrival.blocks()[rank].view(self._offset, self._row.numel(), self._row.dtype)
+
+    def give_back(self) -> None:
+        assert self.arrival is not None, "not granted yet"
+        self.arrival.give_back()
+
+
+def _aligned(row: Tensor) -> int:
+    return -(-num_bytes(row) // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _offsets(rows: Sequence[Tensor]) -> list[int]:
+    return [sum(_aligned(row) for row in rows[:index]) for index in range(len(rows))]
+
+
+def _room(rows: Sequence[Tensor]) -> int:
+    return sum(_aligned(row) for row in rows)

@@ -1,0 +1,97 @@
+"""Names the rank that died, where a back-end knows only that some connection was closed.
+
+Every rank knows the others' processes. When an error of torch.distributed ends this one, those of them that ran on this
+machine and have ended by then are named in the log, beside the traceback. Our own exchange through shared memory names
+the rank in its errors, and needs none of this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from hf_zero.log import logger
+
+_OF_CONNECTIONS = re.compile(
+    r"connection|broken pipe|timed? ?out|timeout|remote process|socket|gloo|nccl", re.IGNORECASE
+)
+_PATIENCE_S = 5.0  # between the end of a connection and that of its process
+
+
+@dataclass(frozen=True)
+class _Process:
+    rank: int
+    host: str
+    place: str  # where its number means something: a machine, or a container on it
+    pid: int
+
+
+class _Ranks:
+    """What this process knows of the others; empty where there are none."""
+
+    def __init__(self) -> None:
+        self.world: object = None
+        self.others: tuple[_Process, ...] = ()
+
+
+_known = _Ranks()
+
+
+def remember_ranks(gather_objects: Callable[[object], list[object]]) -> None:
+    """Learn of all processes, once for a process group. Collective."""
+    if _known.world is dist.group.WORLD:
+        return
+    own = _Process(dist.get_rank(), os.uname().nodename, _place(), os.getpid())
+    gathered = [process for process in gather_objects(own) if isinstance(process, _Process)]
+    first = _known.world is None
+    _known.world, _known.others = dist.group.WORLD, tuple(process for process in gathered if process.rank != own.rank)
+    if first:
+        _stand_before(sys.excepthook)
+
+
+def _stand_before(hook: Callable[..., None]) -> None:
+    def name_the_dead(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        hook(kind, error, traceback)
+        if isinstance(error, RuntimeError) and _OF_CONNECTIONS.search(str(error)):
+            logger.error("%s", describe_dead(_known.others))
+
+    sys.excepthook = name_the_dead
+
+
+def describe_dead(others: Sequence[_Process], patience_s: float = _PATIENCE_S) -> str:
+    """Which ranks have ended, as far as this machine can tell."""
+    here = [process for process in others if process.place == _place()]
+    deadline = time.monotonic() + patience_s
+    while not (dead := [process for process in here if _has_ended(process.pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if dead:
+        names = ", ".join(f"rank {process.rank} (process {process.pid})" for process in dead)
+        return f"this rank ends because another one did: {names} on {dead[0].host} is gone"
+    away = sorted({process.host for process in others if process.place != _place()})
+    if away:
+        return f"all ranks of this machine are alive: one on {', '.join(away)} has ended, or does not answer"
+    return "all other ranks are alive: one of them does not answer, or calls another collective"
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this machine has ended; a launcher may not have collected it yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def _place() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return os.uname().nodename

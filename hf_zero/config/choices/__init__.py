@@ -1,0 +1,1 @@
+"""The sections that choose an optimizer and a schedule: their types, and the arguments that each takes."""

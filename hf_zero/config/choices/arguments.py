@@ -1,0 +1,168 @@
+"""Types and keyword arguments of an optimizer or a schedule, checked against tables; those of torch without torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.errors import Problem, key_path
+from hf_zero.config.schema.fields import as_flag, as_number, as_whole
+
+Check = Callable[[object], object]
+Table = Mapping[str, Check]
+Checked = tuple[dict[str, object], list[Problem]]
+
+# The classes of torch.optim and torch.optim.lr_scheduler.
+OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+SCHEDULES = (
+    "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
+    "LRScheduler", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR",
+    "ReduceLROnPlateau", "SequentialLR", "StepLR",
+)  # fmt: skip
+
+
+def is_class_of(module: str, name: str, listed: Iterable[str]) -> bool:
+    """Whether torch has a class of this name, as far as can be said: one that is younger than the list counts, too."""
+    return name in listed or isinstance(getattr(sys.modules.get(module), name, None), type)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is spelled most like this one; "" where none is."""
+    by_lower = {entry.lower(): entry for entry in known}
+    close = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.7)
+    return by_lower[close[0]] if close else ""
+
+
+def unknown_autos(path: str, autos: Collection[str], table: Table | None) -> Iterator[Problem]:
+    """An "auto" has left the section by now; it may have stood at an argument that does not exist."""
+    for auto in sorted(autos):
+        name = auto.removeprefix(f"{path}.")
+        if name != auto and table is not None and name not in table:
+            yield no_such_argument(auto, name, "auto", table)
+
+
+def no_such_argument(path: str, key: str, value: object, table: Table) -> Problem:
+    close = difflib.get_close_matches(key[:100], table, n=1)
+    fix = f'did you mean "{close[0]}"?' if close else f"it takes {', '.join(table)}"
+    return Problem(path, value, "there is no such argument", fix)
+
+
+def checked(path: str, params: Mapping[str, Any], table: Table | None) -> Checked:
+    kept: dict[str, object] = {}
+    problems: list[Problem] = []
+    for key, value in params.items():
+        check = any_value if table is None else table.get(key)
+        where = key_path(path, key)
+        if key == "max_grad_norm":
+            fix = f"set gradient_clipping: {value!r} at the top level instead"[:120]
+            problems.append(Problem(where, value, "clipping is not an optimizer argument", fix))
+        elif check is None:
+            problems.append(no_such_argument(where, key, value, table or {}))
+        else:
+            try:
+                kept[key] = check(value)
+            except ValueError as error:
+                problems.append(Problem(where, value, str(error), "correct the value or remove the key"))
+    return kept, problems
+
+
+def any_value(value: object) -> object:
+    """Arguments of a torch class are checked by that class; NaN and infinity never help it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number between bounds."""
+
+    low: float = 0.0
+    below: float = math.inf
+
+    def __call__(self, value: object) -> float:
+        number = as_number(value)
+        if not self.low <= number < self.below:
+            upper = "" if self.below == math.inf else f" and below {self.below:g}"
+            raise ValueError(f"must be at least {self.low:g}{upper}")
+        return number
+
+
+at_least_zero = Range()
+beta = Range(below=1.0)
+
+
+def betas(value: object) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("must be a list of two numbers, for example [0.9, 0.999]")
+    return (beta(value[0]), beta(value[1]))
+
+
+def rate(value: object) -> object:
+    """One learning rate, or one per parameter group."""
+    return [at_least_zero(entry) for entry in value] if isinstance(value, (list, tuple)) else at_least_zero(value)
+
+
+def optional_rate(value: object) -> object:
+    return None if value is None else rate(value)
+
+
+def whole_from(low: int) -> Callable[[object], int]:
+    """A whole number that is not below this."""
+
+    def check(value: object) -> int:
+        number = as_whole(value)
+        if number < low:
+            raise ValueError(f"must be at least {low}")
+        return number
+
+    return check
+
+
+steps, count = whole_from(1), whole_from(0)
+
+
+def only(expected: bool, rule: str) -> Check:
+    """A switch that has one position; the rule says why."""
+
+    def check(value: object) -> bool:
+        if as_flag(value) is not expected:
+            raise ValueError(rule)
+        return expected
+
+    return check
+
+
+def one_of(names: Collection[str], rule: str) -> Check:
+    def check(value: object) -> object:
+        if value not in names:
+            raise ValueError(rule)
+        return value
+
+    return check
+
+
+shape = one_of(("log", "linear"), 'must be "log" or "linear"')
+
+
+def ratio(value: object) -> float:
+    number = as_number(value)
+    if not 0 <= number <= 1:
+        raise ValueError("must be a ratio between 0 and 1")
+    return number
+
+
+def optional_count(value: object) -> object:
+    return None if value is None else count(value)
+
+
+def optional_stairs(value: object) -> object:
+    """A negative number of stairs means none, as 0 does."""
+    return None if value is None else as_whole(value)

@@ -1,0 +1,1 @@
+"""A config as text: JSON with comments, Hjson, base64, and the place of every key."""

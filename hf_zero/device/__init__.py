@@ -1,0 +1,1 @@
+"""The machine: memory of host and device, and copies between them."""

@@ -1,0 +1,63 @@
+"""What flags of TrainingArguments and the name of a model say, without making either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_zero.config import ConfigError, ModelView, Problem, TrainingView
+from hf_zero.config.errors import ABSENT
+from hf_zero.integration.huggingface.views import training_view
+
+_FIX = "give a folder with config.json, a config.json, or a model name of the hub"
+
+
+def training_view_from_flags(flags: Sequence[str]) -> tuple[TrainingView | None, list[str]]:
+    """The view, and the flags that belong to somebody else. None without flags: who trains is not known.
+
+    A real TrainingArguments would look for devices and start groups.
+    """
+    if not flags:
+        return None, []
+    # Seconds of imports, hence only here.
+    from transformers import HfArgumentParser, TrainingArguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> None:  # type: ignore[override]  # argparse would end the program
+            raise ConfigError(Problem("command line", ABSENT, message, "correct the flag"))
+
+    parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
+    known, unknown = parser.parse_known_args(list(flags))
+    known.max_steps = int(known.max_steps)
+    return training_view(known, words=list(flags)), [word for word in unknown if word.startswith("-")]
+
+
+def model_view_by_name(name: str | None) -> ModelView | None:
+    """The view of a model's configuration (a folder, a file, or a name on the hub), or None when no model was named."""
+    if name is None:
+        return None
+    path = _file(name)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem("--model", name, f"its configuration cannot be read: {error}", _FIX)) from None
+    if not isinstance(values, dict):
+        raise ConfigError(Problem("--model", name, "a model's configuration is one JSON object", _FIX))
+    return ModelView(config=values)
+
+
+def _file(name: str) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        return path / "config.json"
+    if path.exists() or name.endswith(".json"):
+        return path
+    # From the cache if it is there, else from the hub.
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # its own errors, those of the network, and names it does not allow
+        reason = str(error).split("\n")[0]
+        raise ConfigError(Problem("--model", name, f"no such file, and not found on the hub: {reason}", _FIX)) from None

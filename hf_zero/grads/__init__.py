@@ -1,0 +1,1 @@
+"""Gradients on their way from autograd to the optimizer."""

@@ -1,0 +1,111 @@
+"""Command-line flags that DeepSpeed scripts read: the config, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from hf_zero.schedules import VALID_LR_SCHEDULES
+
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""File with environment variables that a launcher exports to remote machines."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config`, with their old spellings, to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "hf_zero, under DeepSpeed's flags")
+    for flag in ("--deepspeed", "--deepscale"):
+        group.add_argument(flag, action="store_true", help=_help(flag, "train with ZeRO (read by the script itself)"))
+    for flag in ("--deepspeed_config", "--deepscale_config"):
+        group.add_argument(flag, type=str, default=None, help=_help(flag, "path of the ds.json file"))
+    return parser
+
+
+def _help(flag: str, text: str) -> str:
+    return f"old spelling of {flag.replace('deepscale', 'deepspeed')}" if "deepscale" in flag else text
+
+
+_Flags = dict[str, tuple[Any, str]]  # name -> (default, help); a default of False makes a switch
+
+# The defaults are DeepSpeed's; some differ from those of the schedules themselves.
+_RANGE_TEST: _Flags = {
+    "lr_range_test_min_lr": (0.001, "first learning rate"),
+    "lr_range_test_step_rate": (1.0, "growth per step size"),
+    "lr_range_test_step_size": (1000, "updates per unit of growth"),
+    "lr_range_test_staircase": (False, "grow in stairs"),
+}
+_CYCLE: _Flags = {
+    "cycle_first_step_size": (1000, "updates on the way up"),
+    "cycle_first_stair_count": (-1, "stairs on the way up"),
+    "cycle_second_step_size": (-1, "updates on the way down"),
+    "cycle_second_stair_count": (-1, "stairs on the way down"),
+    "decay_step_size": (1000, "updates per unit of decay"),
+    "cycle_min_lr": (0.01, "lowest learning rate of the cycle"),
+    "cycle_max_lr": (0.1, "highest learning rate of the cycle"),
+    "decay_lr_rate": (0.0, "decay of the learning rate after the cycle"),
+    "cycle_min_mom": (0.8, "lowest momentum of the cycle"),
+    "cycle_max_mom": (0.9, "highest momentum of the cycle"),
+    "decay_mom_rate": (0.0, "growth of the momentum after the cycle"),
+}
+_CYCLE_SWITCH: _Flags = {"cycle_momentum": (False, "cycle the momentum too")}
+_WARMUP_SHAPE: _Flags = {
+    "warmup_num_steps": (1000, "updates of the warm-up"),
+    "warmup_type": ("log", "shape of the warm-up: log or linear"),
+}
+_WARMUP: _Flags = {
+    "warmup_min_lr": (0.0, "first learning rate of the warm-up"),
+    "warmup_max_lr": (0.001, "learning rate after the warm-up"),
+    **_WARMUP_SHAPE,
+}
+_RATIOS: _Flags = {
+    "warmup_min_ratio": (0.01, "first ratio of the cosine schedule"),
+    "cos_min_ratio": (0.01, "last ratio of the cosine schedule"),
+}
+_FLAGS_OF: dict[str, _Flags] = {
+    "LRRangeTest": _RANGE_TEST,
+    "OneCycle": _CYCLE,
+    "WarmupCosineLR": {**_WARMUP_SHAPE, **_RATIOS},
+}
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--lr_schedule` and the arguments of every schedule. The script itself decides what to do with them."""
+    group = parser.add_argument_group("Convergence tuning", "hf_zero, under DeepSpeed's flags")
+    group.add_argument("--lr_schedule", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}")
+    for name, (default, text) in {**_RANGE_TEST, **_CYCLE, **_CYCLE_SWITCH, **_WARMUP, **_RATIOS}.items():
+        if default is False:
+            group.add_argument(f"--{name}", action="store_true", help=text)
+        else:
+            group.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
+    return parser
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """(tuning arguments, everything else) of this process's command line."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """(scheduler section, None), or (None, why there is none)."""
+    name = getattr(args, "lr_schedule", None)
+    if name is None:
+        return None, "--lr_schedule not specified on command line"
+    if name not in VALID_LR_SCHEDULES:
+        return None, f"{name} is not a schedule that --lr_schedule knows: {', '.join(VALID_LR_SCHEDULES)}"
+    given = {flag: getattr(args, flag, None) for flag in _FLAGS_OF.get(name, _WARMUP)}
+    return {"type": name, "params": {flag: value for flag, value in given.items() if value is not None}}, None
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
+    """(the rate that a scheduler section is about, ""), or (None, why there is none)."""
+    for key in ("type", "params"):
+        if key not in config:
+            return None, f"the scheduler section has no {key!r}"
+    name = config["type"]
+    if name not in VALID_LR_SCHEDULES:
+        return None, f"{name} is not one of {', '.join(VALID_LR_SCHEDULES)}"
+    if name == "WarmupCosineLR":
+        return None, "WarmupCosineLR scales the optimizer's own rates and names none"
+    key = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name, "warmup_max_lr")
+    return config["params"][key], ""

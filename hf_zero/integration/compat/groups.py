@@ -1,0 +1,174 @@
+"""`deepspeed.utils.groups`: which ranks share what. Data parallelism is all there is, so every answer is the world.
+
+Groups of one (sequence, model, tensor, experts) have size 1 and rank 0; asking for their group object, where DeepSpeed
+would have none either, is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+mpu: Any = None  # assigned by programs that have one
+mesh_device: Any = None
+
+
+def get_world_group() -> Any:
+    from hf_zero.comm.mirror import get_world_group  # here: importing this module must not load torch
+
+    return get_world_group()
+
+
+def get_rank() -> int:
+    from hf_zero.comm import get_rank
+
+    return get_rank()
+
+
+def get_world_size() -> int:
+    from hf_zero.comm import get_world_size
+
+    return get_world_size()
+
+
+def _get_data_parallel_group() -> Any:
+    return mpu.get_data_parallel_group() if mpu is not None else get_world_group()
+
+
+def _get_data_parallel_world_size() -> int:
+    return int(mpu.get_data_parallel_world_size()) if mpu is not None else get_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    return int(mpu.get_data_parallel_rank()) if mpu is not None else get_rank()
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    from hf_zero.comm.mirror import get_all_ranks_from_group
+
+    return get_all_ranks_from_group(_get_data_parallel_group())
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return int(mpu.get_sequence_parallel_world_size()) if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return int(mpu.get_sequence_parallel_rank()) if hasattr(mpu, "get_sequence_parallel_rank") else 0
+
+
+def _get_sequence_parallel_group() -> Any:
+    if hasattr(mpu, "get_sequence_parallel_group"):
+        return mpu.get_sequence_parallel_group()
+    raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
+
+
+# Without sequence parallelism the ranks that share a shard are the data-parallel ones.
+_get_sequence_data_parallel_group = _get_data_parallel_group
+_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
+_get_sequence_data_parallel_rank = _get_data_parallel_rank
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+
+
+def _get_model_parallel_world_size() -> int:
+    return int(mpu.get_model_parallel_world_size()) if mpu is not None else 1
+
+
+def get_model_parallel_rank() -> int:
+    return int(mpu.get_model_parallel_rank()) if mpu is not None else 0
+
+
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def get_model_parallel_group() -> Any:
+    if mpu is not None:
+        return mpu.get_model_parallel_group()
+    _no_group("tensor or model parallel")
+
+
+get_tensor_model_parallel_group = get_model_parallel_group
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first rank of this rank's group, which is itself."""
+    return get_rank()
+
+
+_clone_world_group = get_world_group
+
+
+def _size_of_one(group_name: str = "") -> int:
+    return 1
+
+
+def _rank_in_one(group_name: str = "") -> int:
+    return 0
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    return {}
+
+
+_get_expert_model_parallel_world_size = _get_expert_parallel_world_size = _get_max_expert_size = _size_of_one
+_get_expert_data_parallel_world_size = _get_zero_param_intra_parallel_group_world_size = _size_of_one
+_get_expert_parallel_rank = _get_expert_data_parallel_rank = _rank_in_one
+_get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank_in_one
+_get_expert_data_parallel_group_dict = _get_expert_parallel_group_dict
+
+
+def _get_expert_parallel_group(group_name: str) -> NoReturn:
+    _no_group("expert parallel")
+
+
+_get_expert_data_parallel_group = _get_expert_parallel_group
+
+
+def _zero_param_parallel_is_initialized() -> bool:
+    """Whether parameters have second shards inside a machine (hpZ): never."""
+    return False
+
+
+def _get_zero_param_intra_parallel_group() -> None:
+    return None
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Nothing to make for groups of one."""
+    if expert_parallel_size_ != 1:
+        raise NotImplementedError(
+            f"expert_parallel_size={expert_parallel_size_}: experts are not spread over ranks; transformers' own "
+            "mixture-of-experts models train at every stage"
+        )
+
+
+def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> tuple[Any, Any]:
+    """(group of the data-parallel ranks, None) for a tensor-parallel size of 1."""
+    if tensor_model_parallel_size not in (0, 1):
+        raise NotImplementedError(
+            f"tensor_model_parallel_size={tensor_model_parallel_size}: tensor parallelism is not supported yet; stage "
+            "3 shards the same matrices over all ranks"
+        )
+    return _get_data_parallel_group(), None
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
+    raise NotImplementedError("groups.initialize() is deprecated in DeepSpeed too: deepspeed.initialize() makes groups")
+
+
+def _no_group(kind: str) -> NoReturn:
+    # DeepSpeed asserts here, and its callers catch that.
+    raise AssertionError(f"{kind} group is not initialized: there is data parallelism only, see docs/features.md")
+
+
+def __getattr__(name: str) -> object:
+    from hf_zero.integration.names.unsupported import find
+
+    try:
+        return find("utils.groups", name)
+    except LookupError:
+        raise AttributeError(f"deepspeed.utils.groups has no {name!r}") from None

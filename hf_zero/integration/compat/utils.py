@@ -1,0 +1,247 @@
+"""Small functions and classes that programs import from deepspeed, deepspeed.runtime and deepspeed.utils."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.integration.compat.accelerator import get_accelerator
+from hf_zero.precision import ForwardPrecision
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copy every tensor inside nested dicts, lists and tuples, so that a view is saved without its whole storage.
+
+    Tied tensors (the same elements of the same memory) are one tensor in the copy, too: whoever writes it to a file
+    tells by that what has to be written once.
+    """
+    return _clone(item, device, {})
+
+
+def _clone(item: Any, device: torch.device | str, copies: dict[tuple[Any, ...], Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        return _clone_tensor(item, device, copies)
+    if isinstance(item, dict):
+        copied = item.copy()
+        copied.update((key, _clone(value, device, copies)) for key, value in item.items())
+        return copied
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_clone(value, device, copies) for value in item))
+    if isinstance(item, list | tuple):
+        return type(item)(_clone(value, device, copies) for value in item)
+    return item
+
+
+def _clone_tensor(tensor: Tensor, device: torch.device | str, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    place: tuple[Any, ...] = (id(tensor),)  # memory that is empty or elsewhere says nothing
+    if tensor.layout is torch.strided and tensor.numel() and tensor.data_ptr():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if place not in copies:
+        # A parameter that is a view of a flat buffer would drag that buffer into the file: hence always a copy.
+        copies[place] = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    return copies[place]
+
+
+class RepeatingLoader(Iterable[T]):
+    """A data loader that starts over when it is exhausted."""
+
+    def __init__(self, loader: Iterable[T]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+        return next(self._batches)
+
+
+@contextlib.contextmanager
+def OnDevice(dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> Iterator[None]:
+    """Build modules on a device (by default without memory) and in a floating dtype."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Tensors inside nested lists, tuples and dicts on `device`; with a criterion those for which it is true."""
+    if isinstance(item, Tensor) or hasattr(item, "to"):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """`move_to_device` with its arguments as DeepSpeed has them: the criterion is not optional."""
+    return move_to_device(item, device, criterion_func)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators."""
+    import numpy
+
+    numpy.random.seed(seed)
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The norm of the whole from the norms of its parts; infinite when a part is invalid (negative or not finite)."""
+    if any(norm < 0 or not math.isfinite(norm) for norm in norm_list):
+        return math.inf
+    return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """torch's clipping, for gradients that are whole on this rank; returns the norm before it.
+
+    An engine's gradients are not in `parameter.grad`: they are clipped by the key gradient_clipping.
+    """
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        raise NotImplementedError("clip_grad_norm_(mpu=...): model parallelism is not supported, see docs/features.md")
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def has_inf_or_nan(x: Tensor) -> Tensor:
+    """A 0-dim tensor: 1.0 when `x` has an element that is not finite."""
+    return (~torch.isfinite(x)).any().float()
+
+
+class DummyOptim:
+    """Stands where an optimizer would, for a model that is not trained; has `param_groups` only."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def noop_decorator(function: F) -> F:
+    return function
+
+
+noop_context = contextlib.nullcontext
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder that a file is going to lie in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def empty_cache() -> None:
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def get_ma_status() -> int:
+    """Bytes allocated on the device, on rank 0; 0 elsewhere."""
+    from hf_zero.comm import get_rank
+
+    return int(get_accelerator().memory_allocated()) if get_rank() == 0 else 0
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The item that all of them are.
+
+    Raises:
+        RuntimeError: when they differ.
+    """
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected one value, got {len(found)}: {sorted(map(repr, found))}")
+    return found.pop()
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Bounds of `num_parts` runs of equal length; the last takes what is left over, or the last ones are empty."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    length, left = divmod(num_items, num_parts)
+    return [part * length + min(part, left) for part in range(num_parts + 1)]
+
+
+@contextlib.contextmanager
+def autocast_if_enabled(engine: Any) -> Iterator[None]:
+    """The engine's torch_autocast around a computation outside its forward; switches another autocast off."""
+    precision = getattr(engine, "_forward_precision", None)
+    if isinstance(precision, ForwardPrecision) and engine.amp_enabled():
+        with precision.context():
+            yield
+        return
+    with torch.autocast(engine.device.type, enabled=False):
+        yield
+
+
+def instrument_w_nvtx(function: F) -> F:
+    """`function`, shown as a range of its name in a GPU's profiler."""
+
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(function.__qualname__):
+            return function(*args, **kwargs)
+
+    return inside  # type: ignore[return-value]
+
+
+def is_compile_supported() -> bool:
+    return hasattr(torch, "compile")
+
+
+def disable_compile(function: F) -> F:
+    """`function`, left alone by torch.compile."""
+    disabled: F = torch.compiler.disable(function)
+    return disabled
+
+
+def is_compiling() -> bool:
+    return bool(torch.compiler.is_compiling())
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute at a dotted path."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    around, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, around) if around else model, name, module)
+
+
+def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
+    """Mark what Muon updates as matrices (`use_muon`), where the config names Muon; else nothing."""
+    name = getattr(config_class, "optimizer_name", None)
+    if str(name).lower() != "muon":
+        return
+    for key, parameter in model.named_parameters():
+        is_matrix = parameter.ndim >= 2 and not any(word in key.lower() for word in ("embed", "lm_head"))
+        parameter.use_muon = is_matrix  # type: ignore[attr-defined]
+
+
+class LinearModuleForZeroStage3(nn.Linear):
+    """torch's Linear: stage 3 gathers its weight around forward and backward by itself."""

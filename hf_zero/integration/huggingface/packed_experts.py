@@ -1,0 +1,86 @@
+"""Checkpoints with experts one by one, read into a model that packs them: a pack is made where its parameter lies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+def in_one_go(entry: Any) -> Any:
+    """`entry`, stacking and concatenating in one operation where those are the two it has."""
+    operations = getattr(entry, "operations", [])
+    if [type(operation).__name__ for operation in operations] != ["MergeModulelist", "Concatenate"]:
+        return entry
+    if operations[0].dim != 0 or operations[1].dim < 1:
+        return entry
+    changed = copy.copy(entry)
+    changed.operations = [_Pack(*operations)]
+    return changed
+
+
+class _Pack:
+    """What transformers' MergeModulelist and then Concatenate make, without the stacks in between and, until somebody
+    asks for it, without the pack: all of those were in memory beside the parameter that they are for."""
+
+    def __init__(self, merge: Any, concatenate: Any) -> None:
+        self._operations = (merge, concatenate)
+        self._dim: int = concatenate.dim
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Experts by source pattern, as lists of equal shapes, to one pack under the only target pattern."""
+        parts = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
+        if len(target_patterns) != 1 or len(parts) < 2 or not all(isinstance(part, list) for part in parts):
+            for operation in self._operations:
+                input_dict = operation.convert(
+                    input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
+                )
+            return input_dict
+        return {target_patterns[0]: PackedExperts(parts, self._dim)}
+
+
+class PackedExperts(Tensor):
+    """`cat([stack(part) for part in parts], dim)` that is put together where it is copied to.
+
+    Copying it into a tensor writes every expert to its place there; any other operation sees an ordinary tensor.
+    """
+
+    _parts: Sequence[Sequence[Tensor]]
+    _dim: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Sequence[Tensor]], dim: int) -> PackedExperts:
+        first = parts[0][0]
+        shape = [len(parts[0]), *first.shape]
+        shape[dim] = sum(part[0].shape[dim - 1] for part in parts)
+        pack: PackedExperts = Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
+        pack._parts, pack._dim = parts, dim
+        return pack
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            return args[1].write_to(args[0])
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def whole(self) -> Tensor:
+        """An ordinary tensor of the same values."""
+        return self.write_to(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+
+    def write_to(self, target: Tensor) -> Tensor:
+        """Fill `target`, which has this shape."""
+        sizes = [part[0].shape[self._dim - 1] for part in self._parts]
+        for part, place in zip(self._parts, target.split(sizes, self._dim), strict=True):
+            for row, expert in zip(place, part, strict=True):
+                row.copy_(expert)
+        return target

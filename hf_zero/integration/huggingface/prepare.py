@@ -1,0 +1,137 @@
+"""What `Accelerator.prepare` is given, and ds.json: autos filled from it, and several models in one call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_zero.api.entry import initialize
+from hf_zero.api.model_view import model_view
+from hf_zero.config import ConfigError, Problem, Views, examine
+from hf_zero.config.canonical import normalise
+from hf_zero.config.fill import apply, drop_unfilled, fill
+from hf_zero.integration.huggingface.objects import object_problems
+from hf_zero.integration.huggingface.upstream_errors import stepped_aside
+from hf_zero.integration.huggingface.views import accelerator_view, is_dummy
+
+_TRAINING_ONLY = ("optimizer", "scheduler")
+
+
+def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) -> None:
+    """Fill the accelerator's ds.json from the objects given to `prepare`; raise ConfigError for what is wrong."""
+    optimizer = next((x for x in objects if isinstance(x, Optimizer) or is_dummy(x, "DummyOptim")), None)
+    scheduler = next((x for x in objects if is_schedule(x)), None)
+    try:
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        views = Views(
+            world_size=accelerator.num_processes,
+            accelerator=accelerator_view(accelerator, objects, optimizer, scheduler),
+            model=model_view(model),
+        )
+    except AttributeError as error:  # an Accelerator of a shape that we do not know: it fills its own autos
+        stepped_aside("Accelerator._prepare_deepspeed", error)
+        return
+    problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
+    problems += examine(config, views).problems
+    if problems:
+        raise ConfigError(problems)
+    apply(config, fill(config, views))
+    drop_unfilled(config)
+    normalise(config)
+
+
+def is_schedule(thing: Any) -> bool:
+    """Whether `prepare` treats this as a learning rate schedule."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from hf_zero.schedules import VALID_LR_SCHEDULES
+
+    return (
+        isinstance(thing, LRScheduler)
+        or is_dummy(thing, "DummyScheduler")
+        or type(thing).__name__ in VALID_LR_SCHEDULES
+    )
+
+
+def prepare_each(
+    accelerator: Any, things: Sequence[Any], prepare: Callable[[Sequence[Any]], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """Loaders first (they tell the batch size), then what is trained, then what only runs forward."""
+    families = _families(things)
+    members = {id(member) for family in families for member in family}
+    rest = [thing for thing in things if id(thing) not in members]
+    calls = ([rest] if rest else []) + [family for family in families if len(family) > 1]
+    prepared: dict[int, Any] = {}
+    for call in calls:
+        prepared.update(zip(map(id, call), prepare(call), strict=True))
+    for family in families:
+        if len(family) == 1:
+            prepared[id(family[0])] = _forward_only(accelerator, family[0])
+    return tuple(prepared[id(thing)] for thing in things)
+
+
+def _families(things: Sequence[Any]) -> list[list[Any]]:
+    """[model, its optimizer, its schedule] for every model, as far as there is one."""
+    models = [thing for thing in things if isinstance(thing, nn.Module)]
+    families: list[list[Any]] = [[model] for model in models]
+    for optimizer in (thing for thing in things if isinstance(thing, Optimizer) or is_dummy(thing, "DummyOptim")):
+        families[_owner(optimizer, models)].append(optimizer)
+    for schedule in filter(is_schedule, things):
+        driven = getattr(schedule, "optimizer", None)
+        owners = [family for family in families if any(member is driven for member in family[1:])]
+        if not owners:
+            raise ValueError(
+                f"{type(schedule).__name__} drives an optimizer that is not in this call of prepare(): with several "
+                "models, give each schedule together with its optimizer"
+            )
+        owners[0].append(schedule)
+    for family in families:
+        if len([member for member in family[1:] if not is_schedule(member)]) > 1:
+            raise ValueError(
+                f"two optimizers of one call of prepare() train the same model ({type(family[0]).__name__}): "
+                "put their parameters into groups of one optimizer"
+            )
+    return families
+
+
+def _owner(optimizer: Any, models: Sequence[nn.Module]) -> int:
+    """The number of the model whose parameters the optimizer holds."""
+    held = {id(parameter) for parameter in _parameters(optimizer)}
+    owners = [number for number, model in enumerate(models) if not held.isdisjoint(map(id, model.parameters()))]
+    if len(owners) != 1:
+        whose = " and ".join(f"model {number} ({type(models[number]).__name__})" for number in owners) or "no model"
+        raise ValueError(
+            f"{type(optimizer).__name__} holds parameters of {whose} in this call of prepare(): with several models, "
+            "make one optimizer for each model that is trained"
+        )
+    return owners[0]
+
+
+def _parameters(optimizer: Any) -> Iterable[Any]:
+    if isinstance(optimizer, Optimizer):
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.params = list(optimizer.params)  # it may be a generator, which the engine still has to read
+    return [
+        parameter
+        for entry in optimizer.params
+        for parameter in (entry["params"] if isinstance(entry, dict) else [entry])
+    ]
+
+
+def _forward_only(accelerator: Any, model: nn.Module) -> Any:
+    """An engine without optimizer: whole weights on every rank, at stage 3 sharded as those of the trained models."""
+    fill_autos(accelerator, model)
+    config = copy.deepcopy(accelerator.deepspeed_plugin.deepspeed_config)
+    for name in _TRAINING_ONLY:
+        config.pop(name, None)
+    zero = config["zero_optimization"]
+    zero.pop("offload_optimizer", None)
+    zero["stage"] = 3 if zero.get("stage") == 3 else 0
+    engine = initialize(model=model, config=config)[0]
+    vars(engine)["_is_accelerate_prepared"] = True  # as accelerate marks what went through its prepare
+    accelerator._models.append(engine)
+    return engine

@@ -1,0 +1,110 @@
+"""Names of DeepSpeed that hf_zero does not have: importable, because others import them, and an error on use.
+
+names.json lists DeepSpeed's modules with the classes, errors, functions and constants that each defines. Modules that
+we have nothing for are made of it, and modules of ours take from it what they lack. No name does anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_zero.integration.names.alternatives import alternative
+
+ROOT = "deepspeed"
+# Gone from DeepSpeed 0.19.8, and still imported by programs.
+REMOVED: dict[str, dict[str, Any]] = {
+    "compression.compress": {"functions": "init_compression redundancy_clean student_initialization"},
+    "elasticity": {
+        "package": True,
+        "functions": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
+    },
+    "ops.muon": {"package": True},
+    "ops.sparse_attention": {
+        "package": True,
+        "classes": "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig DenseSparsityConfig "
+        "FixedSparsityConfig LocalSlidingWindowSparsityConfig SparseAttentionUtils SparseSelfAttention "
+        "SparsityConfig VariableSparsityConfig",
+    },
+}
+FEATURES = "docs/features.md in the hf_zero repository lists what exists"
+
+
+@functools.cache
+def known_modules() -> Mapping[str, Mapping[str, Any]]:
+    """names.json: by module path without `deepspeed.`; read when a name is asked for that has no home of ours."""
+    table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    return {**table, **REMOVED}
+
+
+def refusal(path: str) -> str:
+    """What an error says about a name (`path` without `deepspeed.`)."""
+    instead = alternative(path)
+    return f"{ROOT}.{path} is not supported by hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
+
+
+def known_names(module: str) -> list[str]:
+    """Every name that DeepSpeed's module has, without submodules."""
+    row = known_modules().get(module, {})
+    own = [name for kind in ("classes", "errors", "functions") for name in row.get(kind, "").split()]
+    return [*own, *row.get("values", ()), *row.get("borrowed", ())]
+
+
+def find(module: str, name: str) -> object:
+    """What stands for `name` of DeepSpeed's `module`; LookupError if that has no such name."""
+    row = known_modules().get(module, {})
+    if name in row.get("values", ()):
+        value = row["values"][name]
+        return list(value) if isinstance(value, list) else value
+    path = f"{module}.{name}" if module else name
+    for kind, make in (("classes", _refused_class), ("errors", _refused_error), ("functions", _refused_function)):
+        if name in row.get(kind, "").split():
+            return make(path)
+    if name in row.get("borrowed", ()):
+        return getattr(import_module(f"{ROOT}.{row['borrowed'][name]}".rstrip(".")), name)
+    raise LookupError(path)
+
+
+def children(module: str) -> list[str]:
+    """Names of the modules right below `module`."""
+    return [path.rpartition(".")[2] for path in known_modules() if path and path.rpartition(".")[0] == module]
+
+
+def is_package(module: str) -> bool:
+    return "package" in known_modules().get(module, {})
+
+
+def _refused_class(path: str) -> type:
+    """A class to name, to subclass and to ask isinstance about; making one raises NotImplementedError."""
+
+    def __new__(cls: type, *_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(refusal(path))
+
+    return type(_last(path), (), {"__new__": __new__, **_signs(path)})
+
+
+def _refused_error(path: str) -> type:
+    """An exception class for `except` clauses; nothing of ours raises it."""
+    return type(_last(path), (Exception,), _signs(path))
+
+
+def _refused_function(path: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(refusal(path))
+
+    signs = _signs(path)
+    refuse.__name__ = refuse.__qualname__ = _last(path)
+    refuse.__doc__, refuse.__module__ = signs["__doc__"], signs["__module__"]
+    return refuse
+
+
+def _signs(path: str) -> dict[str, str]:
+    return {"__module__": f"{ROOT}.{path}".rpartition(".")[0], "__doc__": refusal(path)}
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]

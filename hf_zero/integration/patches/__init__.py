@@ -1,0 +1,156 @@
+"""Where hf_zero patches functions of transformers, accelerate and peft: one file for each module of theirs.
+
+The file is named after the module, with underscores for dots. Its `PATCHES` are applied by the import hook, right after
+the module has been loaded. A target that is gone or takes other parameters keeps upstream's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from hf_zero.last_words import listen
+from hf_zero.log import log_dist
+
+MARK = "_hf_zero_original"
+FLOOR = "the floor in setup.cfg"
+
+Function = Callable[..., Any]
+Maker = Callable[[Function], Function]
+
+
+class Misfit(Exception):
+    """Upstream has another shape than the one that a patch was written for."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of somebody else's that ours stands around."""
+
+    module: str
+    place: str  # a function, or Class.method
+    parameters: str  # as we know them, "self, model"; with others we leave it alone
+    make: Maker  # original -> replacement; its docstring says why the patch is there
+    without: str  # what goes missing where it does not fit: the end of the line that says so
+    until: str  # the change upstream that would make it superfluous
+    since: str = FLOOR  # the version of the library from which on the target has looked like this
+    importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
+    unless: str = ""  # a place of newer versions, which no longer need ours
+
+    def find(self, module: ModuleType) -> tuple[Any, str, Function]:
+        """The holder, the name and the original.
+
+        Raises:
+            Misfit: the name is not there, or takes other parameters.
+        """
+        holder, name, original = _look(module, self.place)
+        if not callable(original):
+            raise Misfit("is not there")
+        found = ", ".join(inspect.signature(original).parameters)
+        if found != self.parameters:
+            raise Misfit(f"takes ({found}), not ({self.parameters})")
+        return holder, name, original
+
+    def is_needed(self, module: ModuleType) -> bool:
+        """Whether upstream does not do by itself what ours is for."""
+        return not self.unless or _look(module, self.unless)[2] is None
+
+    def apply(self, module: ModuleType) -> None:
+        """Ours is in force afterwards, where it is needed."""
+        if not self.is_needed(module):
+            return
+        holder, name, original = self.find(module)
+        if hasattr(original, MARK):
+            return
+        replacement = functools.wraps(original)(self.make(original))
+        setattr(replacement, MARK, original)
+        is_static = isinstance(inspect.getattr_static(holder, name), staticmethod)
+        setattr(holder, name, staticmethod(replacement) if is_static else replacement)
+        for importer in map(sys.modules.get, self.importers):
+            if getattr(importer, name, None) is original:
+                setattr(importer, name, replacement)
+
+
+def _look(module: ModuleType, place: str) -> tuple[Any, str, Any]:
+    """The holder of a place, the name there, and what has it: None if nothing does."""
+    *parents, name = place.split(".")
+    holder: Any = module
+    for parent in parents:
+        holder = getattr(holder, parent, None)
+    return holder, name, getattr(holder, name, None)
+
+
+class Patches:
+    """The patches of one module, in the order in which they are applied."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self._all: list[Patch] = []
+
+    def __iter__(self) -> Iterator[Patch]:
+        return iter(self._all)
+
+    def add(self, target: str, *, without: str, until: str, **more: Any) -> Callable[[Maker], Maker]:
+        """Register the function below as what makes the replacement of `target`, "Class.method(self, argument)"."""
+        place, _, parameters = target.rstrip(")").partition("(")
+
+        def register(make: Maker) -> Maker:
+            self._all.append(Patch(self.module, place, parameters, make, without, until, **more))
+            return make
+
+        return register
+
+
+def patches_of(module: str) -> Patches:
+    """The patches of a module that `startup.PATCHED` lists."""
+    patches: Patches = import_module(f"{__name__}.{module.replace('.', '_')}").PATCHES
+    return patches
+
+
+def patch(module: ModuleType) -> None:
+    """Apply all patches of a freshly loaded module. Never raises: without us, upstream works as ever."""
+    listen()
+    try:
+        patches = patches_of(module.__name__)
+    except Exception as error:
+        _warn(f"{_library(module.__name__)}: {module.__name__} is not patched ({type(error).__name__}: {error})")
+        return
+    apply(patches, module)
+
+
+def apply(patches: Iterable[Patch], module: ModuleType) -> None:
+    """Those that fit; a line in the log for each of the others."""
+    for one in patches:
+        try:
+            one.apply(module)
+        except Misfit as misfit:
+            _leave_alone(one, str(misfit))
+        except Exception as error:
+            _leave_alone(one, f"is not patched ({type(error).__name__}: {error})")
+
+
+def _leave_alone(one: Patch, reason: str) -> None:
+    """The one line by which users learn that their version of a library does not go with all of ours."""
+    place = f"{one.module}.{one.place}"
+    _warn(f"{_library(one.module)}: {place} {reason}; hf_zero leaves it as it is: {one.without}")
+
+
+def _library(module: str) -> str:
+    name = module.partition(".")[0]
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name} of an unknown version"
+
+
+def _warn(message: str) -> None:
+    """Once, not by every rank."""
+    log_dist(" ".join(message.split()), level=logging.WARNING)

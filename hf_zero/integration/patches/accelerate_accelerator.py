@@ -1,0 +1,188 @@
+"""accelerate.accelerator: Accelerator.prepare on ds.json, several models, no_sync, and the gradient norm."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+
+from hf_zero.config import ConfigError
+from hf_zero.config.fill import unfilled_autos
+from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined
+from hf_zero.integration.huggingface.prepare import fill_autos, is_schedule, prepare_each
+from hf_zero.integration.huggingface.upstream_errors import no_engine, raise_both
+from hf_zero.integration.huggingface.views import is_dummy
+from hf_zero.integration.patches import MARK, Patches
+from hf_zero.log import logger
+
+PATCHES = Patches("accelerate.accelerator")
+_told: set[tuple[float, float]] = set()
+
+
+@PATCHES.add(
+    "Accelerator.prepare(self, args, device_placement)",
+    without="prepare() takes one model only",
+    until="accelerate prepares several models under one DeepSpeed config, each with its optimizer and schedule",
+)
+def around_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Several models in one call, each with its own optimizer and schedule, or with neither."""
+
+    def prepare(self: Any, *args: Any, device_placement: Any = None) -> Any:
+        several = sum(isinstance(thing, nn.Module) for thing in args) > 1
+        if not several or self.distributed_type != "DEEPSPEED" or device_placement is not None:
+            return original(self, *args, device_placement=device_placement)
+
+        def prepare_some(things: Sequence[Any]) -> tuple[Any, ...]:
+            result = original(self, *things)
+            return result if len(things) > 1 else (result,)
+
+        return prepare_each(self, args, prepare_some)
+
+    return prepare
+
+
+@PATCHES.add(
+    "Accelerator._prepare_deepspeed(self, args)",
+    without="ds.json is not checked by prepare(), which takes one model only",
+    until="accelerate reports contradictions with their places, and keeps an engine for every model",
+)
+def around_prepare_deepspeed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Autos are filled and problems named before accelerate's own work, and every engine is kept after it."""
+
+    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
+        model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
+        if model is None:
+            _refuse_lone_stand_in(args)
+            return tuple(_alone(self, thing) for thing in original(self, *args))
+        try:
+            fill_autos(self, model, args)
+        except ConfigError as error:
+            _refuse(self, error, lambda: original(self, *args))
+        # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
+        earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
+        try:
+            result = original(self, *args)
+        except BaseException:
+            self.deepspeed_engine_wrapped = earlier
+            raise
+        self.deepspeed_engine_wrapped = joined(
+            earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
+        )
+        return result
+
+    return _prepare_deepspeed
+
+
+def _has_working_step(prepared: Sequence[Any]) -> bool:
+    """Whether the script gets an optimizer object, and its `step` is ours."""
+    from accelerate.utils import DeepSpeedOptimizerWrapper
+
+    methods = (DeepSpeedOptimizerWrapper.step, DeepSpeedOptimizerWrapper.zero_grad)
+    has_object = any(isinstance(thing, DeepSpeedOptimizerWrapper) for thing in prepared)
+    return has_object and all(hasattr(method, MARK) for method in methods)
+
+
+def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -> NoReturn:
+    """Raise what was found, beginning with accelerate's own words; its check changes the config, which is put back."""
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    kept = copy.deepcopy(dict(config))
+    # A size that nobody knows is no mistake here: the default holds.
+    for path in unfilled_autos(config):
+        if path[0] == "zero_optimization" and len(path) == 2:
+            del config["zero_optimization"][path[1]]
+    try:
+        with no_engine():
+            raise_both(found.problems, check)
+    finally:
+        config.clear()
+        config.update(kept)
+
+
+def _refuse_lone_stand_in(things: Sequence[Any]) -> None:
+    if any(is_dummy(thing, "DummyScheduler") for thing in things):
+        raise ValueError(
+            "prepare() got a DummyScheduler without its model: the engine makes the real one, so give both in one call"
+        )
+
+
+def _alone(accelerator: Any, prepared: Any) -> Any:
+    """A schedule in a call without its model: upstream leaves it as it is, so that it moves with every micro-batch."""
+    return accelerator.prepare_scheduler(prepared) if is_schedule(prepared) else prepared
+
+
+@PATCHES.add(
+    "map_pytorch_optim_to_deepspeed(optimizer)",
+    without="under offload, accelerate exchanges the script's optimizer for another",
+    until="zero_force_ds_cpu_optimizer is false by default; as a key in ds.json it would show in the user's config",
+)
+def around_exchange(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Under offload, accelerate exchanges Adam and Adagrad for DeepSpeed's: the script's optimizer stays as it is."""
+
+    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+        return optimizer
+
+    return map_pytorch_optim_to_deepspeed
+
+
+@PATCHES.add(
+    "Accelerator.no_sync(self, model)",
+    without="backward() inside no_sync() may make an update",
+    until="accelerate hands sync_gradients = False to DeepSpeed inside no_sync()",
+)
+def around_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    """backward inside it is no update, at any stage; upstream's backward would step there."""
+
+    @contextmanager
+    def no_sync(self: Any, model: Any) -> Iterator[None]:
+        with original(self, model):
+            if self.distributed_type != "DEEPSPEED":
+                yield
+                return
+            before = self.gradient_state.sync_gradients
+            self.gradient_state._set_sync_gradients(False)
+            try:
+                yield
+            finally:
+                self.gradient_state._set_sync_gradients(before)
+
+    return no_sync
+
+
+@PATCHES.add(
+    "Accelerator.clip_grad_norm_(self, parameters, max_norm, norm_type)",
+    without="a clip_grad_norm_ with another limit than ds.json's is not reported",
+    until="accelerate asks the engine of these parameters, and compares max_norm with its gradient_clipping",
+)
+def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm is that of the model it is asked of, and another limit than the engine's is said."""
+
+    def clip_grad_norm_(self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        engines = getattr(self, "deepspeed_engine_wrapped", None)
+        if not isinstance(engines, EngineChoice):
+            return original(self, parameters, max_norm, norm_type)
+        _tell_of_limit([prepared.engine for prepared in engines.trained], float(max_norm))
+        # One tensor stands for itself, as for torch.
+        return engines.norm_of([parameters] if hasattr(parameters, "grad_fn") else parameters)
+
+    return clip_grad_norm_
+
+
+def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
+    """Infinity asks for the norm alone."""
+    limits = {float(engine.gradient_clipping()) for engine in engines if engine.optimizer is not None}
+    for limit in limits:
+        if math.isfinite(max_norm) and limit != max_norm and (limit, max_norm) not in _told:
+            _told.add((limit, max_norm))
+            logger.warning(
+                "clip_grad_norm_(max_norm=%g): the engine clips at gradient_clipping = %g (0: not at all), whatever is "
+                "asked for here, as with DeepSpeed; write gradient_clipping: %g in the config, or "
+                "DeepSpeedPlugin(gradient_clipping=%g)",
+                max_norm,
+                limit,
+                max_norm,
+                max_norm,
+            )

@@ -1,0 +1,187 @@
+"""accelerate.commands.launch: --use_hf_zero, or `use_hf_zero: true`, is DeepSpeed's integration with our engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_zero.config import ConfigError, Problem, load_config
+from hf_zero.integration.patches import Patches
+from hf_zero.integration.startup import FINDER
+from hf_zero.log import logger
+
+PATCHES = Patches("accelerate.commands.launch")
+NO_FLAG = "`accelerate launch` may lack --use_hf_zero"
+NO_NEED = "accelerate lets packages add a flag of their own to its launcher"
+
+KEY = "use_hf_zero"
+GROUP = "hf_zero Arguments"
+HELP = (
+    "Train with hf_zero: ZeRO stages 0 to 3 without DeepSpeed. Takes all flags and config files of --use_deepspeed and "
+    "wins over an installed DeepSpeed. With --cpu, ranks train on CPUs. In a config file: `use_hf_zero: true`."
+)
+_OTHERS = ("use_fsdp", "use_megatron_lm", "use_parallelism_config", "tpu", "tpu_use_cluster", "multi_gpu")
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_DEVICES = ("none", "cpu", "nvme")
+# Who else may answer them: the script.
+_MAY_BE_AUTO = {"gradient_accumulation_steps": int, "gradient_clipping": float}
+
+
+@PATCHES.add("launch_command_parser(subparsers)", without=NO_FLAG, until=NO_NEED)
+def around_parser(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
+    """The flag, its group in --help, and "auto" for what Trainer or the script may answer."""
+
+    def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+        parser = original(subparsers)
+        group = parser.add_argument_group(GROUP, "Arguments of ZeRO training without DeepSpeed.")
+        group.add_argument(f"--{KEY}", default=False, action="store_true", help=HELP)
+        launch = sys.modules[original.__module__]
+        launch.options_to_group[KEY] = launch.options_to_group["use_deepspeed"]  # whose flags --help then shows
+        parser.formatter_class = _showing_our_group(parser.formatter_class)
+        for action in parser._actions:
+            if action.dest in _MAY_BE_AUTO:
+                action.type = _or_auto(_MAY_BE_AUTO[action.dest])
+        return parser
+
+    return launch_command_parser
+
+
+def _showing_our_group(formatter: Any) -> Any:
+    def with_our_group(*args: Any, **kwargs: Any) -> Any:
+        made = formatter(*args, **kwargs)
+        made.titles.append(GROUP)
+        return made
+
+    return with_our_group
+
+
+def _or_auto(kind: type) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
+        return text if text == "auto" else kind(text)
+
+    value.__name__ = f"{kind.__name__} or auto"  # argparse's errors show it
+    return value
+
+
+@PATCHES.add("_validate_launch_command(args)", without=NO_FLAG, until=NO_NEED)
+def around_validation(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Ours is --use_deepspeed with HF_ZERO=1; wrong values are named before ranks start, all at once."""
+
+    def _validate_launch_command(args: Any) -> Any:
+        if not _asked_for(args, sys.modules[original.__module__]):
+            validated = original(args)
+            if args.use_deepspeed and FINDER.answers():
+                _accept(args, [])
+            return validated
+        os.environ["HF_ZERO"] = "1"  # for this process and all that it starts
+        problems = [
+            Problem(f"--{name}", True, "this is another way to train", f"drop it, or drop --{KEY}")
+            for name in _OTHERS
+            if getattr(args, name, False)
+        ]
+        for name in _OTHERS:
+            setattr(args, name, False)
+        on_cpu, args.cpu, args.use_deepspeed = args.cpu, False, True
+        if on_cpu:
+            args.use_cpu = True
+            if args.num_processes is None and args.config_file is None:
+                args.num_processes = 1
+        validated = original(args)
+        _accept(args, problems)
+        return validated
+
+    return _validate_launch_command
+
+
+def _asked_for(args: Any, launch: Any) -> bool:
+    """Whether flag or config file want us. The file is the one that upstream will read."""
+    if args.use_hf_zero:
+        return True
+    if args.config_file is None and (args.cpu or not os.path.isfile(launch.default_config_file)):
+        return False
+    settings = getattr(launch.load_config_from_file(args.config_file), "deepspeed_config", None) or {}
+    return is_true(settings.get(KEY, False))
+
+
+def _accept(args: Any, problems: list[Problem]) -> None:
+    """Flags and file are merged by now: name everything that is wrong, then complete what is left open."""
+    problems = [*problems, *_wrong_values(args)]
+    if problems:
+        raise ConfigError(problems, headline="accelerate launch cannot start this")
+    for name in _MAY_BE_AUTO:
+        if getattr(args, name) == "auto":
+            setattr(args, name, None)
+    if not args.num_processes:
+        logger.warning("no accelerator is there: 1 process trains on the CPU (--num_processes says how many)")
+        args.num_processes = 1
+
+
+def _wrong_values(args: Any) -> Iterator[Problem]:
+    if str(args.zero_stage) not in ("None", "0", "1", "2", "3"):
+        yield Problem("--zero_stage", args.zero_stage, "there are stages 0, 1, 2, 3", "give one of them")
+    for name in ("zero3_init_flag", "zero3_save_16bit_model"):
+        if str(getattr(args, name)).lower() not in ("none", "true", "false"):
+            yield Problem(f"--{name}", getattr(args, name), "this is true or false", "give one of the two")
+    for name, kind in _MAY_BE_AUTO.items():
+        value = getattr(args, name)
+        if value not in (None, "auto") and not _at_least(value, kind):
+            yield Problem(f"--{name}", value, f"a number from {kind(kind is int)} on, or auto", "correct it")
+    for name in _OFFLOADS:
+        yield from _wrong_offload(name, getattr(args, f"{name}_device"), getattr(args, f"{name}_nvme_path"), args)
+    if args.deepspeed_config_file is not None:
+        try:
+            load_config(args.deepspeed_config_file)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _wrong_offload(name: str, device: object, path: object, args: Any) -> Iterator[Problem]:
+    if str(device).lower() not in (*_DEVICES, "auto"):  # None reads as none
+        yield Problem(f"--{name}_device", device, f"this is one of {', '.join(_DEVICES)}", "give one of them")
+    if str(device).lower() == "nvme" and path in (None, "none") and args.deepspeed_config_file is None:
+        rule = "offload to a drive needs a folder on it"
+        yield Problem(f"--{name}_device", device, rule, f"add --{name}_nvme_path /path/on/the/drive")
+
+
+def _at_least(value: object, kind: type) -> bool:
+    try:
+        return bool(kind(str(value)) >= (kind is int))
+    except ValueError:
+        return False
+
+
+@PATCHES.add(
+    "prepare_deepspeed_cmd_env(args)",
+    without="folders for NVMe offload, and training on CPUs, may not reach the ranks of `accelerate launch`",
+    until="accelerate hands these settings on with DeepSpeed, too",
+)
+def around_environment(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Adds the variables that accelerate leaves out, and starts several machines by our launcher."""
+
+    def prepare_deepspeed_cmd_env(args: Any) -> tuple[Any, dict[str, str]]:
+        command, environment = original(args)
+        if FINDER.answers():
+            environment.update(_left_out(args))
+            if command and command[0] == "deepspeed":
+                command[:1] = [sys.executable, "-m", "hf_zero", "launch"]
+        return command, environment
+
+    return prepare_deepspeed_cmd_env
+
+
+def _left_out(args: Any) -> Iterator[tuple[str, str]]:
+    """What upstream parses, or takes from the config file, but does not hand on with DeepSpeed."""
+    for name in _OFFLOADS:
+        path = getattr(args, f"{name}_nvme_path")
+        if path not in (None, "none"):
+            yield f"ACCELERATE_DEEPSPEED_{name.upper()}_NVME_PATH", str(path)
+    if args.use_cpu:
+        yield "ACCELERATE_USE_CPU", "true"
+        yield "OMP_NUM_THREADS", str(args.num_cpu_threads_per_process)
+
+
+def is_true(value: object) -> bool:
+    return str(value).lower() in ("true", "1", "yes")

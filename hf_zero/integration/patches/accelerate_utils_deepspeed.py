@@ -1,0 +1,65 @@
+"""accelerate.utils.deepspeed: how ds.json is read, and what the script's optimizer object does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.config import load_config
+from hf_zero.config.batch import STEPS
+from hf_zero.config.canonical import normalise
+from hf_zero.integration.huggingface.engine_choice import prepared_by
+from hf_zero.integration.patches import Patches
+
+PATCHES = Patches("accelerate.utils.deepspeed")
+# Fields of DeepSpeedPlugin, flags of the launcher and arguments of Accelerator and Trainer state these; DeepSpeedPlugin
+# takes a file without them for one that says 1 and 1.0.
+_STATED_ELSEWHERE = (STEPS, "gradient_clipping")
+_IN_BACKWARD = "the update is made in backward(), not in the script's optimizer.step()"
+_STEP_WORKS = "DeepSpeedEngineWrapper.backward no longer steps, and the optimizer's step() and zero_grad() do"
+
+
+@PATCHES.add(
+    "HfDeepSpeedConfig.__init__(self, config_file_or_dict)",
+    without="ds.json is read as plain JSON, and messages name no lines of it",
+    until="accelerate reads ds.json with comments, and remembers the line of every key",
+)
+def around_reading(original: Callable[..., None]) -> Callable[..., None]:
+    """Comments, trailing commas, duplicate keys, and the place of every key."""
+
+    def __init__(self: Any, config_file_or_dict: Any) -> None:
+        config = load_config(config_file_or_dict)
+        normalise(config)
+        for key in _STATED_ELSEWHERE:
+            config.setdefault(key, "auto")
+        original(self, config)
+
+    return __init__
+
+
+@PATCHES.add("DeepSpeedOptimizerWrapper.step(self)", without=_IN_BACKWARD, until=_STEP_WORKS)
+def around_step(original: Callable[..., None]) -> Callable[..., None]:
+    """accelerate's has no effect: here the update is where the script asks for it."""
+
+    def step(self: Any) -> None:
+        prepared = prepared_by(self.optimizer)
+        if prepared is None:
+            original(self)
+        elif self.gradient_state.sync_gradients:
+            prepared.step()
+
+    return step
+
+
+@PATCHES.add("DeepSpeedOptimizerWrapper.zero_grad(self, set_to_none)", without=_IN_BACKWARD, until=_STEP_WORKS)
+def around_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+    """accelerate's has no effect: here it drops gradients that wait for step()."""
+
+    def zero_grad(self: Any, set_to_none: Any = None) -> None:
+        prepared = prepared_by(self.optimizer)
+        if prepared is None:
+            original(self, set_to_none)
+        elif self.gradient_state.sync_gradients:
+            prepared.zero_grad()
+
+    return zero_grad

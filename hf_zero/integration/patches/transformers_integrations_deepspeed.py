@@ -1,0 +1,333 @@
+"""transformers.integrations.deepspeed: Trainer's filling of ds.json and its engine, and loading at stage 3."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.model_view import model_view
+from hf_zero.comm import collectives_for, get_rank, local_device, set_timeout
+from hf_zero.config import ConfigError, Problem, Views, examine
+from hf_zero.config.canonical import normalise
+from hf_zero.config.errors import ABSENT
+from hf_zero.config.fill import apply, drop_unfilled, fill
+from hf_zero.device.host_heap import trim
+from hf_zero.integration.huggingface.output_folder import check_output_folder
+from hf_zero.integration.huggingface.packed_experts import in_one_go
+from hf_zero.integration.huggingface.upstream_errors import raise_both, stand_in_model, stepped_aside
+from hf_zero.integration.huggingface.views import is_dummy, launch_view, training_view
+from hf_zero.integration.patches import MARK, Patches
+from hf_zero.integration.patches.transformers_modeling_utils import NOTED
+from hf_zero.log import logger
+
+PATCHES = Patches("transformers.integrations.deepspeed")
+# TrainingArguments that name what a section of ds.json builds, and the types that mean the same.
+_CHOICES = {
+    "optim": ("optimizer", {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "lion_32bit": "Lion"}),
+    "lr_scheduler_type": (
+        "scheduler",
+        {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"},
+    ),
+}
+_TRAINING_ONLY = ("optimizer", "scheduler")
+_KEPT = "_hf_zero_kept"
+
+
+@PATCHES.add(
+    "HfTrainerDeepSpeedConfig.trainer_config_process(self, args, auto_find_batch_size)",
+    without="ds.json is filled by transformers, and its contradictions are reported in transformers' words",
+    until="transformers reports every contradiction of this phase at once, with its places, before weights load",
+)
+def around_process(original: Callable[..., None]) -> Callable[..., None]:
+    """Instead of the first phase of Trainer's filling: all contradictions at once, before weights load."""
+
+    def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
+        try:
+            views = Views(
+                world_size=args.world_size,
+                training=training_view(args, batch_size_may_vary=auto_find_batch_size),
+                accelerator=launch_view(os.environ),
+            )
+            timeout = args.ddp_timeout_delta
+        except AttributeError as error:  # TrainingArguments of a shape that we do not know
+            stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
+            return original(self, args, auto_find_batch_size)
+        set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
+        try:
+            _write(self.config, views)
+        except ConfigError as error:
+            raise_both(error.problems, lambda: _their_checks(self, original, args, auto_find_batch_size))
+        for line in overruled(self.config, args):
+            logger.warning(line)
+        self._dtype = _dtype(self)
+
+    return trainer_config_process
+
+
+def _their_checks(hf_config: Any, process: Callable[..., None], args: Any, auto_find_batch_size: bool) -> None:
+    """transformers collects contradictions in the first phase and tells them in the second: both, on a copy."""
+    twin = copy.copy(hf_config)
+    twin.config, twin.mismatches = copy.deepcopy(dict(hf_config.config)), []
+    steps = ((twin.config.get("scheduler") or {}).get("params") or {}).get("total_num_steps")
+    process(twin, args, auto_find_batch_size)
+    finalize = getattr(type(twin).trainer_config_finalize, MARK, None)
+    if finalize is not None:
+        finalize(twin, args, stand_in_model(), steps if isinstance(steps, int) else 1)
+
+
+def _write(config: dict[str, Any], views: Views) -> None:
+    problems = [*_missing_section(config), *examine(config, views, complete=False).problems]
+    if problems:
+        raise ConfigError(problems)
+    apply(config, fill(config, views))
+    normalise(config)
+
+
+def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
+    """A line for every choice of TrainingArguments, other than its default, that a section of the config overrules."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for name, (section, same) in _CHOICES.items():
+        said = getattr(args, name, None)
+        text = str(getattr(said, "value", said))
+        kind = (config.get(section) or {}).get("type")
+        # The plain names of AdamW say how torch runs it, which an optimizer section leaves to the engine.
+        if kind is None or said == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
+            continue
+        yield (
+            f"TrainingArguments.{name} is {text!r}, but the config has a {section} section of type {kind}: the config "
+            f"decides. Remove the {section} section to have {text}"
+        )
+
+
+def _missing_section(config: dict[str, Any]) -> Iterator[Problem]:
+    if "zero_optimization" not in config:
+        rule = "accelerate, which sets the engine up for Trainer, asks for this section"
+        yield Problem("zero_optimization", ABSENT, rule, 'add "zero_optimization": {"stage": 2} (or 0, 1)')
+
+
+def _dtype(hf_config: Any) -> Any:
+    if hf_config.is_true("bf16.enabled"):
+        return torch.bfloat16
+    return torch.float16 if hf_config.is_true("fp16.enabled") else torch.float32
+
+
+@PATCHES.add(
+    "HfTrainerDeepSpeedConfig.trainer_config_finalize(self, args, model, num_training_steps)",
+    without="sizes and numbers of steps in ds.json are filled, and not checked, by transformers",
+    until="transformers reports every contradiction at once, and leaves no unfilled auto",
+)
+def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
+    """Instead of the second phase: model sizes, numbers of steps, and no "auto" left to trip on."""
+
+    def trainer_config_finalize(self: Any, args: Any, model: Any, num_training_steps: int) -> None:
+        evaluates_only = num_training_steps == 0
+        try:
+            training = training_view(args, total_steps=num_training_steps or None)
+            views = Views(
+                world_size=args.world_size,
+                training=dataclasses.replace(training, steps_only=True),
+                model=model_view(model),
+            )
+        except AttributeError as error:  # arguments or a model of a shape that we do not know
+            stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)
+            return original(self, args, model, num_training_steps)
+        problems = examine(self.config, views).problems
+        if problems:
+            twin = copy.copy(self)
+            twin.config, twin.mismatches = copy.deepcopy(dict(self.config)), []
+            raise_both(problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
+        apply(self.config, fill(self.config, views))
+        # A later train() knows the number of steps; until then the schedule keeps its autos.
+        drop_unfilled(self.config, keep="scheduler.params" if evaluates_only else "")
+        normalise(self.config)
+
+    return trainer_config_finalize
+
+
+@PATCHES.add(
+    "deepspeed_optim_sched(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)",
+    without="an optimizer of ds.json decays biases and norms too",
+    until="Trainer gives DummyOptim the groups that its own optimizer would get",
+)
+def around_optim_sched(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With an optimizer from ds.json, weight decay still spares biases and norms."""
+
+    def deepspeed_optim_sched(
+        trainer: Any, hf_deepspeed_config: Any, args: Any, num_training_steps: int, model_parameters: Any
+    ) -> Any:
+        optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
+        if is_dummy(optimizer, "DummyOptim") and wants_groups(hf_deepspeed_config.config):
+            optimizer.params = grouped(trainer, model_parameters)
+        return optimizer, scheduler
+
+    return deepspeed_optim_sched
+
+
+def wants_groups(config: Mapping[str, Any]) -> bool:
+    """Whether there is a weight decay to spare anything, and nobody asked for DeepSpeed's single group."""
+    own, params = config.get("hf_zero") or {}, (config.get("optimizer") or {}).get("params") or {}
+    return bool(params.get("weight_decay", 0)) and str(own.get("decay_biases_and_norms")).lower() != "true"
+
+
+def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
+    """Two groups, as Trainer's own optimizer has them; one where all parameters are of a kind."""
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    chosen = {id(parameter) for name, parameter in trainer.model.named_parameters() if name in decayed}
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in parameters if id(parameter) in chosen]},
+        {"params": [parameter for parameter in parameters if id(parameter) not in chosen], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+@PATCHES.add(
+    "deepspeed_init(trainer, num_training_steps, inference)",
+    without="evaluate() without train() works at stage 3 alone",
+    until="evaluate() starts an engine at every stage, and keeps the sections for training for later",
+    importers=("transformers.trainer",),
+)
+def around_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluation alone works at every stage, and a later training lacks nothing."""
+
+    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+        hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+        config = hf_config.config
+        if not inference:
+            config.update(vars(hf_config).pop(_KEPT, {}))
+            _leave_old_engine(trainer)
+            _check_output(trainer.args)
+            return original(trainer, num_training_steps, inference)
+        if hf_config.is_zero3():
+            return original(trainer, num_training_steps, inference)
+        _prepare_to_evaluate(trainer, hf_config)
+        return None, None
+
+    return deepspeed_init
+
+
+def _check_output(args: Any) -> None:
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    if strategy != "no" and args.output_dir:
+        check_output_folder(args.output_dir, collectives_for(local_device()))
+
+
+def _leave_old_engine(trainer: Any) -> None:
+    """An engine from evaluate(), or from an earlier train(), has been destroyed by now: start from the model again."""
+    if isinstance(trainer.model_wrapped, ZeroEngine):
+        trainer.model_wrapped = trainer.model
+
+
+def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
+    """What the original does at stage 3, with the sections for training put aside instead of thrown away."""
+    hf_config.trainer_config_finalize(trainer.args, trainer.model, 0)
+    logger.setLevel(trainer.args.get_process_log_level())
+    kept = {name: hf_config.config.pop(name) for name in _TRAINING_ONLY if name in hf_config.config}
+    setattr(hf_config, _KEPT, {**vars(hf_config).get(_KEPT, {}), **kept})
+
+
+@PATCHES.add(
+    "_apply_weight_conversions_to_state_dict(model, state_dict, weight_mapping)",
+    without="checkpoints of experts one by one may not be loaded at stage 3",
+    until="transformers converts group by group without stacks in between, straight into the parameter",
+    since="the floor in setup.cfg; later than transformers 5.17 it yields groups instead of returning a dict",
+)
+def around_conversions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Packs of experts are made where their parameters lie, without copies in between.
+
+    Newer versions give one group of weights after the other, older ones all in one dict.
+    """
+
+    def at_once(model: Any, state_dict: Any, weight_mapping: Any) -> dict[str, Any]:
+        converted: dict[str, Any] = original(model, state_dict, [in_one_go(entry) for entry in weight_mapping])
+        trim()
+        return converted
+
+    def in_groups(model: Any, state_dict: Any, weight_mapping: Any) -> Iterator[Any]:
+        groups = original(model, state_dict, [in_one_go(entry) for entry in weight_mapping])
+        for held in map(_boxed, groups):
+            trim()
+            yield held.pop()  # no reference stays here while the next group is made
+            trim()
+
+    return in_groups if inspect.isgeneratorfunction(original) else at_once
+
+
+def _boxed(group: Any) -> list[Any]:
+    return [group]
+
+
+@PATCHES.add(
+    "_load_state_dict_into_zero3_model(model_to_load, state_dict, load_config)",
+    without="keys of a checkpoint that the model does not have are passed over in silence at stage 3",
+    until="_load_state_dict_into_zero3_model reports unexpected keys itself",
+    importers=("transformers.modeling_utils",),
+)
+def around_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes the checkpoint's keys that find no home in the model, which upstream passes over."""
+
+    def _load_state_dict_into_zero3_model(model_to_load: Any, state_dict: Any, load_config: Any = None) -> Any:
+        mapping = getattr(load_config, "weight_mapping", None) or []
+        vars(model_to_load)[NOTED] = _without_home(model_to_load, list(state_dict), mapping)
+        return original(model_to_load, state_dict, load_config)
+
+    return _load_state_dict_into_zero3_model
+
+
+def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> set[str]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    known = dict.fromkeys(model.state_dict())
+    prefix = model.base_model_prefix
+    mapping = list(mapping)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    homeless = set()
+    for key in keys:
+        # By position: the parameter of the prefix was called otherwise at first.
+        renamed, _ = rename_source_key(key, renamings, converters, prefix, known)
+        if renamed not in known and f"{prefix}.{renamed}" not in known:
+            homeless.add(key)
+    return homeless
+
+
+@PATCHES.add(
+    "initialize_weights_zero3(model)",
+    without="weights behind a parametrization may start with other values at stage 3",
+    until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on",
+)
+def around_initialize_weights(original: Callable[..., None]) -> Callable[..., None]:
+    """Weights behind a parametrization (weight norm) get the values torch would give: upstream turns torch's own
+    initialisation off, and gathers too little to write through a parametrization."""
+
+    def initialize_weights_zero3(model: Any) -> None:
+        original(model)
+        for module in model.modules():
+            if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
+                with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
+                    if get_rank() == 0:
+                        _initialise(module)
+
+    return initialize_weights_zero3
+
+
+def _initialise(module: nn.Module) -> None:
+    """As linear and convolution layers are initialised by torch."""
+    for name in module.parametrizations:  # type: ignore[union-attr]
+        current: Tensor = getattr(module, name)
+        values = torch.empty_like(current)
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5))
+        setattr(module, name, values)
+    bias = getattr(module, "bias", None)
+    if isinstance(bias, nn.Parameter):
+        bound = 1 / math.sqrt(current[0].numel())
+        nn.init.uniform_(bias, -bound, bound)

@@ -1,0 +1,70 @@
+"""transformers.modeling_utils: loading and saving models that stage 3 has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.integration.patches import Patches
+from hf_zero.params.released import ReleasedView
+from hf_zero.params.sharded_parameter import HANDLE
+
+PATCHES = Patches("transformers.modeling_utils")
+NOTED = "_hf_zero_unexpected_keys"
+"""Attribute of a model that is being loaded: keys of the checkpoint that have no place in it."""
+
+
+@PATCHES.add(
+    "PreTrainedModel._adjust_missing_and_unexpected_keys(self, loading_info)",
+    without="keys of a checkpoint that the model does not have are passed over in silence at stage 3",
+    until="_load_state_dict_into_zero3_model reports unexpected keys itself",
+)
+def around_adjust_keys(original: Callable[..., None]) -> Callable[..., None]:
+    """Keys noted while loading at stage 3 enter the report that every load gives."""
+
+    def _adjust_missing_and_unexpected_keys(self: Any, loading_info: Any) -> None:
+        loading_info.unexpected_keys |= vars(self).pop(NOTED, set())
+        original(self, loading_info)
+
+    return _adjust_missing_and_unexpected_keys
+
+
+@PATCHES.add(
+    "PreTrainedModel.save_pretrained(self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, "
+    "variant, token, save_peft_format, save_original_format, kwargs)",
+    without="save_pretrained(is_main_process=False) writes weights all the same",
+    until="transformers 5.15, which asks should_save_on_this_rank",
+    unless="PreTrainedModel.should_save_on_this_rank",
+)
+def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
+    """At stage 3 a rank that is not to write does not.
+
+    Before 5.15, every rank wrote the weights over those of the others; one that was given no state dict, as
+    `accelerator.get_state_dict` does it on all ranks but the first, read its own released ones for that.
+    """
+
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, *arguments: Any, **options: Any
+    ) -> None:
+        sharded = any(hasattr(parameter, HANDLE) for parameter in self.parameters())
+        if is_main_process or not sharded:
+            original(self, save_directory, is_main_process, *arguments, **options)
+
+    return save_pretrained
+
+
+@PATCHES.add(
+    "revert_weight_conversion(model, state_dict)",
+    without="models whose experts are packed may not be saved at stage 3",
+    until="save_pretrained converts on the ranks that write, and on no others",
+)
+def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Left out on ranks that have no values to convert."""
+
+    def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # Of a rank that writes nothing, or is about to be refused.
+        if any(isinstance(value, ReleasedView) for value in state_dict.values()):
+            return state_dict
+        return original(model, state_dict)
+
+    return revert_weight_conversion

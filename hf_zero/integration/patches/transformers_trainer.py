@@ -1,0 +1,76 @@
+"""transformers.trainer: the best model, and the learning rate in the log."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.api.loading import load_whole
+from hf_zero.integration.patches import Patches
+
+PATCHES = Patches("transformers.trainer")
+_NO_PAIR = "save_only_model does not go with load_best_model_at_end"
+_PAIR_WORKS = "Trainer loads the best model from its weights, with whatever engine, instead of refusing the pair"
+
+
+@PATCHES.add(
+    "Trainer._get_learning_rate(self)",
+    without="learning rates in the log are those of the next update",
+    until="Trainer asks for the rate before the update, or asks the engine for that of the last one",
+)
+def around_get_learning_rate(original: Callable[..., float]) -> Callable[..., float]:
+    """The rate that the last update ran at, as without an engine: Trainer asks between the update and the step of its
+    schedule, and a schedule of the engine has moved with the update."""
+
+    def _get_learning_rate(self: Any) -> float:
+        engine = self.model_wrapped
+        if isinstance(engine, ZeroEngine) and engine.lr_scheduler is not None and engine.rates_of_last_update:
+            rate = engine.rates_of_last_update[0]
+            return original(self) if rate is None else rate
+        return original(self)
+
+    return _get_learning_rate
+
+
+@PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
+def around_start(original: Callable[..., None]) -> Callable[..., None]:
+    """Trainer refuses the pair, because DeepSpeed could load the best model from a whole checkpoint only."""
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        args = self.args
+        lifts = args.save_only_model and args.load_best_model_at_end and args.deepspeed_plugin is not None
+        if not lifts:
+            original(self)
+            return
+        args.load_best_model_at_end = False  # what it is refused for; it takes nothing else from it
+        try:
+            original(self)
+        finally:
+            args.load_best_model_at_end = True
+
+    return create_accelerator_and_postprocess
+
+
+@PATCHES.add("Trainer._load_best_model(self)", without=_NO_PAIR, until=_PAIR_WORKS)
+def around_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
+    """Weights alone are enough for us: Trainer's own code for runs without an engine reads them, and `load_whole` puts
+    each tensor in its place."""
+
+    def _load_best_model(self: Any) -> None:
+        folder = Path(self.state.best_model_checkpoint)
+        if not isinstance(self.model_wrapped, ZeroEngine) or any(folder.glob("global_step*")):
+            original(self)
+            return
+        model = self.model
+        vars(model)["load_state_dict"] = functools.partial(load_whole, model)
+        self.is_deepspeed_enabled = False
+        try:
+            original(self)
+        finally:
+            self.is_deepspeed_enabled = True
+            del vars(model)["load_state_dict"]
+
+    return _load_best_model

@@ -1,1 +1,0 @@
-"""Where memory lies and how it comes and goes."""

@@ -1,0 +1,164 @@
+"""What an engine with offload is about to take, against what there is: said before it is taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm import Collectives
+from hf_zero.config import ZeroPolicy
+from hf_zero.device.limits import device_available, disk_available, host_available
+from hf_zero.layout import ParameterSpec
+from hf_zero.layout.sharding import Sharding
+from hf_zero.log import announce
+from hf_zero.precision import Precision
+
+FP32_BYTES, LP_BYTES = 4, 2  # bytes of a master or of one optimizer state
+GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
+AT_ONCE = 3  # shards of parameters in memory whatever the config allows: one at work, one fetched ahead, one going
+_HINTS = {
+    "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
+    "device memory": "use more ranks, a ratio nearer to 1, or offload_param",
+    "disk": "free some space, name another nvme_path, or use more ranks",
+}
+
+
+class DoesNotFit(RuntimeError):
+    """The states of this training have no room where the config puts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes that one rank takes on top of the model as it is."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What decides the needs, besides the parameters.
+
+    Attributes:
+        num_states: values that the optimizer keeps per element.
+        stored_bytes: of its states that are stored otherwise, per element.
+        longest: elements of the largest bucket that is reduced, and at stage 3 gathered, as one.
+    """
+
+    num_states: int
+    longest: int
+    precision: Precision
+    stored_bytes: float = 0.0
+
+
+def estimate_memory(
+    specs: Sequence[ParameterSpec],
+    zero: ZeroPolicy,
+    sharding: Sharding,
+    device: torch.device,
+    sizes: Sizes,
+) -> MemoryEstimate:
+    """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive."""
+    parts = sharding.world if sharding.shards_optimizer else 1
+    numel = sum(spec.numel for spec in specs) // parts
+    weights = sum(spec.numel * _size(spec) for spec in specs) // parts
+    fp32 = sum(spec.numel for spec in specs if _size(spec) == FP32_BYTES) // parts
+    bucket = sizes.longest // parts * max((_size(spec) for spec in specs), default=0)
+    place, rest = zero.offload_optimizer, zero.offload_param
+    master_bytes, state_bytes = FP32_BYTES, LP_BYTES if sizes.precision.low_precision_states else FP32_BYTES
+    if sizes.precision.low_precision_masters:  # the weights themselves, unless those are wanted on another device
+        master_bytes = LP_BYTES if place is not None and device.type != "cpu" else 0
+    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - fp32) + round(sizes.stored_bytes * numel)
+    kept = states + weights  # gradients are as large as weights
+    far = 0 if place is None else round(kept * place.ratio)
+    near, host, disk = kept - far, 0, 0
+    if place is not None and place.device == "nvme":
+        disk += far
+        sub_group = FP32_BYTES * min(zero.sub_group_numel, sizes.longest // parts)
+        host += sub_group * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
+        host += GRADIENT_BUFFERS * bucket
+    else:
+        host += far
+    if rest is not None and rest.device == "nvme":
+        share = min(1.0, rest.host_numel / max(1, numel))
+        disk += round(weights * (1 - share))
+        host += 0 if device.type == "cpu" else round(weights * share)
+        if share < 1.0:
+            allowed = min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), rest.buffer_count * bucket)
+            host += max(allowed, AT_ONCE * bucket)
+    elif rest is not None:
+        host += 0 if device.type == "cpu" else weights
+    on_host = device.type == "cpu"
+    return MemoryEstimate(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
+
+
+def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.device, collectives: Collectives) -> None:
+    """Say what every rank needs, and refuse on all of them if it cannot fit on any machine. Collective.
+
+    Raises:
+        DoesNotFit: with both numbers.
+    """
+    folders = [place.folder for place in (zero.offload_optimizer, zero.offload_param) if place is not None]
+    folder = next((name for name in folders if name is not None), None)
+    available = MemoryEstimate(
+        device=device_available(device) if estimate.device else 0,
+        host=host_available(),
+        disk=disk_available(folder) if folder is not None and estimate.disk else 0,
+    )
+    announce(f"offload: this rank needs {_sentence(estimate, available)}")
+    everyone = collectives.gather_objects((os.uname().nodename, estimate, available))
+    problems = list(_problems(everyone))  # type: ignore[arg-type]
+    if problems:
+        raise DoesNotFit("; ".join(problems))
+
+
+def _problems(everyone: Sequence[tuple[str, MemoryEstimate, MemoryEstimate]]) -> list[str]:
+    found = []
+    for node in dict.fromkeys(name for name, _, _ in everyone):
+        estimate = [needed for name, needed, _ in everyone if name == node]
+        there = [available for name, _, available in everyone if name == node]
+        host, disk = sum(one.host for one in estimate), sum(one.disk for one in estimate)
+        have_host, have_disk = min(one.host for one in there), min(one.disk for one in there)
+        found += _problem(node, "host memory", host, have_host, len(estimate))
+        found += _problem(node, "disk", disk, have_disk, len(estimate))
+        for needed, available in zip(estimate, there, strict=True):
+            found += _problem(node, "device memory", needed.device, available.device, 1)
+    return found
+
+
+def _problem(node: str, kind: str, needed: int, available: int, ranks: int) -> list[str]:
+    if needed <= available:
+        return []
+    return [
+        f"{node}: {ranks} rank(s) need {_amount(needed)} of {kind} for masters, optimizer states, gradients and "
+        f"buffers, and {_amount(available)} are available: {_HINTS[kind]}"
+    ]
+
+
+def _sentence(estimate: MemoryEstimate, available: MemoryEstimate) -> str:
+    parts = [
+        f"{_amount(needed)} of {kind} ({_amount(there)} available)"
+        for kind, needed, there in (
+            ("device memory", estimate.device, available.device),
+            ("host memory", estimate.host, available.host),
+            ("disk", estimate.disk, available.disk),
+        )
+        if needed
+    ]
+    return (", ".join(parts) or "no memory") + "; activations and gathered parameters come on top"
+
+
+def _amount(num_bytes: int) -> str:
+    """In the largest unit in which there is something to read: small models are offloaded, too."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size / 10:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _size(spec: ParameterSpec) -> int:
+    return int(getattr(torch, spec.dtype).itemsize)

@@ -1,0 +1,190 @@
+"""Vectors in a file. Only what is being worked on, and what is on its way, is in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_zero.device.pinned import host_empty, round_to_page
+from hf_zero.offload.nvme.requests import Completion, StorageError
+from hf_zero.offload.nvme.swap_file import SwapFile
+from hf_zero.offload.store import Store
+from hf_zero.offload.vector import Vector
+
+
+class BufferPool:
+    """Page-aligned buffers of one size. One whose content is still being written is handed out when that is done."""
+
+    def __init__(self, *, limit: int | None = None, limit_numel: int | None = None, pinned: bool = False) -> None:
+        """So many buffers, or elements in all of them, are made at most, unless more are worked on at the same time."""
+        self._limit = limit
+        self._limit_numel = limit_numel
+        self._itemsize = 1
+        self._pinned = pinned
+        self._num_bytes = 0
+        self._num_live = 0
+        self._most_bytes = 0
+        self._free: list[Tensor] = []
+        self._leaving: deque[tuple[Completion, Tensor]] = deque()
+
+    def expect(self, num_bytes: int, itemsize: int) -> None:
+        """Buffers must hold so much, in elements of `itemsize` bytes."""
+        self._num_bytes = max(self._num_bytes, round_to_page(num_bytes))
+        self._itemsize = max(self._itemsize, itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one buffer."""
+        return self._num_bytes
+
+    @property
+    def bytes_live(self) -> int:
+        """Of all buffers."""
+        return self._num_live * self._num_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Of all buffers that there have been at once."""
+        return self._most_bytes
+
+    def take(self, end: Callable[[Completion], None]) -> Tensor:
+        while True:
+            self._reclaim()
+            while self._free:
+                buffer = self._free.pop()
+                if buffer.numel() >= self._num_bytes:
+                    return buffer
+                self._num_live -= 1  # made before longer vectors came
+            if self._may_grow() or not self._leaving:
+                self._num_live += 1
+                self._most_bytes = max(self._most_bytes, self.bytes_live)
+                return host_empty(self._num_bytes, torch.uint8, pinned=self._pinned)
+            end(self._leaving[0][0])
+
+    def give(self, buffer: Tensor, written: Completion | None) -> None:
+        if written is None:
+            self._free.append(buffer)
+        else:
+            self._leaving.append((written, buffer))
+
+    def _may_grow(self) -> bool:
+        within_count = self._limit is None or self._num_live < self._limit
+        grown = (self._num_live + 1) * self._num_bytes
+        return within_count and (self._limit_numel is None or grown <= self._limit_numel * self._itemsize)
+
+    def release_buffers(self) -> None:
+        """Nobody will ask for a while: free what is not used, except what took long to lock in memory."""
+        if not self._pinned:
+            self.drop()
+
+    def drop(self) -> None:
+        """Free what nobody uses."""
+        self._reclaim()
+        self._num_live -= len(self._free)
+        self._free.clear()
+
+    def _reclaim(self) -> None:
+        while self._leaving and self._leaving[0][0].is_done:
+            self._free.append(self._leaving.popleft()[1])
+
+
+class SwapStore(Store):
+    """Keeps vectors in `file` and works on them in buffers of `pool`."""
+
+    can_fail = True
+
+    def __init__(self, file: SwapFile, pool: BufferPool, *, writes_first: bool = True) -> None:
+        """`writes_first`: zeros are written, not just assumed, so that a bad drive shows at the start."""
+        self.file = file
+        self.pool = pool
+        self._writes_first = writes_first
+
+    @property
+    def failure(self) -> StorageError | None:
+        """What could not be read or written."""
+        return self.file.requests.failure
+
+    def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
+        vector = SwappedVector(self, name, numel, dtype, unused=zeros)
+        if zeros and self._writes_first:
+            with vector.opened(reads=False, changes=True) as values:
+                values.zero_()
+        return vector
+
+    def adopt(self, name: str, values: Tensor) -> Vector:
+        vector = SwappedVector(self, name, values.numel(), values.dtype)
+        with vector.opened(reads=False, changes=True) as place:
+            place.copy_(values)
+        return vector
+
+
+class SwappedVector(Vector):
+    """One vector of a `SwapStore`."""
+
+    def __init__(self, store: SwapStore, name: str, numel: int, dtype: torch.dtype, *, unused: bool = False) -> None:
+        super().__init__(numel, dtype)
+        self.name = name
+        self._store = store
+        self._offset = store.file.allocate(self.num_bytes, unused=unused)
+        self._users = 0
+        self._changed = False
+        self._buffer: Tensor | None = None
+        self._reading: Completion | None = None
+        self._writing: Completion | None = None
+        store.pool.expect(self.num_bytes, dtype.itemsize)
+
+    def fetch(self, *, reads: bool = True) -> None:
+        self._users += 1
+        if self._users > 1:
+            return
+        self.flush()
+        self._buffer = self._store.pool.take(self._wait)
+        if reads:
+            self._reading = self._store.file.read(self._offset, self._pages())
+
+    def take(self) -> Tensor:
+        assert self._buffer is not None, f"{self.name} was not fetched"
+        if self._reading is not None:
+            reading, self._reading = self._reading, None
+            self._wait(reading)
+        return self._buffer[: self.num_bytes].view(self.dtype)
+
+    def release(self, *, changed: bool) -> None:
+        self._changed = self._changed or changed
+        self._users -= 1
+        if self._users:
+            return
+        self.take()  # a buffer that is still being filled is nobody else's yet
+        assert self._buffer is not None
+        if self._changed:
+            self._writing = self._store.file.write(self._offset, self._pages())
+        self._store.pool.give(self._buffer, self._writing)
+        self._buffer, self._changed = None, False
+
+    def view(self) -> Tensor:
+        self.flush()
+        return self._store.file.view(self._offset, self.num_bytes).view(self.dtype)
+
+    def flush(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._wait(writing)
+
+    def free(self) -> None:
+        self.flush()
+        self._store.file.free(self._offset, self.num_bytes)
+        self._store.pool.drop()
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self._store.failure
+
+    def _wait(self, completion: Completion) -> None:
+        self._store.file.requests.wait(completion)
+
+    def _pages(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer[: round_to_page(self.num_bytes)]

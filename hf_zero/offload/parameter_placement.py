@@ -1,0 +1,40 @@
+"""Where stage 3 keeps the shards of parameters between their uses."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_zero.comm import Collectives
+from hf_zero.config import FilePolicy, ParameterOffload
+from hf_zero.offload.failures import together
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
+from hf_zero.offload.store import CappedStore, MemoryStore, Store
+
+HOST = torch.device("cpu")
+
+
+def store_of_parameters(policy: ParameterOffload | None, device: torch.device, drive: Drive | None) -> Store:
+    """For a model on `device`; `drive` is where the policy's folder lies."""
+    if policy is None:
+        return MemoryStore(device)
+    pinned = policy.pinned and device != HOST
+    host = MemoryStore(HOST, pinned=pinned)
+    if policy.device == "cpu" or drive is None:
+        return host
+    pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)
+    return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
+
+
+def store_at_init(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> SwapStore | None:
+    """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
+    policy, files = offload
+    if policy is None or policy.device == "cpu" or policy.folder is None:
+        return None
+    folder = policy.folder
+
+    def open_drive() -> SwapStore:
+        drive = Drive(folder, files)
+        return drive.store(drive.file("parameters"), BufferPool(limit=1))
+
+    return together(open_drive, collectives)

@@ -1,0 +1,169 @@
+"""A flat vector and the place it is kept in: the same few verbs, wherever that is.
+
+fetch     begin to bring it to where the work is done; may be asked long before it is needed
+take      the values, 1-D, as soon as they are there
+release   the work is done; what was changed goes back, beside whatever comes next
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_zero.offload.nvme.requests import StorageError
+
+
+class Vector(ABC):
+    """One vector in some place. Who fetches it twice releases it twice."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.numel = numel
+        self.dtype = dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The values, where they are always at hand; None where they have to be fetched."""
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are when they have been fetched; what lies in a file comes to host memory."""
+        return torch.device("cpu")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing but these values comes and goes with them."""
+        return True
+
+    @property
+    def failure(self) -> StorageError | None:
+        """What could not be read or written in the place; values may be anything since then."""
+        return None
+
+    @abstractmethod
+    def fetch(self, *, reads: bool = True) -> None:
+        """Begin to bring the values. Without `reads` their content does not matter: all of it will be written."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """What has been fetched."""
+
+    @abstractmethod
+    def release(self, *, changed: bool) -> None:
+        """Undo one `fetch`."""
+
+    @abstractmethod
+    def view(self) -> Tensor:
+        """The present values, only to be read, and only until they change."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Return when everything released is where it belongs."""
+
+    def free(self) -> None:  # noqa: B027
+        """The vector is not needed any more."""
+
+    @contextmanager
+    def opened(self, *, reads: bool = True, changes: bool = False) -> Iterator[Tensor]:
+        """The values for the length of a `with`."""
+        self.fetch(reads=reads)
+        try:
+            yield self.take()
+        finally:
+            self.release(changed=changes)
+
+
+class InMemoryVector(Vector):
+    """A tensor that is already where the work is done."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.numel(), tensor.dtype)
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    def fetch(self, *, reads: bool = True) -> None:
+        return None
+
+    def take(self) -> Tensor:
+        return self._tensor
+
+    def release(self, *, changed: bool) -> None:
+        return None
+
+    def view(self) -> Tensor:
+        return self._tensor
+
+
+class Part(Vector):
+    """An interval of another vector; both come and go together."""
+
+    def __init__(self, whole: Vector, start: int, numel: int) -> None:
+        super().__init__(numel, whole.dtype)
+        self._whole = whole
+        self._start = start
+
+    @property
+    def tensor(self) -> Tensor | None:
+        whole = self._whole.tensor
+        return None if whole is None else whole.narrow(0, self._start, self.numel)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._whole.is_whole and self.numel == self._whole.numel
+
+    @property
+    def device(self) -> torch.device:
+        return self._whole.device
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self._whole.failure
+
+    def fetch(self, *, reads: bool = True) -> None:
+        self._whole.fetch(reads=reads)
+
+    def take(self) -> Tensor:
+        return self._whole.take().narrow(0, self._start, self.numel)
+
+    def release(self, *, changed: bool) -> None:
+        self._whole.release(changed=changed)
+
+    def view(self) -> Tensor:
+        return self._whole.view().narrow(0, self._start, self.numel)
+
+    def flush(self) -> None:
+        self._whole.flush()
+
+
+def part_of(whole: Vector, start: int, numel: int) -> Vector:
+    """The interval of `whole`; a plain view where that is in memory."""
+    tensor = whole.tensor
+    return Part(whole, start, numel) if tensor is None else InMemoryVector(tensor.narrow(0, start, numel))
+
+
+def at_hand_or_absent(vector: Vector) -> Tensor:
+    """The vector's values, or what stands for them while they are away."""
+    return vector.tensor if vector.tensor is not None else absent(vector.numel, vector.dtype)
+
+
+def absent(numel: int, dtype: torch.dtype) -> Tensor:
+    """NaN in the true length, without memory: what is computed from it is unmistakable, and writing into it raises.
+
+    Bytes are all ones, as those of a NaN are.
+    """
+    fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.full((), fill, dtype=dtype).expand(numel)

@@ -1,0 +1,1 @@
+"""Optimizers that average compressed momentum instead of gradients."""

@@ -1,0 +1,294 @@
+"""Brings what an update works on to where it runs, sub-group by sub-group, and takes it back.
+
+    time ->     sub-group 0     fetch | update | write back
+                sub-group 1             fetch  | update | write back
+                sub-group 2                      fetch  | update | write back
+
+`StateStager` is the case in which everything is at hand already. With an `OffloadStager` masters, states and gradients
+are vectors in some place; while they are away, the optimizer's tensors show NaN in their true shape and take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.offload.store import Store
+from hf_zero.offload.sub_group import StoredSubGroup, SubGroup
+from hf_zero.offload.vector import Vector, absent
+from hf_zero.optim.stored import FormOf, plain
+
+Work = Callable[[SubGroup], None]
+WritesAll = Callable[[SubGroup], bool]
+COUNTERS = ("step",)
+
+
+class StateStager:
+    """Everything is where updates run."""
+
+    def __init__(self, sub_groups: Sequence[SubGroup]) -> None:
+        self.sub_groups = tuple(sub_groups)
+
+    def each(
+        self, sub_groups: Sequence[SubGroup], work: Work, *, writes_all: WritesAll | None = None
+    ) -> Iterator[SubGroup]:
+        """Do `work` for one after the other; yields each when its new weights are where they belong.
+
+        `writes_all` says whether the work rounds every weight of a sub-group, so that the old ones need not be fetched.
+        """
+        for sub_group in sub_groups:
+            work(sub_group)
+            yield sub_group
+
+    def batches(self, sub_groups: Sequence[SubGroup]) -> Iterator[Sequence[SubGroup]]:
+        """Those whose masters, states and gradients are in place together, until the next ones are asked for."""
+        yield sub_groups
+
+    def copy_to_lp(self, sub_group: SubGroup) -> None:
+        """Round a sub-group that is in place to where its weights belong."""
+        if sub_group.lp_param is not None:
+            sub_group.lp_param.copy_(sub_group.master)
+
+    @contextmanager
+    def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[None]:
+        """Master and states of one sub-group in place, outside an update."""
+        yield
+
+    @contextmanager
+    def viewing(self) -> Iterator[None]:
+        """Masters and states of all sub-groups can be read. What was read stays right until the next change."""
+        yield
+
+    @property
+    def always_at_hand(self) -> bool:
+        """Whether masters and states can be used at any time."""
+        return True
+
+    def forget_states(self, sub_group: SubGroup) -> None:  # noqa: B027
+        """The optimizer has no states for this sub-group any more."""
+
+    def flush(self) -> None:
+        """Return when everything is where it belongs."""
+
+
+class OffloadStager(StateStager):
+    """Vectors are fetched for an update and released after it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sub_groups: Sequence[SubGroup],
+        gradient: Callable[[SubGroup], Vector],
+        *,
+        reads_ahead: bool = True,
+        writes_behind: bool = True,
+    ) -> None:
+        """`gradient`: the vector of the reduced gradients of a sub-group's bucket, which each step may make anew."""
+        super().__init__(sub_groups)
+        self._optimizer = optimizer
+        self._gradient = gradient
+        self._reads_ahead = reads_ahead
+        self._writes_behind = writes_behind
+
+    def reserve(
+        self, sub_group: SubGroup, names: Sequence[str], dtype: torch.dtype | None, form_of: FormOf = plain
+    ) -> None:
+        """Make room for states that the optimizer is known to have: zeros, one per element or in their own form."""
+        stored = _stored(sub_group)
+        if stored.states is None:
+            return
+        for position, tensor in enumerate(sub_group.tensors):
+            for name in names:
+                numel, kind, form = tensor.parameter.numel(), dtype or tensor.parameter.dtype, form_of(name)
+                if form is not None:
+                    numel, kind = form.stored_numel(numel), form.dtype
+                stored.vectors[position, name] = stored.states.keep(f"{name} of {sub_group}", numel, kind, zeros=True)
+                stored.reserved.add((position, name))
+
+    # Walking
+
+    def each(
+        self, sub_groups: Sequence[SubGroup], work: Work, *, writes_all: WritesAll | None = None
+    ) -> Iterator[SubGroup]:
+        def fetch(sub_group: SubGroup) -> None:
+            self._fetch(sub_group)
+            lp_param = _stored(sub_group).lp_param
+            if lp_param is not None:
+                lp_param.fetch(reads=writes_all is None or not (lp_param.is_whole and writes_all(sub_group)))
+
+        for sub_group in self._walk(sub_groups, fetch):
+            lp_param = _stored(sub_group).lp_param
+            if lp_param is None:
+                work(sub_group)
+            else:
+                with _pointing(sub_group.lp_param, lp_param.take()):
+                    work(sub_group)
+                lp_param.release(changed=True)
+            self._leave(sub_group)
+            yield sub_group
+
+    def batches(self, sub_groups: Sequence[SubGroup]) -> Iterator[Sequence[SubGroup]]:
+        if self.always_at_hand and all(self._gradient(sub_group).tensor is not None for sub_group in sub_groups):
+            yield sub_groups
+            return
+        for sub_group in self._walk(sub_groups, self._fetch):
+            yield [sub_group]
+            self._leave(sub_group)
+
+    def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work) -> Iterator[SubGroup]:
+        """Each with everything in place; the next one is on its way meanwhile. The caller leaves it."""
+        for position, sub_group in enumerate(sub_groups):
+            if position == 0 or not self._reads_ahead:
+                fetch(sub_group)
+            if self._reads_ahead and position + 1 < len(sub_groups):
+                fetch(sub_groups[position + 1])
+            self._point(sub_group, lambda vector: vector.take())
+            yield sub_group
+            if not self._writes_behind:
+                _flush(sub_group)
+
+    def copy_to_lp(self, sub_group: SubGroup) -> None:
+        lp_param = _stored(sub_group).lp_param
+        if lp_param is not None:
+            with lp_param.opened(reads=not lp_param.is_whole, changes=True) as target:
+                target.copy_(sub_group.master)
+
+    @contextmanager
+    def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[None]:
+        stored = _stored(sub_group)
+        with ExitStack() as stack:
+            if stored.lp_param is not None:
+                values = stack.enter_context(stored.lp_param.opened(changes=changes))
+                stack.enter_context(_pointing(sub_group.lp_param, values))
+            for vector in stored.kept:
+                vector.fetch()
+            self._point(sub_group, lambda vector: vector.take(), begins=False)
+            try:
+                yield
+            finally:
+                self._settle(sub_group, changed=changes)
+
+    @contextmanager
+    def viewing(self) -> Iterator[None]:
+        self.flush()
+        for sub_group in self.sub_groups:
+            self._point(sub_group, lambda vector: vector.view(), begins=False)
+        try:
+            yield
+        finally:
+            for sub_group in self.sub_groups:
+                self._put_away(sub_group)
+
+    @property
+    def always_at_hand(self) -> bool:
+        return all(vector.tensor is not None for sub_group in self.sub_groups for vector in _stored(sub_group).kept)
+
+    def forget_states(self, sub_group: SubGroup) -> None:
+        stored = _stored(sub_group)
+        for place in [place for place in stored.vectors if place not in stored.reserved]:
+            stored.vectors.pop(place).free()
+
+    def flush(self) -> None:
+        for sub_group in self.sub_groups:
+            _flush(sub_group)
+
+    # One sub-group
+
+    def _fetch(self, sub_group: SubGroup) -> None:
+        self._gradient(sub_group).fetch()
+        for vector in _stored(sub_group).kept:
+            vector.fetch()
+
+    def _leave(self, sub_group: SubGroup) -> None:
+        self._settle(sub_group, changed=True)
+        self._gradient(sub_group).release(changed=False)
+
+    def _point(self, sub_group: SubGroup, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
+        """Let the optimizer's tensors show what `values` gives; with `begins` also states it does not have yet."""
+        stored = _stored(sub_group)
+        if stored.master.tensor is None:
+            _show_master(sub_group, values(stored.master))
+        for (position, name), vector in stored.vectors.items():
+            parameter = sub_group.tensors[position].parameter
+            is_known = name in self._optimizer.state.get(parameter, {})
+            if (is_known and vector.tensor is None) or (begins and not is_known):
+                found = values(vector)
+                is_form = found.numel() != parameter.numel()
+                self._optimizer.state[parameter][name] = found if is_form else found.view(parameter.shape)
+
+    def _settle(self, sub_group: SubGroup, *, changed: bool) -> None:
+        """Take over states that were made or replaced since they were fetched, and release."""
+        stored = _stored(sub_group)
+        fetched = stored.kept
+        if stored.states is not None:
+            self._keep_states(sub_group, stored, stored.states)
+        kept = set(map(id, stored.kept))
+        for vector in fetched:
+            vector.release(changed=changed)
+            if id(vector) not in kept:
+                vector.free()
+        self._put_away(sub_group)
+
+    def _keep_states(self, sub_group: SubGroup, stored: StoredSubGroup, store: Store) -> None:
+        for position, tensor in enumerate(sub_group.tensors):
+            for name, value in self._optimizer.state.get(tensor.parameter, {}).items():
+                is_kept = (position, name) in stored.reserved or _is_per_element(name, value, tensor.parameter)
+                if not is_kept:
+                    continue
+                known = stored.vectors.get((position, name))
+                if known is None or known.dtype != value.dtype:
+                    stored.vectors[position, name] = store.adopt(f"{name} of {sub_group}", value.reshape(-1))
+                elif known.take().data_ptr() != value.data_ptr():
+                    known.take().copy_(value.reshape(-1))
+
+    def _put_away(self, sub_group: SubGroup) -> None:
+        stored = _stored(sub_group)
+        if stored.master.tensor is None:
+            _show_master(sub_group, absent(sub_group.part.numel, sub_group.master.dtype))
+        for (position, name), vector in stored.vectors.items():
+            state = self._optimizer.state.get(sub_group.tensors[position].parameter, {})
+            if vector.tensor is None and name in state:
+                state[name] = absent(vector.numel, vector.dtype).view(state[name].shape)
+
+
+def _stored(sub_group: SubGroup) -> StoredSubGroup:
+    assert sub_group.stored is not None, "what is offloaded is stored somewhere"
+    return sub_group.stored
+
+
+def _flush(sub_group: SubGroup) -> None:
+    stored = _stored(sub_group)
+    for vector in (*stored.kept, *([stored.lp_param] if stored.lp_param is not None else [])):
+        vector.flush()
+
+
+def _show_master(sub_group: SubGroup, values: Tensor) -> None:
+    sub_group.master.data = values
+    for tensor in sub_group.tensors:
+        part = values.narrow(0, tensor.interval.start, tensor.interval.numel)
+        tensor.parameter.data = part.view(tensor.parameter.shape)
+
+
+@contextmanager
+def _pointing(tensor: Tensor | None, values: Tensor) -> Iterator[None]:
+    """`tensor` shows `values` for the length of a `with`."""
+    assert tensor is not None
+    before = tensor.data
+    tensor.data = values
+    try:
+        yield
+    finally:
+        tensor.data = before
+
+
+def _is_per_element(name: str, value: Any, parameter: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and name not in COUNTERS
+        and value.numel() == parameter.numel()
+        and (value.dim() > 0 or parameter.dim() == 0)
+    )

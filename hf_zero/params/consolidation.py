@@ -1,0 +1,85 @@
+"""Whole 16-bit weights of a sharded model, gathered unit by unit into host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from hf_zero.comm import get_rank
+from hf_zero.params.sharded_parameter import ShardedParameter, of
+from hf_zero.params.unsharding import all_gather_values
+
+MAX_GATHERED_NUMEL = 1 << 26
+WHOLE_WEIGHTS_ARE_OFF = (
+    "at stage 3 whole weights are gathered only if zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+    "true: set it, or save a checkpoint and run `python -m hf_zero.zero_to_fp32 CHECKPOINT_DIR OUTPUT`"
+)
+
+
+def consolidated_state_dict(
+    module: nn.Module, *, exclude_frozen: bool = False, everywhere: bool = False
+) -> dict[str, Tensor]:
+    """`module.state_dict()` with unsharded weights, in host memory of rank 0; empty on the other ranks. Collective.
+
+    Names of a tied parameter share one tensor. Persistent buffers are included.
+
+    Args:
+        everywhere: every rank gets it.
+    """
+    keeps = everywhere or get_rank() == 0
+    names = _names_by_parameter(module)
+    found: dict[str, Tensor] = {}
+    for parameter, values in unsharded_values(module, exclude_frozen=exclude_frozen):
+        if keeps:
+            host = values.detach().to("cpu", copy=True)
+            found.update(dict.fromkeys(names[id(parameter)], host))
+    if not keeps:
+        return {}
+    for name, buffer in persistent_buffers(module):
+        found[name] = buffer.detach().cpu().clone()
+    return {name: found[name] for name in state_dict_order(module) if name in found}
+
+
+def unsharded_values(module: nn.Module, *, exclude_frozen: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter once with its whole values; at most a few tensors are whole at a time. Collective."""
+    batch: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        if exclude_frozen and not parameter.requires_grad:
+            continue
+        batch.append(parameter)
+        if sum(member.numel() for member in batch) >= MAX_GATHERED_NUMEL:
+            yield from _whole(batch)
+            batch = []
+    yield from _whole(batch)
+
+
+def _whole(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    handles: list[ShardedParameter] = [h for h in map(of, parameters) if h is not None and not h.is_available]
+    gathered = dict(zip(map(id, handles), all_gather_values(handles), strict=True))
+    for parameter in parameters:
+        handle = of(parameter)
+        yield parameter, gathered.pop(id(handle)) if id(handle) in gathered else parameter.detach()
+
+
+def _names_by_parameter(module: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that a state dict holds, by name; those that are there under two names, twice."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and name not in inner._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def state_dict_order(module: nn.Module) -> Iterator[str]:
+    """Names as `state_dict()` orders them: module by module, parameters before buffers."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        own = [name for name, value in inner._parameters.items() if value is not None]
+        own += [name for name, value in inner._buffers.items() if value is not None]
+        yield from (f"{prefix}.{name}" if prefix else name for name in own)

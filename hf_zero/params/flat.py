@@ -1,0 +1,123 @@
+"""Moves parameters into flat buffers, one per bucket, and makes the master weights of the owned part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives, Pending
+from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.placement import Placements
+from hf_zero.offload.sub_group import sub_group
+from hf_zero.offload.vector import InMemoryVector
+from hf_zero.params.store import ParameterStore, TrainedBucket
+from hf_zero.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBucket(TrainedBucket):
+    """A bucket held whole: `flat` is 1-D in the model's dtype, every parameter is a view of it."""
+
+    flat: Tensor
+
+
+class FlatParameters(ParameterStore):
+    """Stages 0-2: whole parameters. They keep their identity, names and shapes; only their storage moves."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        sharding: Sharding,
+        collectives: Collectives,
+        placements: Placements,
+        precision: Precision,
+        *,
+        whole_tensors: bool = False,
+    ) -> None:
+        """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
+
+        Args:
+            layout: where each parameter goes; `layout.specs[i]` describes `parameters[i]`.
+            parameters: trainable parameters, already on the training device.
+            placements: where masters are kept.
+            whole_tensors: give the optimizer every parameter in its own shape; otherwise it sees flat sub-groups.
+        """
+        super().__init__(layout, parameters, placements.sub_group_numel)
+        self._sharding = sharding
+        self._collectives = collectives
+        self._whole_tensors = whole_tensors
+        self._flat = tuple(
+            self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], placements, precision)
+            for bucket in layout.buckets
+        )
+        self.buckets = self._flat
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def all_gather_params(self, bucket: int) -> Pending:
+        """Gather the other ranks' parts of the bucket, in place."""
+        return self._collectives.all_gather(self._flat[bucket].flat) if self._sharding.shards_optimizer else Pending()
+
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Carry what the user wrote into parameters since the last step over to the masters.
+
+        Our own updates go through the flat buffers and leave `parameter._version` alone, so a changed version is an
+        edit: `load_state_dict`, weight surgery, an in-place clamp.
+
+        Raises:
+            RuntimeError: when a parameter is no longer a view of its flat buffer (`model.to(...)`, a replaced
+                `parameter.data`): updates would no longer reach the model.
+        """
+        for bucket in self._flat:
+            for slot, parameter in zip(bucket.bucket.slots, bucket.parameters, strict=True):
+                if parameter.data_ptr() != bucket.flat.data_ptr() + slot.offset * bucket.flat.element_size():
+                    name = self.layout.specs[slot.parameter].name
+                    raise RuntimeError(
+                        f"the storage of parameter {name!r} was replaced after initialize(), so the engine's updates "
+                        "no longer reach it. Change dtype or device, and load weights with assign=True, before "
+                        "initialize(); afterwards write in place (parameter.data.copy_(...), load_state_dict)."
+                    )
+                if parameter._version != self._versions[slot.parameter]:
+                    self._versions[slot.parameter] = parameter._version
+                    self._copy_to_master(bucket, slot.interval, parameter)
+
+    @staticmethod
+    def _copy_to_master(bucket: TrainedBucket, interval: Interval, parameter: nn.Parameter) -> None:
+        common = interval.intersect(bucket.owned)
+        if common is not None and bucket.has_masters:
+            edited = parameter.detach().view(-1).narrow(0, common.start - interval.start, common.numel)
+            bucket.write_master(common.start - bucket.owned.start, edited)
+
+    @torch.no_grad()
+    def _flatten(
+        self, bucket: Bucket, parameters: Sequence[nn.Parameter], placements: Placements, precision: Precision
+    ) -> FlatBucket:
+        model_dtype = getattr(torch, bucket.dtype)
+        master_dtype = precision.master_dtype(model_dtype)
+        in_master_dtype = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
+        for slot, parameter in zip(bucket.slots, parameters, strict=True):
+            in_master_dtype.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
+        self._collectives.broadcast([in_master_dtype])
+        owned = self._sharding.owned(bucket)
+        flat = in_master_dtype.to(model_dtype)
+        for slot, parameter in zip(bucket.slots, parameters, strict=True):
+            parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)
+        weights = InMemoryVector(flat.narrow(0, owned.start, owned.numel))
+        placement = placements.next(owned.numel)
+        own_values = in_master_dtype.narrow(0, owned.start, owned.numel)
+        stored = placements.store(bucket, owned, weights, own_values, placement)
+        whole = parameters if self._whole_tensors else None
+        return FlatBucket(
+            bucket=bucket,
+            owned=owned,
+            sub_groups=tuple(sub_group(bucket, owned, each, whole) for each in stored),
+            placement=placement,
+            parameters=tuple(parameters),
+            device=flat.device,
+            flat=flat,
+        )

@@ -1,0 +1,106 @@
+"""Which units stay gathered when, decided once from the limits of the config: the same answer on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Rules of one engine, by position in the order in which hooked modules are passed.
+
+    Attributes:
+        kept_for_backward: after a forward pass that is to be differentiated.
+        kept_for_inference: after a forward pass that is not, until training goes on.
+        needed_in_backward: backward may read parameters there, on some rank.
+        prefetches: the next unit is gathered while the present one computes.
+    """
+
+    kept_for_backward: frozenset[int]
+    kept_for_inference: frozenset[int]
+    needed_in_backward: frozenset[int]
+    prefetches: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One position: which units (by index) it uses, and what the rules need to know of it."""
+
+    units: tuple[int, ...]
+    numel: int
+    has_trained: bool
+    reads_in_backward: bool
+
+
+def plan_gathers(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: int, prefetch_numel: int) -> GatherPlan:
+    """Apply stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size (elements).
+
+    The reuse distance is what is gathered between two uses. Backward walks in reverse, so the last units are used again
+    first: from the end, as many are kept as both limits allow. Without a backward pass the first ones are kept, for the
+    next forward begins with them.
+    """
+    return GatherPlan(
+        kept_for_backward=_kept_for_backward(uses, max_live_numel, max_reuse_numel),
+        kept_for_inference=_kept_for_inference(uses, max_live_numel),
+        needed_in_backward=_needed_in_backward(uses),
+        prefetches=prefetch_numel > 0,
+    )
+
+
+def merge_orders(orders: Sequence[Sequence[int]], num_positions: int) -> list[int]:
+    """One order of all positions in which every rank's order is kept as far as they do not contradict one another.
+
+    Where orders leave a choice the lower position goes first; a contradiction is settled in the same way.
+    """
+    before: dict[int, set[int]] = {position: set() for position in range(num_positions)}
+    for order in orders:
+        for earlier, later in zip(order, order[1:], strict=False):
+            before[later].add(earlier)
+    merged: list[int] = []
+    left = set(range(num_positions))
+    while left:
+        free = [position for position in left if not before[position] & left]
+        chosen = min(free or left)
+        merged.append(chosen)
+        left.remove(chosen)
+    return merged
+
+
+def _kept_for_backward(uses: Sequence[Use], max_live_numel: int, max_reuse_numel: int) -> frozenset[int]:
+    kept: set[int] = set()
+    kept_units: set[int] = set()
+    live, behind = 0, 0
+    next_use: dict[int, int] = {}  # of each unit: what lies behind its next use in this forward
+    for position in reversed(range(len(uses))):
+        use = uses[position]
+        known = [next_use[unit] for unit in use.units if unit in next_use]
+        distance = behind - max(known) if known else 2 * behind
+        wanted = known or use.reads_in_backward
+        added = 0 if kept_units.issuperset(use.units) else use.numel
+        if wanted and distance <= max_reuse_numel and live + added <= max_live_numel:
+            kept.add(position)
+            kept_units.update(use.units)
+            live += added
+        behind += use.numel
+        next_use.update(dict.fromkeys(use.units, behind))
+    return frozenset(kept)
+
+
+def _kept_for_inference(uses: Sequence[Use], max_live_numel: int) -> frozenset[int]:
+    kept: set[int] = set()
+    live = 0
+    seen: set[int] = set()
+    for position, use in enumerate(uses):
+        live += 0 if seen.issuperset(use.units) else use.numel
+        seen.update(use.units)
+        if live > max_live_numel:
+            break
+        kept.add(position)
+    return frozenset(kept)
+
+
+def _needed_in_backward(uses: Sequence[Use]) -> frozenset[int]:
+    """Positions that read their parameters in backward, from the first on at which something is trained."""
+    first = next((position for position, use in enumerate(uses) if use.has_trained), len(uses))
+    return frozenset(position for position in range(first, len(uses)) if uses[position].reads_in_backward)

@@ -1,0 +1,84 @@
+"""Gathered modules as the parameter coordinator sees them: whose forward it watches, what it gathers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_zero.params.gather_plan import Use
+from hf_zero.params.gathered_modules import GatheredModule
+from hf_zero.params.unit import Unit
+
+
+@dataclass(slots=True, eq=False)
+class HookedModule:
+    """A module whose forward is watched, and the units whose parameters it reads.
+
+    Attributes:
+        units: of the parameters that the module itself owns or shares.
+        position: place among those that have units, in the order in which all ranks pass them; None without units.
+        subtree: positions of the hooked modules in it and of itself, ascending: what one pass through it gathers.
+        inside: ids of the modules in it and of itself.
+        reads_in_backward: its backward needs the values of its parameters (a plain embedding's does not).
+        is_container: other hooked modules lie in it, so that its backward begins before theirs and ends after them.
+        entered: of each running forward, the number of autograd's first operation in it.
+    """
+
+    name: str
+    module: nn.Module
+    units: tuple[Unit, ...]
+    position: int | None
+    subtree: tuple[int, ...]
+    inside: frozenset[int]
+    reads_in_backward: bool
+    is_container: bool
+    entered: list[int] = field(default_factory=list)
+
+
+def hook_modules(gathered_modules: Sequence[GatheredModule], unit_of: Mapping[int, Unit]) -> list[HookedModule]:
+    """Those with something to gather are numbered in execution order; none where nothing is ever gathered.
+
+    A hooked module without units counts too: called by itself, it may read a parameter of another one.
+    """
+    inside = [frozenset(id(module) for module in gathered.module.modules()) for gathered in gathered_modules]
+    units = [_units_of(gathered.parameters, unit_of) for gathered in gathered_modules]
+    positions: dict[int, int] = {}
+    for index, own in enumerate(units):
+        if own:
+            positions[index] = len(positions)
+    hooked = []
+    for index, gathered in enumerate(gathered_modules):
+        subtree = tuple(
+            position for other, position in positions.items() if id(gathered_modules[other].module) in inside[index]
+        )
+        if positions:
+            hooked.append(
+                HookedModule(
+                    name=gathered.name or type(gathered.module).__name__,
+                    module=gathered.module,
+                    units=units[index],
+                    position=positions.get(index),
+                    subtree=subtree,
+                    inside=inside[index],
+                    reads_in_backward=gathered.is_container or not isinstance(gathered.module, nn.Embedding),
+                    is_container=gathered.is_container,
+                )
+            )
+    return hooked
+
+
+def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -> tuple[Unit, ...]:
+    found = {unit.index: unit for unit in (unit_of.get(id(p)) for p in parameters) if unit is not None}
+    return tuple(found[index] for index in sorted(found))
+
+
+def use_of(hooked: HookedModule) -> Use:
+    """What the gather plan need to know of it."""
+    return Use(
+        units=tuple(unit.index for unit in hooked.units),
+        numel=sum(unit.numel for unit in hooked.units),
+        has_trained=any(part.layout.trained_numel for unit in hooked.units for part in unit.parts),
+        reads_in_backward=hooked.reads_in_backward,
+    )

@@ -1,0 +1,242 @@
+"""One parameter of which every rank holds a chunk, and what stands in for it while it is not gathered.
+
+Released means: `parameter.data` is a broadcast scalar NaN of the logical shape (one that can be told from others, see
+`signed_nans.py`), and the parameter's class refuses reads and writes (`released.py`). It takes no memory, its shape,
+ndim and numel are true, and what is computed from it where the class is not asked is unmistakable.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.device.host_heap import HostHeap
+from hf_zero.layout import chunk_numel
+from hf_zero.offload.vector import Vector, absent
+from hf_zero.params.released import READ_FIX, REPLACE_FIX, refusal, released_class
+from hf_zero.params.signed_nans import signature, signature_of, signed_nan
+
+HANDLE = "hf_zero_shard"  # name of the attribute
+HEAP = HostHeap()
+_numbers = itertools.count()  # of parameters, told apart by their NaN
+
+
+class ZeroParamStatus(Enum):
+    """Where a sharded parameter's values are; names and numbers are DeepSpeed's."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """How a parameter is treated by stage 3; names and numbers are DeepSpeed's."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ShardedParameter:
+    """The handle of one parameter; `of(parameter)` finds it.
+
+    Attributes:
+        shard: 1-D, ceil(numel / world) elements in the parameter's dtype: this rank's chunk, zero-padded at the end;
+            NaN without memory where the chunk is kept elsewhere, see `opened`.
+        kept: the chunk, where it is not always at hand.
+        name: the parameter's name in its model, as far as known.
+        unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
+        unshard_count: how many GatheredParameters contexts hold the parameter.
+        write_master: overwrites the beginning of this rank's chunk of the masters, where the parameter is trained.
+        owner: the store whose unit the parameter belongs to; None before initialize().
+    """
+
+    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, collectives: Collectives) -> None:
+        self.parameter = parameter
+        self._kind = type(parameter)
+        self._released_kind = released_class(self._kind) or self._kind
+        self.shard = shard
+        self.kept: Vector | None = None
+        self.shape = shape
+        self.numel = shape.numel()
+        self.collectives = collectives
+        self.name = ""
+        self.unsharded: Tensor | None = None
+        self._version = 0  # of the parameter, when it was shown
+        self.unshard_count = 0
+        self.write_master: Callable[[Tensor], None] | None = None
+        self.owner: Any = None
+        self._number = next(_numbers)
+        self.stand_in = self._stand_in(shard.dtype, shard.device)
+        self.hide()
+
+    @property
+    def is_available(self) -> bool:
+        return self.unsharded is not None or self.unshard_count > 0
+
+    def show(self, unsharded: Tensor) -> None:
+        """Let the parameter have its values."""
+        self.parameter.__class__ = self._kind
+        self.parameter.data = unsharded
+        self._version = self.parameter._version
+        self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+
+    def hide(self) -> None:
+        """Let the parameter have its shape alone."""
+        self.parameter.__class__ = self._kind
+        self.parameter.data = self.stand_in
+        self.parameter.__class__ = self._released_kind
+        self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+    def show_between_uses(self) -> None:
+        """Show what nobody holds as it is between uses: the unit's tensor if that is gathered, else the stand-in."""
+        if self.unsharded is not None:
+            self.show(self.unsharded)
+        else:
+            self.hide()
+
+    def sync_master(self, *, is_certain: bool = False) -> bool:
+        """Carry over what has been written into the gathered tensor, if so; it may be about to go.
+
+        Args:
+            is_certain: something was written; otherwise the parameter's version tells.
+
+        Raises:
+            RuntimeError: when the parameter was given other data.
+        """
+        if self.unsharded is None or self.unshard_count:
+            return False  # who holds it decides what becomes of edits
+        if self.parameter.data_ptr() != self.unsharded.data_ptr():
+            _refuse_replaced(self)
+        if not is_certain and self.parameter._version == self._version:
+            return False
+        self._version = self.parameter._version
+        self.write(self.unsharded)
+        self.owner.edits.note(self)
+        return True
+
+    def differs(self) -> bool:
+        """Whether this rank's chunk of the gathered tensor is not what is kept of it, to the bit."""
+        assert self.unsharded is not None, "not gathered"
+        mine = self.local_chunk(self.unsharded)
+        with self.opened() as own:
+            return not torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is used; its chunk may be elsewhere."""
+        return self.stand_in.device
+
+    @contextmanager
+    def opened(self, *, changes: bool = False) -> Iterator[Tensor]:
+        """This rank's chunk with its values."""
+        if self.kept is None:
+            yield self.shard
+            return
+        with self.kept.opened(changes=changes) as chunk:
+            yield chunk
+
+    def view(self) -> Tensor:
+        """This rank's chunk, only to be read, and only until it changes."""
+        return self.shard if self.kept is None else self.kept.view()
+
+    def move(self, kept: Vector, device: torch.device) -> None:
+        """Keep the chunk in `kept`, which holds the right values; the parameter is used on `device`."""
+        at_hand, before = kept.tensor, self.kept
+        self.kept = kept if at_hand is None else None
+        if before is not None:
+            before.free()
+        self.shard = absent(kept.numel, kept.dtype) if at_hand is None else at_hand
+        self.parameter.ds_tensor = described_shard(self)  # type: ignore[attr-defined]
+        if self.stand_in.dtype != kept.dtype or self.stand_in.device != device:
+            self.stand_in = self._stand_in(kept.dtype, device)
+            if not self.is_available:
+                self.hide()
+
+    def _stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # A scalar of its own for each: equal addresses are how others recognise tied parameters.
+        return signed_nan(self._number, dtype, device).expand(self.shape)
+
+    def is_source_of(self, value: float) -> bool:
+        """Whether `value` is the NaN that the released parameter holds, by its bits."""
+        found = signature_of(value)
+        return found != 0 and found == signature(self._number, self.stand_in.dtype)
+
+    @property
+    def mark(self) -> Tensor:
+        """0-dim: NaN, unless somebody has filled the released parameter with a constant (torch lets that pass)."""
+        return self.stand_in.as_strided((), ())
+
+    def local_chunk(self, unsharded: Tensor) -> Tensor:
+        """This rank's chunk of `unsharded` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
+        return local_chunk(unsharded, self.collectives.rank, self.collectives.world)
+
+    @torch.no_grad()
+    def write(self, unsharded: Tensor) -> None:
+        """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
+        chunk = self.shard.numel()
+        mine = unsharded.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
+        with self.opened(changes=True) as own:
+            own[: mine.numel()].copy_(mine)
+        if self.write_master is not None:
+            self.write_master(mine)
+        if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
+            self.unsharded.copy_(unsharded)
+            if self.owner is not None:
+                self.owner.edits.rewritten(self)
+
+
+def of(parameter: Tensor) -> ShardedParameter | None:
+    """The handle of `parameter`; None when it is not sharded."""
+    handle = getattr(parameter, HANDLE, None)
+    return handle if handle is not None and handle.parameter is parameter else None
+
+
+def local_chunk(unsharded: Tensor, rank: int, world: int) -> Tensor:
+    """`rank`'s chunk of a tensor that is cut into ceil(numel / world) elements each; zero-padded, a new 1-D tensor."""
+    chunk = chunk_numel(unsharded.numel(), world)
+    flat = unsharded.detach().reshape(-1)
+    mine = flat[min(rank * chunk, flat.numel()) : (rank + 1) * chunk]
+    shard = torch.zeros(chunk, dtype=unsharded.dtype, device=unsharded.device)
+    shard[: mine.numel()].copy_(mine)
+    return shard
+
+
+def described_shard(handle: ShardedParameter) -> Tensor:
+    shard = handle.shard.detach()
+    shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
+    shard.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    return shard
+
+
+def refuse_overwritten(handles: Sequence[ShardedParameter]) -> None:
+    """Raise for released parameters that were filled with a constant: nobody can say where that should have gone."""
+    valued = [handle for handle in handles if not handle.mark.is_meta]
+    names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in valued if not handle.mark.isnan()]
+    if names:
+        raise RuntimeError(
+            f"{len(names)} parameters were overwritten while this rank held only a shard of them, which changes "
+            f"nothing: {', '.join(names[:8])}. Write inside "
+            "`with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, on every rank."
+        )
+
+
+def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
+    values = handle.parameter.data
+    handle.show_between_uses()  # said once; what comes after an error, such as destroy(), goes on
+    raise RuntimeError(
+        f"the data of parameter {handle.name or tuple(handle.shape)!r} was replaced (parameter.data = ..., .to(), "
+        f".half()) by a tensor of shape {tuple(values.shape)} and {values.dtype}: ZeRO stage 3 keeps its shards "
+        f"elsewhere, in {handle.shard.dtype}, and the engine's updates no longer reach it. {REPLACE_FIX}"
+    )
+
+
+def refuse_read(handle: ShardedParameter, verb: str) -> NoReturn:
+    raise RuntimeError(refusal(handle.name, handle.shape, verb, "", READ_FIX))

@@ -1,0 +1,160 @@
+"""What every stage's parameter store offers to reductions and to the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Negotiation, Pending
+from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.offload.placement import Placement
+from hf_zero.offload.sub_group import SubGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBucket:
+    """The trained part of one bucket on this rank.
+
+    Attributes:
+        owned: the interval of the bucket that this rank updates.
+        sub_groups: what the update takes one after the other, in order.
+        placement: where what belongs to the bucket is kept.
+        parameters: the bucket's parameters, in the order of `bucket.slots`.
+        device: where the bucket is reduced and gathered.
+    """
+
+    bucket: Bucket
+    owned: Interval
+    sub_groups: tuple[SubGroup, ...]
+    placement: Placement
+    parameters: tuple[nn.Parameter, ...]
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return getattr(torch, self.bucket.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether weights and masters are two things."""
+        return any(sub_group.lp_param is not None for sub_group in self.sub_groups)
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite masters from element `start` of the owned interval on; nothing where they are the weights."""
+        written = Interval(start, start + values.numel())
+        for sub_group in self.sub_groups:
+            common = sub_group.part.intersect(written)
+            if common is None or sub_group.lp_param is None:
+                continue
+            assert sub_group.stored is not None, "a store knows where its masters are"
+            with sub_group.stored.master.opened(changes=True) as master:
+                target = master.narrow(0, common.start - sub_group.part.start, common.numel)
+                target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
+
+
+class Reductions(Protocol):
+    """What a store may tell the owner of the gradients."""
+
+    def pass_by(self, num_buckets: int) -> None:
+        """No gradient for the first `num_buckets` buckets is to be expected any more in this backward."""
+
+
+class ParameterStore(ABC):
+    """Holds the weights of an engine in the form its stage demands.
+
+    Attributes:
+        layout: of the trained parameters; `layout.specs[i]` describes `parameters[i]`.
+        parameters: the model's trained parameters.
+        buckets: their buckets, in the order in which gradients are reduced.
+        sub_group_numel: most elements of a bucket that are updated as one; None: whatever it has.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], sub_group_numel: int | None = None
+    ) -> None:
+        self.layout = layout
+        self.sub_group_numel = sub_group_numel
+        self.parameters = tuple(parameters)
+        self.buckets: tuple[TrainedBucket, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].device
+
+    @abstractmethod
+    def sync_masters(self) -> None:
+        """Carry what the user wrote into parameters since the last step over to the masters."""
+
+    @abstractmethod
+    def all_gather_params(self, bucket: int) -> Pending:
+        """Bring the updated weights of a bucket to where the next forward pass finds them. Collective."""
+
+    def connect(self, reducer: Reductions) -> None:
+        """Tell `reducer` how far backward has come, where the store knows."""
+        return None
+
+    @property
+    def negotiation(self) -> Negotiation | None:
+        """What has to go on while a rank waits for reductions."""
+        return None
+
+    def begin_backward(self) -> None:
+        """A backward pass is about to begin on this rank."""
+        return None
+
+    def end_backward(self) -> None:
+        """A backward pass has ended on this rank. May be collective."""
+        return None
+
+    def prepare_update(self) -> None:
+        """Weights are about to change: nothing may keep showing old ones. May be collective."""
+        return None
+
+    def finish_update(self) -> None:
+        """Weights have changed, here at least."""
+        return None
+
+    @property
+    def is_out_of_order(self) -> bool:
+        """Whether this rank uses parameters in another order than the one in which they are gathered."""
+        return False
+
+    def num_overwritten(self) -> Tensor | float:
+        """How many parameters were written to where a write is lost (0-dim, on the device: reading it would wait)."""
+        return 0.0
+
+    @property
+    def edit_mark(self) -> int:
+        """A number of a few bits that differs where ranks have written different values into their parameters."""
+        return 0
+
+    def settle_edits(self, *, are_equal: bool) -> None:
+        """All ranks know whether their marks are equal. Raises on all of them if not. Collective then."""
+        return None
+
+    @property
+    def releases(self) -> bool:
+        """Whether parameters have no values between their uses."""
+        return False
+
+    def released_in(self, value: float) -> list[str]:
+        """Names of the parameters without values from which `value`, a NaN, may come, by its bits."""
+        return []
+
+    def refuse_overwritten(self) -> None:
+        """Raise, naming them, if there are any."""
+        return None
+
+    def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
+        """All ranks know whether any is out of order; a new order of the buckets where that changes. Collective."""
+        return None
+
+    def release(self) -> None:
+        """Let go of the model, which stays usable."""
+        return None

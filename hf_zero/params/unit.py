@@ -1,0 +1,300 @@
+"""A unit of stage 3: parameters that are gathered and released together, with one collective per dtype.
+
+    between uses    shard            one row per rank, this rank has its own
+    gathering       W rows           in one buffer from a pool, or each where its rank has put it
+    in use          full             every parameter whole and aligned; `parameter.data` is a view of it
+
+`full` is one storage object, emptied and refilled: views that autograd saved (`weight.t()`) are right again once the
+unit is gathered for backward, and memory that is released really is free. (Where a user has views, see `leave_views`.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Collectives, Gathering, Pending, Rows
+from hf_zero.kernels.rows import read_rows
+from hf_zero.layout import RowLayout
+from hf_zero.offload.staged import copied_by_now
+from hf_zero.offload.store import Store
+from hf_zero.offload.vector import part_of
+from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
+
+
+class GatherBuffers:
+    """Receive buffers that rotate: fresh ones would be paged in anew at every gather."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._longest: dict[torch.dtype, int] = {}
+
+    def expect(self, numel: int, dtype: torch.dtype) -> None:
+        self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A buffer of at least `numel` elements."""
+        free = self._free.get(like.dtype)
+        if free:
+            return free.pop()
+        longest = max(numel, self._longest.get(like.dtype, 0))
+        return torch.empty(longest, dtype=like.dtype, device=like.device)
+
+    def give(self, rows: Rows) -> None:
+        """`rows` have been read."""
+        rows.give_back()
+        if rows.buffer is not None:
+            self._free.setdefault(rows.buffer.dtype, []).append(rows.buffer)
+
+    def drop(self) -> None:
+        """Free what nobody uses."""
+        self._free.clear()
+
+
+def digest(values: Tensor) -> Tensor:
+    """0-dim int64, equal for equal bits. Rows and columns of a table of them count by number, so order matters too."""
+    parts = values.detach().reshape(-1).view(torch.uint8)
+    words = parts[: parts.numel() // 8 * 8].view(torch.int64)  # sums of other integers are many times slower
+    width = max(1, math.isqrt(words.numel()))
+    table = words[: words.numel() // width * width].view(-1, width)
+    sums = torch.cat([table.sum(1), table.sum(0), words[table.numel() :], parts[words.numel() * 8 :].long()])
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+class UnitPart:
+    """The parameters of one dtype in a unit."""
+
+    def __init__(
+        self, layout: RowLayout, members: Sequence[ShardedParameter], store: Store, device: torch.device
+    ) -> None:
+        """`members` stand in the order of `layout.slots`. Their chunks move into one vector of `store`, `kept`."""
+        self.layout = layout
+        self.members = tuple(members)
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.device = device
+        self.kept = store.adopt(f"weights of {members[0].name or 'a unit'} and following", self._joined())
+        for slot, member in zip(layout.slots, members, strict=True):
+            member.move(part_of(self.kept, slot.offset, slot.chunk), device)
+        self._make_room()
+        self._is_fetched = False
+        self._sent: Any = None  # the event after which the row has left host memory
+
+    def _make_room(self) -> None:
+        """A storage for the whole parameters, empty so far."""
+        self._full = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.device)
+        self._views = tuple(
+            self._full.narrow(0, slot.full_offset, slot.numel).view(member.shape)
+            for slot, member in zip(self.layout.slots, self.members, strict=True)
+        )
+        self._by_row: list[_RowPlan] = []  # made at the first gather whose rows do not lie in one buffer
+        self._num_bytes = self._full.untyped_storage().nbytes()
+        self._full.untyped_storage().resize_(0)
+        self._num_own_uses = self._num_uses()
+
+    def _num_uses(self) -> int:
+        """Of the storage, by tensors anywhere."""
+        count: int = torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
+        return count
+
+    def leave_views(self) -> None:
+        """Before what inference has kept is released: who has taken views of it (`detach()`, a state dict) keeps them,
+        as they are. Emptied, they would be read from nowhere."""
+        in_plans = sum(len(plan.places) for plan in self._by_row)
+        shown = sum(not member.unshard_count for member in self.members)
+        if self._num_uses() > self._num_own_uses + in_plans + shown:
+            self._make_room()
+
+    def _joined(self) -> Tensor:
+        """The members' chunks as one new tensor, with zeros between them."""
+        row = torch.zeros(self.layout.row_numel, dtype=self.dtype, device=self.members[0].shard.device)
+        for slot, member in zip(self.layout.slots, self.members, strict=True):
+            with member.opened() as chunk:
+                row.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+        return row
+
+    def fetch(self) -> None:
+        """Bring this rank's row to where a gather can start from it."""
+        if not self._is_fetched:
+            self._is_fetched = True
+            self.kept.fetch()
+
+    def open_row(self) -> Tensor:
+        """This rank's row on the device that gathers, until `put_back`."""
+        self.fetch()
+        kept = self.kept.take()
+        row = kept.to(self.device, non_blocking=True)
+        self._sent = copied_by_now(self.device) if kept.device != self.device else None
+        return row
+
+    def put_back(self) -> None:
+        """This rank's row is not needed any more."""
+        if self._is_fetched:
+            self._is_fetched = False
+            if self._sent is not None:
+                self._sent.synchronize()  # whoever gets the memory next may fill it at once, from a drive
+                self._sent = None
+            self.kept.release(changed=False)
+
+    def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
+        """Take in what a gather has brought; parameters that somebody holds keep what they show."""
+        storage = self._full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._num_bytes)
+        self._unpack(rows)
+        buffers.give(rows)
+        self.put_back()
+        for member, view in zip(self.members, self._views, strict=True):
+            member.unsharded = view
+            if not member.unshard_count:
+                member.show(view)
+
+    def refill(self, collectives: Collectives, buffers: GatherBuffers) -> Pending:
+        """Gather weights that have been updated into a part that stays gathered. All ranks do it."""
+        with torch.inference_mode(False), torch.no_grad():
+            row = self.open_row()
+            return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
+
+    def _unpack(self, rows: Rows) -> None:
+        if rows.flat is None:
+            self._by_row = self._by_row or [_RowPlan(self.layout, self._full, r) for r in range(self.layout.world)]
+            for rank, plan in enumerate(self._by_row):
+                plan.read(rows.row(rank))
+            return
+        flat = rows.flat.view(self.layout.world, -1)
+        for slot, view in zip(self.layout.slots, self._views, strict=True):
+            read_rows(view.view(-1), flat[:, slot.offset : slot.offset + slot.chunk])
+
+    def release(self) -> None:
+        for member in self.members:
+            member.sync_master()
+            member.unsharded = None
+            if not member.unshard_count:
+                member.hide()
+        self._full.untyped_storage().resize_(0)
+        if self.kept.tensor is None and self.device.type == "cpu":
+            HEAP.freed(self._num_bytes)  # where memory is scarce, holes in the heap count too
+
+    def allocate(self) -> None:
+        """Make room for whole parameters now, with zeros between them: `digest` is then the same on all ranks."""
+        self._full.untyped_storage().resize_(self._num_bytes)
+        self._full.zero_()
+
+    def digest(self) -> Tensor:
+        """0-dim, of everything gathered."""
+        return digest(self._full)
+
+
+class _Refill(Pending):
+    """A part on its way to its new values."""
+
+    def __init__(self, part: UnitPart, rows: Rows, buffers: GatherBuffers) -> None:
+        self._part = part
+        self._rows = rows
+        self._buffers = buffers
+
+    def wait(self) -> None:
+        self._rows.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            self._part.unpack(self._rows, self._buffers)
+
+
+class _RowPlan:
+    """Where the chunks of one rank's row go, as views that are made once: per gather that leaves one call."""
+
+    def __init__(self, layout: RowLayout, full: Tensor, rank: int) -> None:
+        self.places: list[Tensor] = []
+        self._sizes: list[int] = []  # of a row's sections: chunk, what follows it, chunk, ...
+        ends = [*(slot.offset for slot in layout.slots[1:]), layout.row_numel]
+        for slot, end in zip(layout.slots, ends, strict=True):
+            start = min(rank * slot.chunk, slot.numel)
+            numel = min(slot.chunk, slot.numel - start)
+            self.places.append(full.narrow(0, slot.full_offset + start, numel))
+            self._sizes += [numel, end - slot.offset - numel]
+
+    def read(self, row: Tensor) -> None:
+        torch._foreach_copy_(self.places, row.split_with_sizes(self._sizes)[::2])
+
+
+class Unit:
+    """Parameters that are gathered, used and released together.
+
+    Attributes:
+        index: place in the fixed order in which all ranks gather units.
+        numel: elements that a gather makes live.
+        is_persistent: stays gathered; it is gathered again only after its weights were updated.
+    """
+
+    def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_persistent: bool = False) -> None:
+        self.index = index
+        self.name = name
+        self.parts = tuple(parts)
+        self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
+        self.is_persistent = is_persistent
+        self.is_gathered = False
+        self._gathering: Gathering | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Asked for, and neither finished nor discarded."""
+        return self._gathering is not None
+
+    @property
+    def members(self) -> tuple[ShardedParameter, ...]:
+        return tuple(member for part in self.parts for member in part.members)
+
+    def fetch(self) -> None:
+        """The unit is to be gathered soon."""
+        if not (self.is_gathered or self.is_in_flight):
+            for part in self.parts:
+                part.fetch()
+
+    def put_back(self) -> None:
+        """The unit is not to be gathered soon after all."""
+        if not self.is_in_flight:
+            for part in self.parts:
+                part.put_back()
+
+    def open_rows(self) -> list[Tensor]:
+        """This rank's rows, one per part, until `put_back`. Buffers outlive the mode they are made in, so inference
+        mode is left for it."""
+        with torch.inference_mode(False), torch.no_grad():
+            return [part.open_row() for part in self.parts]
+
+    def start(self, gathering: Gathering) -> None:
+        """`gathering` brings all rows; `finish` or `discard` is called next."""
+        self._gathering = gathering
+
+    def finish(self, buffers: GatherBuffers) -> None:
+        """Wait for the gather; parameters have their values then."""
+        rows = self._complete()
+        with torch.inference_mode(False), torch.no_grad():
+            for part, arrived in zip(self.parts, rows, strict=True):
+                part.unpack(arrived, buffers)
+        self.is_gathered = True
+
+    def discard(self, buffers: GatherBuffers) -> None:
+        """Wait for a gather whose result is not wanted after all."""
+        for arrived in self._complete():
+            buffers.give(arrived)
+        self.put_back()
+
+    def release(self) -> None:
+        assert not self.is_persistent, "persistent units stay"
+        if self.is_gathered:
+            for part in self.parts:
+                part.release()
+            self.is_gathered = False
+
+    def _complete(self) -> Sequence[Rows]:
+        assert self._gathering is not None, "finish without start"
+        try:
+            rows = self._gathering.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error
+        self._gathering = None
+        return rows

@@ -1,0 +1,161 @@
+"""Cuts the parameters of a model and lays them into units, with their masters where those are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.offload.placement import Placement, Placements
+from hf_zero.offload.store import MemoryStore, Store
+from hf_zero.offload.sub_group import StoredSubGroup
+from hf_zero.offload.vector import InMemoryVector, part_of
+from hf_zero.params.gathered_modules import GatheredModule, assign_units
+from hf_zero.params.partitioning import shard_parameter
+from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten
+from hf_zero.params.unit import Unit, UnitPart
+from hf_zero.precision import Precision
+
+Placed = tuple[Placement, tuple[StoredSubGroup, ...]]
+PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Collectives of the gradients and the step, of gathers around use, and of gathers that the user asks for."""
+
+    reduce: Collectives
+    gather: Collectives
+    access: Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained: parameters with their specs, in the order of the layout."""
+
+    parameters: Sequence[nn.Parameter]
+    specs: Sequence[ParameterSpec]
+
+    def index_of(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self.parameters)}
+
+
+class UnitBuilder:
+    """Makes the units of one store.
+
+    Attributes:
+        placed: where the masters of each part with trained parameters went.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        names: Mapping[int, str],
+        precision: Precision,
+        channels: Channels,
+        placements: Placements,
+    ) -> None:
+        """`names`: id of a parameter -> its name in the model."""
+        self.placed: dict[UnitPart, Placed] = {}
+        self._trained = trained
+        self._index_of = trained.index_of()
+        self._names = names
+        self._precision = precision
+        self._channels = channels
+        self._placements = placements
+        self._device = placements.device
+
+    def build(
+        self,
+        gathered_modules: Sequence[GatheredModule],
+        everything: Sequence[nn.Parameter],
+        persistent: Collection[int],
+    ) -> tuple[Unit, ...]:
+        """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
+
+        Args:
+            everything: all parameters, those of other modules too.
+            persistent: ids of those that stay gathered.
+        """
+        units: list[Unit] = []
+        for gathered, members in assign_units(gathered_modules):
+            parts = self._build_parts([p for p in members if id(p) not in persistent], self._placements.parameters)
+            if parts:
+                units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
+        parts = self._build_parts([p for p in everything if id(p) in persistent], MemoryStore(self._device))
+        if parts:
+            units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
+        return tuple(units)
+
+    def _build_parts(self, parameters: Sequence[nn.Parameter], store: Store) -> list[UnitPart]:
+        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.numel():
+                by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
+        return [self._build_part(members, dtype, store) for dtype, members in by_dtype.items()]
+
+    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, store: Store) -> UnitPart:
+        specs = [
+            MemberSpec(index, parameter.numel(), self._group_of(parameter))
+            for index, parameter in enumerate(parameters)
+        ]
+        layout = lay_rows(
+            specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
+        )
+        handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
+        in_master_dtype = _in_master_dtype(layout, handles, self._precision)
+        for handle in handles:
+            if handle.shard.dtype != dtype:
+                with handle.opened() as chunk:
+                    handle.move(InMemoryVector(chunk.to(dtype)), self._device)
+        part = UnitPart(layout, handles, store, self._device)
+        if layout.trained_numel:
+            self._store_masters(part, in_master_dtype)
+        if self._device.type == "cpu":
+            HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks, and what was made of them on the way
+        return part
+
+    def _store_masters(self, part: UnitPart, in_master_dtype: Tensor | None) -> None:
+        """Put the masters of a part where they are kept."""
+        layout = part.layout
+        bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
+        placement = self._placements.next(layout.trained_numel)
+        weights = part_of(part.kept, 0, layout.trained_numel)
+        if in_master_dtype is None:
+            with weights.opened() as values:
+                in_master_dtype = values if weights.tensor is not None else values.clone()
+        self.placed[part] = (placement, self._placements.store(bucket, row, weights, in_master_dtype, placement))
+
+    def _group_of(self, parameter: nn.Parameter) -> int | None:
+        index = self._index_of.get(id(parameter))
+        return None if index is None else self._trained.specs[index].group
+
+    def _shard(self, parameter: nn.Parameter) -> ShardedParameter:
+        handle = of(parameter)
+        if handle is None:
+            if parameter.device != self._device:
+                parameter.data = parameter.data.to(self._device)
+            handle = shard_parameter(parameter, self._channels.reduce)
+        refuse_overwritten([handle])
+        handle.name = self._names.get(id(parameter), "")
+        return handle
+
+
+def _in_master_dtype(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
+    """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
+    themselves, or nothing is trained."""
+    weights: torch.dtype = getattr(torch, layout.dtype)
+    masters = precision.master_dtype(weights)
+    if masters == weights or not layout.trained_numel:
+        return None
+    in_master_dtype = torch.zeros(layout.trained_numel, dtype=masters, device=handles[0].shard.device)
+    for slot, handle in zip(layout.slots, handles, strict=True):
+        if slot.offset < layout.trained_numel:
+            with handle.opened() as chunk:
+                in_master_dtype.narrow(0, slot.offset, slot.chunk).copy_(chunk)
+    return in_master_dtype

@@ -1,0 +1,260 @@
+"""Puts the rooms together: from a model and its param groups to a sharded optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm import Collectives
+from hf_zero.config import ZeroPolicy
+from hf_zero.device.host_copy import host_runs_ahead
+from hf_zero.grads.reducer import GradientReducer
+from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
+from hf_zero.offload.placement import Placements
+from hf_zero.optim.adopt import adopt_masters
+from hf_zero.optim.elementwise import ElementwiseUpdater
+from hf_zero.optim.onebit.compressing import Ranks
+from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
+from hf_zero.optim.traits import Sees, traits_of, updater_for
+from hf_zero.params.flat import FlatParameters
+from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
+from hf_zero.params.sharded import ShardedParameters
+from hf_zero.params.store import ParameterStore
+from hf_zero.params.unit_builder import Channels, Trained
+from hf_zero.precision import Precision
+from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
+from hf_zero.step.optimizer import StepRules, ZeroOptimizer
+from hf_zero.step.peers import peers_of
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A sharded optimizer and what the engine drives beside it."""
+
+    optimizer: ZeroOptimizer
+    reducer: GradientReducer
+    store: ParameterStore
+    placements: Placements
+    members: tuple[tuple[int, ...], ...] = ()  # of each optimizer group, in its own order, as indices of the layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided before the first tensor moves."""
+
+    zero: ZeroPolicy
+    precision: Precision
+    rules: StepRules
+    channels: Channels
+
+    device: torch.device
+
+    @property
+    def sharding(self) -> Sharding:
+        collectives, zero = self.channels.reduce, self.zero
+        return Sharding(zero.stage, collectives.rank, collectives.world, alone=is_kept_elsewhere(zero, self.device))
+
+
+def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
+    """Bring `module` to `device` and cast its floating parameters, except the `managed` ones (by id).
+
+    Those are cast when they move into flat buffers, so that their masters start from the unrounded values.
+    Buffers keep their dtype.
+    """
+    module.to(device)
+    for parameter in module.parameters():
+        dtype = precision.parameter_dtype(parameter.dtype)
+        if id(parameter) not in managed and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def place_unsharded(module: nn.Module, device: torch.device) -> None:
+    """Bring buffers, and the parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
+    for parameter in module.parameters():
+        if not (parameter.is_floating_point() and parameter.numel()):
+            parameter.data = parameter.data.to(device)
+    for inner in module.modules():
+        for name, buffer in inner._buffers.items():
+            if buffer is not None:
+                inner._buffers[name] = buffer.to(device)
+
+
+def synchronise_unmanaged(module: nn.Module, collectives: Collectives, managed: set[int]) -> None:
+    """Give every rank rank 0's frozen parameters and buffers."""
+    frozen = [parameter.data for parameter in module.parameters() if id(parameter) not in managed]
+    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+    collectives.broadcast([tensor for tensor in frozen if tensor.numel()] + buffers)
+
+
+def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Assembly:
+    """Shard `optimizer`'s trainable parameters by `plan`. Collective.
+
+    Raises:
+        ConfigError: for an optimizer that cannot work on the shards of this stage.
+        RuntimeError: when ranks hold different models, or the optimizer has already been used.
+        DoesNotFit: when there is no room where the config wants states to be kept.
+        StorageError: on all ranks, when one cannot use its drive.
+    """
+    sharding, collectives = plan.sharding, plan.channels.reduce
+    groups = trainable_groups(optimizer.param_groups)
+    trained = _trained(module, groups, plan.precision)
+    traits = traits_of(optimizer, plan.zero.optimizer_sees)
+    refuse_unfit(optimizer, traits, plan.zero.stage if sharding.shards_optimizer else 0)
+    _check_same_everywhere(trained.specs, collectives)
+    index_of = trained.index_of()
+    members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
+    # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.
+    wants_flat = plan.zero.optimizer_sees == "flat_shards" and plan.zero.stage > 0 and traits.sees is Sees.FLAT_SHARDS
+    whole_tensors = not sharding.shards_optimizer and traits.keeps_shapes and not wants_flat
+    cuts = traits.cuts and not whole_tensors
+    owned = trained_numel(trained.specs, sharding)
+    placements = placements_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
+    if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
+        longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
+        sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
+        estimate = estimate_memory(trained.specs, plan.zero, sharding, plan.device, sizes)
+        check_memory(estimate, plan.zero, plan.device, collectives)
+    store: ParameterStore
+    if sharding.shards_parameters:
+        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, placements)
+    else:
+        layout = _flat_layout(trained.specs, plan)
+        store = FlatParameters(
+            layout,
+            trained.parameters,
+            sharding,
+            collectives,
+            placements,
+            plan.precision,
+            whole_tensors=whole_tensors,
+        )
+    sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
+    adopt_masters(optimizer, sub_groups, groups)
+    suit_precision(optimizer, plan.precision)
+    reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
+    store.connect(reducer)
+    buckets = [bucket.bucket for bucket in store.buckets]
+    ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
+    peers = peers_of(store, collectives) if sharding.shards_optimizer else None
+    updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
+    if isinstance(updater, ElementwiseUpdater):
+        updater.rounds_stochastically = plan.precision.rounds_stochastically
+    attach_offload(updater, reducer, plan.zero.offload_optimizer)
+    placements.check(collectives)
+    reducer.keep_local_when(lambda: updater.takes_local_gradients)
+    is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
+    wrapped = ZeroOptimizer(
+        store,
+        reducer,
+        updater,
+        sharding,
+        collectives,
+        plan.rules,
+        placements,
+        runs_ahead=is_at_hand and host_runs_ahead(plan.device),
+    )
+    return Assembly(optimizer=wrapped, reducer=reducer, store=store, placements=placements, members=members)
+
+
+def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
+    """Shard a model that is not trained. Collective."""
+    placements = placements_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
+    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, placements)
+    placements.check(plan.channels.reduce)
+    return store
+
+
+def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`groups` (the same dicts) without frozen and empty parameters, and without groups that are empty then.
+
+    Raises:
+        ValueError: when a parameter stands in two places, or none is left.
+    """
+    kept, seen = [], set()
+    for group in groups:
+        members = [parameter for parameter in group["params"] if parameter.requires_grad and parameter.numel()]
+        for parameter in members:
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} stands in the optimizer's groups twice; list every "
+                    "parameter once (tied weights are one parameter)"
+                )
+            seen.add(id(parameter))
+        group["params"] = members
+        if members:
+            kept.append(group)
+    if not kept:
+        raise ValueError("the optimizer has no trainable parameter: every one is frozen (requires_grad=False) or empty")
+    return kept
+
+
+def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Precision) -> Trained:
+    """Trainable parameters in the model's registration order, then those of other modules in group order."""
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
+    ordered = [parameter for parameter in module.parameters() if id(parameter) in group_of]
+    ordered += [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
+    _refuse_complex({names.get(id(parameter), "(outside the model)"): parameter for parameter in ordered})
+    specs = [
+        ParameterSpec(
+            name=names.get(id(parameter), f"(outside the model) #{index}"),
+            numel=parameter.numel(),
+            group=group_of[id(parameter)],
+            dtype=str(precision.parameter_dtype(parameter.dtype)).removeprefix("torch."),
+        )
+        for index, parameter in enumerate(ordered)
+    ]
+    return Trained(ordered, specs)
+
+
+def _refuse_complex(trained: Mapping[str, nn.Parameter]) -> None:
+    found = [f"{name} ({parameter.dtype})" for name, parameter in trained.items() if parameter.is_complex()]
+    if found:
+        raise ValueError(
+            f"{len(found)} trainable parameters are complex, which flat buffers and updates in real numbers cannot "
+            f"hold: {', '.join(found[:8])}. Keep the real view as the parameter, self.weight = "
+            "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in forward (Adam's "
+            "update is the same on it); or freeze them with requires_grad_(False)."
+        )
+
+
+def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
+    """Elements of the largest bucket, before any is made."""
+    if not plan.sharding.shards_parameters:
+        return max(bucket.numel for bucket in _flat_layout(trained.specs, plan).buckets)
+    numel_of = {id(p): spec.numel for p, spec in zip(trained.parameters, trained.specs, strict=True)}
+    units = assign_units(find_gathered_modules(module))
+    return max((sum(numel_of.get(id(parameter), 0) for parameter in members) for _, members in units), default=0)
+
+
+def _flat_layout(specs: Sequence[ParameterSpec], plan: Plan) -> FlatLayout:
+    numel = effective_bucket_numel(sum(spec.numel for spec in specs), plan.zero.bucket_numel)
+    return plan_layout(specs, world=plan.sharding.world, bucket_numel=numel)
+
+
+def _check_same_everywhere(specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
+    digest = hashlib.sha256(repr(specs).encode()).hexdigest()
+    if len(set(collectives.gather_objects(digest))) == 1:
+        return
+    everyone = collectives.gather_objects([(spec.name, spec.numel, spec.group, spec.dtype) for spec in specs])
+    counts = [len(theirs) for theirs in everyone if isinstance(theirs, list)]
+    raise RuntimeError(
+        "the ranks hold different trainable parameters, so their gradients cannot be added: "
+        f"numbers of parameters by rank {counts}; {_first_difference(everyone)}. Build the same model with the same "
+        "requires_grad flags and optimizer groups on every rank."
+    )
+
+
+def _first_difference(everyone: Sequence[object]) -> str:
+    lists = [theirs for theirs in everyone if isinstance(theirs, list)]
+    for position, entries in enumerate(zip(*lists, strict=False)):
+        if len(set(entries)) > 1:
+            return f"first difference at position {position}: {list(dict.fromkeys(entries))}"
+    return "one rank's list is the beginning of another's"

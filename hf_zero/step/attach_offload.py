@@ -1,0 +1,129 @@
+"""From the offload policies to placements, and to a stager that fetches what an update works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_zero.comm import Collectives
+from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
+from hf_zero.grads.reducer import GradientReducer
+from hf_zero.layout import ParameterSpec
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.failures import together
+from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
+from hf_zero.offload.nvme.drive import Drive
+from hf_zero.offload.nvme.swap_store import BufferPool
+from hf_zero.offload.parameter_placement import store_of_parameters
+from hf_zero.offload.placement import Placement, Placements, beside_placement, in_memory_placement, staging_on
+from hf_zero.optim import Updater
+from hf_zero.optim.onebit.compressing import CompressingUpdater
+from hf_zero.optim.stager import OffloadStager
+
+HOST = torch.device("cpu")
+
+
+def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
+    """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
+    placement = zero.offload_param
+    return placement is not None and (placement.device == "nvme" or device != HOST)
+
+
+def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
+    """Elements that a rank updates, without padding."""
+    total = sum(spec.numel for spec in specs)
+    return -(-total // sharding.world) if sharding.shards_optimizer else total
+
+
+def placements_for(
+    zero: ZeroPolicy, device: torch.device, collectives: Collectives, owned_numel: int, *, cuts: bool
+) -> Placements:
+    """Where everything of an engine is kept. Collective: a drive that cannot be used stops all ranks.
+
+    Args:
+        owned_numel: elements that this rank updates.
+        cuts: whether the optimizer can update what a rank owns of a bucket in sub-groups.
+
+    Raises:
+        StorageError: with what is wrong with the drive, on every rank.
+    """
+    return together(lambda: _placements(zero, device, owned_numel, cuts=cuts), collectives)
+
+
+def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Placements:
+    drives, policy = _Drives(zero), zero.offload_optimizer
+    return Placements(
+        device,
+        in_memory_placement(device),
+        None if policy is None else _far_placement(policy, device, drives),
+        parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
+        far_numel=0 if policy is None else round(owned_numel * policy.ratio),
+        sub_group_numel=zero.sub_group_numel if cuts and policy is not None else None,
+        drives=drives.all,
+    )
+
+
+class _Drives:
+    """One `Drive` per folder that the config names."""
+
+    def __init__(self, zero: ZeroPolicy) -> None:
+        folders = [
+            policy.folder
+            for policy in (zero.offload_optimizer, zero.offload_param)
+            if policy is not None and policy.device == "nvme" and policy.folder is not None
+        ]
+        self._open = {folder: Drive(folder, zero.files) for folder in dict.fromkeys(folders)}
+
+    def of(self, policy: OptimizerOffload | ParameterOffload | None) -> Drive | None:
+        return None if policy is None or policy.folder is None else self._open.get(policy.folder)
+
+    @property
+    def all(self) -> tuple[Drive, ...]:
+        return tuple(self._open.values())
+
+
+def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Placement:
+    drive, pinned = drives.of(policy), policy.pinned and device != HOST
+    if policy.device == "cpu" or drive is None:
+        return beside_placement(device, policy)
+    stages = 1 + policy.reads_ahead + policy.writes_behind
+    sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
+    states = drive.store(drive.file("optimizer"), sub_groups, writes_first=policy.writes_first)
+    gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
+    return Placement(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
+
+
+def attach_offload(updater: Updater, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
+    """Give `updater` a stager that fetches, where anything has to be.
+
+    Raises:
+        ConfigError: when buffer_count is too small for the optimizer.
+    """
+    if all(sub_group.stored is None or sub_group.stored.is_at_hand for sub_group in updater.sub_groups):
+        return
+    if isinstance(updater, CompressingUpdater):
+        name, path = type(updater.optimizer).__name__, "zero_optimization.offload_optimizer.device"
+        rule = f"{name} keeps the momentum of all ranks at hand, so there would be little to offload"
+        raise ConfigError(Problem(path, policy and policy.device, rule, 'use AdamW, or set the device to "none"'))
+    updater.stager = OffloadStager(
+        updater.optimizer,
+        updater.sub_groups,
+        lambda sub_group: reducer.buckets[sub_group.bucket].reduced,
+        reads_ahead=policy is None or policy.reads_ahead,
+        writes_behind=policy is None or policy.writes_behind,
+    )
+    for sub_group in updater.sub_groups:
+        names = updater.state_names(updater.optimizer.param_groups[sub_group.group]) or ()
+        if policy is not None and sub_group.stored is not None and sub_group.stored.states is not None:
+            _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
+        updater.stager.reserve(sub_group, names, getattr(updater.optimizer, "state_dtype", None), updater.form_of)
+    for bucket in reducer.buckets:
+        bucket.reserve()
+
+
+def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
+    if policy.buffer_count < needed:
+        rule = f"{name} works on {needed} vectors at once (masters and states)"
+        path = "zero_optimization.offload_optimizer.buffer_count"
+        raise ConfigError(Problem(path, policy.buffer_count, rule, f"set it to {needed} or more"))

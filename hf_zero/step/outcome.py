@@ -1,0 +1,136 @@
+"""What became of a step, for a host that runs ahead of its device.
+
+    device    sums ---> norm, factor, skip flag ---> update (nothing changes where the flag is set)
+                \
+    host         copy to host memory ... forward, backward of the next step ... read(): norm, skipped
+
+On a CPU, and wherever the host has to decide something first, the sums are read before the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.device.host_copy import HostCopy
+
+
+@dataclass(frozen=True, slots=True)
+class NormRule:
+    """From summed squares to the norm, and from the norm to the factor on every gradient.
+
+    Attributes:
+        num_added: ranks whose squares stand side by side in the sum.
+        factor: what a gradient is multiplied with to be the gradient of the loss, before clipping.
+        clip_norm: largest global L2 norm; 0.0: no clipping.
+        skips: whether a norm that is not finite skips the update.
+    """
+
+    num_added: int
+    factor: float
+    clip_norm: float
+    skips: bool
+
+    def norm(self, squares: float) -> float:
+        return float((squares / self.num_added) ** 0.5) * self.factor
+
+    def scale(self, squares: float) -> float:
+        return self.factor * clip_coefficient(self.norm(squares), self.clip_norm)
+
+    def skipped(self, squares: float) -> bool:
+        return self.skips and not math.isfinite(self.norm(squares))
+
+    def norm_on_device(self, squares: Tensor) -> Tensor:
+        return (squares / self.num_added).sqrt_().mul_(self.factor)
+
+    def scale_on_device(self, squares: Tensor) -> Tensor | float:
+        """0-dim, or a number where nothing is clipped."""
+        if self.clip_norm <= 0.0:
+            return self.factor
+        coefficient = (self.clip_norm / (self.norm_on_device(squares) + _TINY)).clamp_(max=1.0)
+        return coefficient.nan_to_num_(nan=1.0).mul_(self.factor)  # as `clip_coefficient` has it
+
+
+class StepOutcome:
+    """Norm of one step's gradients, and whether the step was skipped for it."""
+
+    def __init__(self, sums: Tensor, rule: NormRule) -> None:
+        """`sums`: [2], squares of the gradients and parameters that were overwritten; see `Agreed`."""
+        self._rule = rule
+        self._sums = sums
+        self._copy = HostCopy(sums)
+        self._known: tuple[float, float] | None = None
+        self._on_skip: list[Callable[[], None]] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host has read the numbers."""
+        return self._known is not None
+
+    def read(self) -> None:
+        """Learn the numbers; waits for the device to have come that far. What was to be told is told now, once."""
+        if self._known is not None:
+            return
+        squares, overwritten = self._copy.read()
+        self._known = squares, overwritten
+        waiting, self._on_skip = self._on_skip, []
+        for tell in waiting if self.skipped else ():
+            tell()
+
+    def when_skipped(self, tell: Callable[[], None]) -> None:
+        """Call `tell` if the step was skipped: now, or when somebody learns it."""
+        if not self.is_known:
+            self._on_skip.append(tell)
+        elif self.skipped:
+            tell()
+
+    @property
+    def norm(self) -> float:
+        """Global L2 norm before clipping."""
+        return self._rule.norm(self._read()[0])
+
+    @property
+    def has_overwritten(self) -> bool:
+        """Whether any rank has written to parameters that it holds only a sub-group of."""
+        return self._read()[1] > 0
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights stay as they were."""
+        squares, overwritten = self._read()
+        return overwritten > 0 or self._rule.skipped(squares)
+
+    @property
+    def scale(self) -> float | Tensor:
+        """Factor on every reduced gradient, clipping included."""
+        return self._rule.scale_on_device(self._sums[0]) if self._known is None else self._rule.scale(self._known[0])
+
+    @property
+    def skip(self) -> Tensor | None:
+        """[1] in int32 on the device: not zero where the update must change nothing; None: it need not look."""
+        if self._known is not None:
+            return None
+        squares, overwritten = self._sums.split(1)
+        counts: Tensor = overwritten.to(torch.int32)
+        if self._rule.skips:
+            counts += self._rule.norm_on_device(squares).isfinite().logical_not()
+        return counts
+
+    def _read(self) -> tuple[float, float]:
+        self.read()
+        assert self._known is not None
+        return self._known
+
+
+_TINY = 1e-6  # of DeepSpeed, and of torch's `clip_grad_norm_`
+
+
+def clip_coefficient(norm: float, clip_norm: float) -> float:
+    """Factor that brings a gradient of L2 norm `norm` down to `clip_norm`; 1.0 if it is shorter or clipping off."""
+    if clip_norm <= 0.0:
+        return 1.0
+    return min(1.0, clip_norm / (norm + _TINY))

@@ -1,0 +1,281 @@
+"""Engines whose models meet in one loss: gradients of both, and each applies or drops its own, as in plain PyTorch.
+
+The story: a generator's loss flows through the discriminator. Accelerate's `backward` refused it, and `engine.backward`
+left the discriminator's gradients to reductions that nobody had begun: reduced in whatever order autograd came to them,
+out of step where only one rank's loss reached them, and divided by the wrong loss scale in fp16.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero import initialize
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_same_weights
+
+RANKS, STEPS, ROWS = 2, 4, 6
+TOLERANCE = 1e-5
+Weights = dict[str, Tensor]
+TIGHT = {
+    f"stage3_{name}": 0
+    for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+}
+KINDS: list[tuple[int, dict[str, int]]] = [(0, {}), (1, {}), (2, {}), (3, {}), (3, TIGHT)]
+IDS = ["0", "1", "2", "3", "3-limits-0"]
+
+
+def network(sizes: list[int], seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], sizes[-1]))
+
+
+def models() -> tuple[nn.Module, nn.Module]:
+    """Generator and discriminator, of several buckets and units each."""
+    return network([5, 9, 11, 7], seed=1), network([7, 13, 8, 3], seed=2)
+
+
+def noise(step: int, width: int, salt: int) -> Tensor:
+    return torch.randn(RANKS * ROWS, width, generator=torch.Generator().manual_seed(100 * salt + step))
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-6)
+
+
+class Plain:
+    """An engine's words over plain PyTorch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module, self._optimizer = model, optimizer(model)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+Loop = Callable[[Any, Any, Tensor, Tensor], None]
+
+
+def adversaries(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
+    """As PyTorch's tutorial of DCGAN has it: two backwards of the judge, then one step."""
+    judge.zero_grad()
+    judge.backward(judge(real).square().mean())
+    fake = maker(seed)
+    judge.backward((1 - judge(fake.detach())).square().mean())
+    judge.step()
+    maker.zero_grad()
+    maker.backward(judge(fake).square().mean())
+    maker.step()
+
+
+def adversaries_without_detach(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
+    """The judge's loss reaches the maker, whose gradients are dropped in turn."""
+    judge.zero_grad()
+    judge.backward(judge(real).square().mean() + (1 - judge(maker(seed))).square().mean())
+    judge.step()
+    maker.zero_grad()
+    maker.backward(judge(maker(seed)).square().mean())
+    maker.step()
+
+
+def colleagues(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
+    """One loss trains both."""
+    maker.backward(judge(maker(seed)).square().mean() + judge(real).mean())
+    judge.step()
+    maker.step()
+
+
+def steps_later(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
+    """Losses of their own, and both steps at the end."""
+    maker.backward(maker(seed).square().mean())
+    judge.backward(judge(real).square().mean())
+    maker.backward(maker(seed).mean())
+    maker.step()
+    judge.step()
+
+
+def judge_switched_off(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
+    """What is not wanted is not computed."""
+    judge.module.requires_grad_(False)
+    maker.backward(judge(maker(seed)).square().mean())
+    judge.module.requires_grad_(True)
+    maker.step()
+    judge.backward(judge(real).square().mean())
+    judge.step()
+
+
+LOOPS: list[Loop] = [adversaries, adversaries_without_detach, colleagues, steps_later, judge_switched_off]
+
+
+def train_plainly(loop: Loop) -> list[Weights]:
+    """The whole batch in one process."""
+    pair = models()
+    maker, judge = map(Plain, pair)
+    for step in range(STEPS):
+        loop(maker, judge, noise(step, 5, 1), noise(step, 7, 2))
+    return [dict(model.state_dict()) for model in pair]
+
+
+def ds(stage: int, limits: dict[str, int], **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 60, "stage3_gather_16bit_weights_on_model_save": True, **limits}
+    return {"train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0, "zero_optimization": zero, **more}
+
+
+def weights_of(engine: Any) -> Weights:
+    return {name: value.clone() for name, value in engine.module_state_dict().items()}
+
+
+def run_loops(rank: int, stage: int, limits: dict[str, int]) -> list[list[Weights]]:
+    """One after the other, in one process, with what the last one has left behind."""
+    return [run_loop(rank, loop, stage, limits) for loop in LOOPS]
+
+
+def run_loop(rank: int, loop: Loop, stage: int, limits: dict[str, int]) -> list[Weights]:
+    engines = [initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in models()]
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    for step in range(STEPS):
+        loop(*engines, noise(step, 5, 1)[own], noise(step, 7, 2)[own])
+    return [weights_of(engine) for engine in engines]
+
+
+@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
+def test_two_engines_train_as_plain_pytorch(stage: int, limits: dict[str, int]) -> None:
+    plain = [train_plainly(loop) for loop in LOOPS]
+    for results in run_ranks(run_loops, RANKS, stage, limits):
+        for result, expected in zip(results, plain, strict=True):
+            for weights, theirs in zip(result, expected, strict=True):
+                assert_same_weights(weights, theirs, TOLERANCE)
+
+
+def run_only_one_moves(rank: int, stage: int, limits: dict[str, int]) -> None:
+    maker, judge = (initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in models())
+    before = weights_of(judge)
+    maker.backward(judge(maker(noise(0, 5, 1))).square().mean())
+    maker.step()
+    judge.zero_grad()
+    assert (maker.global_steps, judge.global_steps) == (1, 0)
+    judge.step()  # of nothing
+    assert all(torch.equal(before[name], value) for name, value in weights_of(judge).items())
+
+
+@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
+def test_the_other_model_stays_and_its_gradients_are_dropped_by_zero_grad(stage: int, limits: dict[str, int]) -> None:
+    run_ranks(run_only_one_moves, RANKS, stage, limits)
+
+
+def run_experts(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
+    """Rank 0's loss reaches the judge, rank 1's does not."""
+    pair = models()
+    engines = maker, judge = [initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in pair]
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    made = maker(noise(0, 5, 1)[own])
+    judged = judge(made)
+    maker.backward((judged if rank == 0 else made).square().mean())
+    maker.step()
+    judge.step()
+    return [weights_of(engine) for engine in engines]
+
+
+@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
+def test_a_model_that_only_one_rank_reaches(stage: int, limits: dict[str, int]) -> None:
+    pair = models()
+    maker, judge = map(Plain, pair)
+    made = maker(noise(0, 5, 1))
+    first, second = made[:ROWS], made[ROWS:]
+    ((judge(first).square().mean() + second.square().mean()) / RANKS).backward()
+    maker.step()
+    judge.step()
+    for result in run_ranks(run_experts, RANKS, stage, limits):
+        for weights, model in zip(result, pair):
+            assert_same_weights(weights, dict(model.state_dict()), TOLERANCE)
+
+
+def run_fp16(rank: int) -> None:
+    """The judge's scale has fallen: gradients that came with the maker's are divided by the maker's."""
+    half = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    config = ds(2, {}, fp16=half)
+    maker, judge = (initialize(model=m, optimizer=optimizer(m), config=copy.deepcopy(config))[0] for m in models())
+    judge.optimizer.loss_scaler.update(True)
+    assert (maker.loss_scale(), judge.loss_scale()) == (256.0, 128.0)
+    seed = noise(0, 5, 1).half()
+    norms = []
+    for backward in (maker.backward, judge.backward):
+        backward(judge(maker(seed)).float().square().mean())
+        for engine in (maker, judge):
+            engine.optimizer.foresee_norm()
+        norms.append((maker.get_global_grad_norm(), judge.get_global_grad_norm()))
+        maker.zero_grad()
+        judge.zero_grad()
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+    maker.backward(judge(maker(seed)).float().square().mean())
+    judge.backward(judge(maker(seed).detach()).float().square().mean())
+    with pytest.raises(RuntimeError, match=r"scaled by different factors \(\[128.0, 256.0\]\).*zero_grad\(\)"):
+        judge.step()
+    judge.zero_grad()
+    judge.backward(judge(maker(seed).detach()).float().square().mean())
+    judge.step()
+    maker.step()
+
+
+def test_loss_scales_of_two_engines() -> None:
+    run_ranks(run_fp16, RANKS)
+
+
+def run_engines_that_are_gone(rank: int) -> None:
+    maker, judge = (initialize(model=m, optimizer=optimizer(m), config=ds(2, {}))[0] for m in models())
+    judge.destroy()
+    maker.backward(judge(maker(noise(0, 5, 1))).square().mean())
+    maker.step()
+    assert maker.global_steps == 1
+
+
+def test_a_destroyed_engine_is_in_nobodys_way() -> None:
+    run_ranks(run_engines_that_are_gone, RANKS)
+
+
+def run_beside_an_abandoned_engine(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
+    """Rank 0's garbage collector comes by, rank 1's does not."""
+    gc.disable()
+    engines = [initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in models()]
+    abandoned = initialize(model=models()[1], config=ds(stage, limits, optimizer={"type": "AdamW"}))[0]
+    abandoned(noise(0, 7, 3)).sum()
+    alive = weakref.ref(abandoned)
+    del abandoned
+    if rank == 0:
+        gc.collect()
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    for step in range(STEPS):
+        colleagues(*engines, noise(step, 5, 1)[own], noise(step, 7, 2)[own])
+    weights = [weights_of(engine) for engine in engines]
+    initialize(model=models()[0], config=ds(stage, limits, optimizer={"type": "AdamW"}))
+    assert alive() is None, "the next engine makes room"
+    return weights
+
+
+@pytest.mark.parametrize(("stage", "limits"), [(1, {}), (3, TIGHT)], ids=["1", "3-limits-0"])
+def test_an_abandoned_engine_is_the_same_to_all_ranks(stage: int, limits: dict[str, int]) -> None:
+    """A judge whose last forward no step had followed was forgotten by the program, but not by the garbage collector of
+    every rank: one asked what had reached two engines, the other what had reached one, and both stopped."""
+    expected = train_plainly(colleagues)
+    for result in run_ranks(run_beside_an_abandoned_engine, RANKS, stage, limits):
+        for weights, theirs in zip(result, expected, strict=True):
+            assert_same_weights(weights, theirs, TOLERANCE)

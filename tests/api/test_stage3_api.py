@@ -1,0 +1,309 @@
+"""Stage 3's public tools: GatheredParameters, zero.Init, safe_* functions, hooks off and on, several engines."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_zero
+from hf_zero.api import parameter_access
+from hf_zero.api.entry import initialize
+from hf_zero.api.external_parameters import register_external_parameter
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.zero_init import Init
+from hf_zero.params.sharded_parameter import ZeroParamStatus, of
+from tests.support.models import stack, tiny_llama, token_rows
+from tests.support.ranks import run_ranks
+
+SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+def config(stage: int = 3, **sections: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {})},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **sections,
+    }
+
+
+class Net(nn.Module):
+    """Two layers of odd sizes and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+def step(engine: Any, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    engine.backward(engine(torch.randn(2, 5, generator=generator)).square().mean())
+    engine.step()
+
+
+def run_gathered(rank: int) -> None:
+    engine = initialize(model=Net(), config=config())[0]
+    model = engine.module
+    weight, bias = model.first.weight, model.first.bias
+    assert weight.shape == (7, 5) and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with pytest.raises(RuntimeError, match=r"'first.weight' cannot be written to here \(torch.Tensor.normal_\)"):
+        weight.data.normal_()
+
+    with GatheredParameters([weight, None, torch.ones(2), bias]):
+        assert torch.equal(weight, Net().first.weight) and weight.ds_status is ZeroParamStatus.AVAILABLE
+        assert model.second.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        with GatheredParameters(weight):
+            weight.data.fill_(5.0)
+        assert (weight == 5.0).all()  # the outer context still holds it
+    with GatheredParameters(iter([weight])):
+        assert torch.equal(weight, Net().first.weight)  # nobody was named as modifier: edits are dropped
+
+    with GatheredParameters([weight, bias], modifier_rank=1):
+        weight.data.fill_(float(rank))
+        bias.data.copy_(torch.arange(7.0) * (rank + 1))
+    with GatheredParameters([weight, bias]):
+        assert (weight == 1.0).all() and torch.equal(bias.data, torch.arange(7.0) * 2)
+    assert torch.equal(parameter_access.safe_get_full_fp32_param(weight), torch.ones(7, 5))
+
+    with pytest.raises(ZeroDivisionError), GatheredParameters(weight, modifier_rank=0):
+        weight.data.zero_()
+        raise ZeroDivisionError
+    with GatheredParameters(weight):
+        assert (weight == 1.0).all()
+    with GatheredParameters(weight, enabled=False), pytest.raises(RuntimeError, match="cannot be read here"):
+        weight.isnan()
+
+
+def test_gathered_parameters() -> None:
+    run_ranks(run_gathered, 2)
+    run_ranks(run_gathered, 3)
+
+
+def run_edit_is_trained_on(rank: int) -> torch.Tensor:
+    engine = initialize(model=Net(), config=config(bf16={"enabled": True}))[0]
+    with GatheredParameters(engine.module.scale, modifier_rank=0):
+        engine.module.scale.data.fill_(2.0)
+    engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    return parameter_access.safe_get_full_fp32_param(engine.module.scale)
+
+
+def test_edits_reach_the_master_weights() -> None:
+    """They used to reach the 16-bit weights only, and the next step brought the old values back."""
+    for scale in run_ranks(run_edit_is_trained_on, 2):
+        assert ((scale - 2.0).abs() <= 0.011).all() and (scale != 2.0).all()
+
+
+def run_wrong_shape(rank: int) -> None:
+    engine = initialize(model=Net(), config=config())[0]
+    with GatheredParameters(engine.module.scale, modifier_rank=0):
+        engine.module.scale.data = torch.ones(4)
+
+
+def test_a_tensor_of_another_shape_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"'scale' was given a tensor of shape \(4,\)[\s\S]*it has \(3,\)"):
+        run_ranks(run_wrong_shape, 2)
+
+
+def run_lost_edit(rank: int) -> None:
+    engine = initialize(model=Net(), config=config())[0]
+    if rank == 1:
+        with torch._C.DisableTorchFunctionSubclass():  # as C++ code writes
+            nn.init.zeros_(engine.module.first.bias)
+    step(engine)
+
+
+def test_a_constant_written_to_a_released_parameter_is_noticed() -> None:
+    """torch writes a constant into a broadcast tensor without a word, and the edit would be lost, where the class of
+    the parameter is not asked."""
+    with pytest.raises(AssertionError, match=r"1 parameters were overwritten[\s\S]*first.bias|another rank has overw"):
+        run_ranks(run_lost_edit, 2)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def run_count_marks(rank: int) -> tuple[list[str], int, float]:
+    engine = initialize(model=Net(), config=config(bf16={"enabled": True}))[0]
+    store = engine._store
+    with torch._C.DisableTorchFunctionSubclass():
+        nn.init.zeros_(engine.module.first.bias)
+    with Kernels() as kernels:
+        num_overwritten = store.num_overwritten()
+    return kernels.names, sum(1 for _ in store._released_handles()), float(num_overwritten)
+
+
+def test_looking_for_lost_edits_takes_a_few_kernels_however_many_parameters() -> None:
+    """It took one cast per parameter, in every step."""
+    for names, num_parameters, found in run_ranks(run_count_marks, 2):
+        assert num_parameters >= 5 and found == 1.0
+        assert sorted(names) == sorted(["aten::stack", "aten::isnan", "aten::logical_not", "aten::sum", "aten::add"])
+
+
+def run_born_sharded(rank: int) -> dict[str, torch.Tensor]:
+    whole: list[int] = []
+
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            whole.append(sum(p.numel() for p in self.parameters() if of(p) is None))
+            nn.init.constant_(self.second.bias, 3.0)  # reads a parameter that is in shards already
+            self.tied = nn.Linear(5, 7)
+            self.tied.weight = self.first.weight
+
+    @Init(config_dict_or_path=config(bf16={"enabled": True}))
+    def build() -> Counting:
+        with Init(config_dict_or_path=config(bf16={"enabled": True})):
+            return Counting()
+
+    model = build()
+    assert whole == [3]  # only the parameter of the module under construction
+    assert all(of(parameter) is not None for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.tied.weight is model.first.weight and model.first.weight.shape == (7, 5)
+    assert model.first.weight.ds_tensor.numel() == 18 and model.first.weight.ds_numel == 35
+    with GatheredParameters(list(model.parameters())):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_modules_are_born_sharded_and_what_their_code_does_then_is_kept() -> None:
+    """A model's own init code used to see parameters without elements, and left torch's defaults in silence."""
+    for weights in run_ranks(run_born_sharded, 2):
+        assert torch.equal(weights["second.bias"], torch.full((3,), 3.0, dtype=torch.bfloat16))
+        assert torch.equal(weights["first.weight"], Net().first.weight.bfloat16())
+
+
+def run_module_argument(rank: int) -> bool:
+    model = Net()
+    Init(module=model, config_dict_or_path=config())
+    return all(of(parameter) is not None for parameter in model.parameters())
+
+
+def test_an_existing_module_is_converted() -> None:
+    assert run_ranks(run_module_argument, 2) == [True, True]
+
+
+def run_safe_functions(rank: int, stage: int) -> list[torch.Tensor]:
+    engine = initialize(model=Net(), config=config(stage, gradient_clipping=0.0))[0]
+    weight = engine.module.second.weight
+    assert parameter_access.safe_get_full_optimizer_state(weight, "exp_avg") is None
+    engine.backward(engine(torch.full((2, 5), rank + 1.0)).square().mean())
+    found = [parameter_access.safe_get_full_fp32_param(weight), parameter_access.safe_get_full_grad(weight)]
+    parameter_access.safe_set_full_grad(weight, torch.full((3, 7), 0.5))
+    assert torch.equal(parameter_access.safe_get_full_grad(weight), torch.full((3, 7), 0.5))
+    engine.step()
+    assert parameter_access.safe_get_full_grad(weight) is None
+    found.append(parameter_access.safe_get_full_optimizer_state(weight, "exp_avg"))
+    parameter_access.safe_set_full_optimizer_state(weight, torch.full((3, 7), 7.0), "exp_avg")
+    found.append(parameter_access.safe_get_full_optimizer_state(weight, "exp_avg"))
+    parameter_access.safe_set_full_fp32_param(weight, torch.arange(21.0).view(3, 7))
+    with GatheredParameters(weight):
+        found.append(weight.detach().clone())
+    if stage == 3:
+        chunk = parameter_access.safe_get_local_fp32_param(weight)
+        assert torch.equal(chunk, torch.arange(21.0)[rank * 11 : (rank + 1) * 11])
+        parameter_access.safe_set_local_fp32_param(weight, chunk + 1)
+        assert torch.equal(parameter_access.safe_get_full_fp32_param(weight), torch.arange(21.0).view(3, 7) + 1)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_full_views_of_weight_gradient_and_state(stage: int) -> None:
+    model = Net()
+    sum(model(torch.full((2, 5), rank + 1.0)).square().mean() / 2 for rank in range(2)).backward()
+    for weight, gradient, moment, edited, written in run_ranks(run_safe_functions, 2, stage):
+        torch.testing.assert_close(weight, model.second.weight.detach())
+        torch.testing.assert_close(gradient, model.second.weight.grad)
+        torch.testing.assert_close(moment, torch.full((3, 7), 0.05))
+        assert torch.equal(edited, torch.full((3, 7), 7.0))
+        assert torch.equal(written, torch.arange(21.0).view(3, 7))
+
+
+def run_surgery(rank: int, enters: bool) -> list[float]:
+    engine = initialize(model=Net(), config=config())[0]
+    norms = []
+    for seed in range(4):
+        step(engine, seed)
+        norms.append(engine.get_global_grad_norm())
+        if enters:
+            offload = engine.optimizer.parameter_offload
+            with hf_zero.gathered(engine) as model, hf_zero.gathered(model):
+                for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                    hook.remove()
+                copied = copy.deepcopy(model)
+                assert torch.equal(copied.scale, model.scale) and of(copied.scale) is None
+                with torch.no_grad():
+                    assert torch.isfinite(model(torch.ones(2, 5))).all()
+                offload._register_deepspeed_module(offload.module)
+            with pytest.raises(RuntimeError, match=r"'scale' cannot be read"):
+                torch.save(engine.module.state_dict(), io.BytesIO())
+            with pytest.raises(RuntimeError, match=r"cannot be copied here"):
+                copy.deepcopy(engine.module)
+    return norms
+
+
+def test_gathering_taking_hooks_off_and_refused_reads_leave_training_as_it_was() -> None:
+    assert run_ranks(run_surgery, 2, True) == run_ranks(run_surgery, 2, False)
+
+
+def run_two_engines(rank: int) -> list[float]:
+    model = tiny_llama()
+    batch = stack(token_rows(2))
+    inference = {key: value for key, value in config().items() if key != "optimizer"}
+    frozen = initialize(model=model, config=inference)[0]
+    with torch.no_grad():
+        first = frozen.eval()(**batch).loss.item()
+    engine = initialize(model=model, config=config())[0]
+    with torch.no_grad():
+        second = frozen(**batch).loss.item()
+    engine.train()
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    again = initialize(model=model, config=config())[0]
+    return [first, second, loss.item(), again(**batch).loss.item()]
+
+
+def test_engines_one_after_the_other_on_one_model() -> None:
+    """DPO asks the policy for reference values through an engine of its own, and trains it with another one later."""
+    expected = tiny_llama()(**stack(token_rows(2))).loss.item()
+    for first, second, third, later in run_ranks(run_two_engines, 2):
+        assert [first, second, third] == pytest.approx([expected] * 3, rel=1e-6)
+        assert later < expected
+
+
+def run_leaf(rank: int) -> tuple[str, ...]:
+    settings = config()
+    settings["zero_optimization"]["leaf_module"] = {"classes": ["LlamaModel"]}
+    return tuple(unit.name for unit in initialize(model=tiny_llama(), config=settings)[0]._store.units)
+
+
+def test_leaf_modules_of_the_config_are_units() -> None:
+    assert run_ranks(run_leaf, 2)[0] == ("model", "lm_head")
+
+
+def test_only_parameters_can_be_registered_as_external() -> None:
+    with pytest.raises(RuntimeError, match="takes an nn.Parameter, got Tensor"):
+        register_external_parameter(nn.Linear(1, 1), torch.ones(1))  # type: ignore[arg-type]

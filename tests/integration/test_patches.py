@@ -1,0 +1,204 @@
+"""The functions that hf_zero patches: upstream has the shape we know, ours are in force, a change is harmless."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hf_zero
+
+hf_zero.install()
+
+from hf_zero.integration import startup  # noqa: E402
+from hf_zero.integration.patches import MARK, Patch, Patches, patch, patches_of  # noqa: E402
+from hf_zero.integration.patches.transformers_integrations_deepspeed import around_loading  # noqa: E402
+from hf_zero.integration.patches.transformers_modeling_utils import NOTED, around_save_pretrained  # noqa: E402
+from hf_zero.params.sharded_parameter import HANDLE  # noqa: E402
+from tests.integration.flows import heard  # noqa: E402
+from tests.integration.sites import Site  # noqa: E402
+
+ALL = [one for module in sorted(startup.PATCHED) for one in patches_of(module)]
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.module}.{one.place}")
+def test_upstream_has_the_shape_we_know_and_ours_is_in_force(one: Patch) -> None:
+    """When this fails, upstream has moved: read its new code, then adapt our file of that module."""
+    module = pytest.importorskip(one.module)
+    if one.is_needed(module):
+        assert hasattr(one.find(module)[2], MARK), "upstream's own function is in force"
+
+
+def test_the_import_hook_knows_the_modules() -> None:
+    files = {path.stem for path in Path(inspect.getfile(Patches)).parent.glob("*.py")} - {"__init__"}
+    assert files == {module.replace(".", "_") for module in startup.PATCHED}
+    assert all(patches_of(module).module == module for module in startup.PATCHED)
+
+
+@pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.module}.{one.place}")
+def test_every_patch_says_why_it_is_there_and_what_goes_without_it(one: Patch) -> None:
+    assert one.make.__doc__ and one.without and one.until and one.since
+
+
+def test_trainer_itself_calls_ours() -> None:
+    trainer = importlib.import_module("transformers.trainer")
+    assert hasattr(trainer.deepspeed_init, MARK)
+
+
+def imitation(**functions: Any) -> ModuleType:
+    """A module of upstream's name with other content."""
+    module = ModuleType("transformers.integrations.deepspeed")
+    vars(module).update(functions)
+    return module
+
+
+def lines_about(module: ModuleType) -> dict[str, str]:
+    """Patch it; place -> what the log says about it, one line each."""
+    with heard() as messages:
+        patch(module)
+    assert not any("\n" in message for message in messages)
+    places = [one.place for one in patches_of(module.__name__)]
+    found = {place: [message for message in messages if f".{place} " in message] for place in places}
+    assert all(len(about) <= 1 for about in found.values()), found
+    return {place: about[0] for place, about in found.items() if about}
+
+
+def test_other_parameters_are_left_alone() -> None:
+    def deepspeed_init(trainer: Any, something_new: int) -> int:
+        return something_new
+
+    module = imitation(deepspeed_init=deepspeed_init)
+    line = lines_about(module)["deepspeed_init"]
+    assert module.deepspeed_init is deepspeed_init
+    assert f"transformers {importlib.metadata.version('transformers')}: " in line
+    assert "takes (trainer, something_new), not (trainer, num_training_steps, inference)" in line
+    assert line.endswith("evaluate() without train() works at stage 3 alone")
+
+
+def test_a_module_without_the_function_is_left_alone() -> None:
+    """One line for each name that is missing, and none of them stops the others."""
+
+    def initialize_weights_zero3(model: Any) -> None: ...
+
+    module = imitation(HfTrainerDeepSpeedConfig=None, initialize_weights_zero3=initialize_weights_zero3)
+    lines = lines_about(module)
+    assert vars(module)["HfTrainerDeepSpeedConfig"] is None
+    assert "HfTrainerDeepSpeedConfig.trainer_config_process is not there" in " ".join(lines.values())
+    missing = {one.place for one in patches_of(module.__name__)}
+    assert set(lines) == missing - {"initialize_weights_zero3"}
+    assert hasattr(module.initialize_weights_zero3, MARK)
+
+
+def test_a_patch_that_breaks_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(original: object) -> None:
+        raise ImportError("cannot import name 'gone'\nfrom 'upstream'")
+
+    def initialize_weights_zero3(model: Any) -> None: ...
+
+    broken = Patches("transformers.integrations.deepspeed")
+    broken.add("initialize_weights_zero3(model)", without="", until="")(raises)  # type: ignore[arg-type]
+    monkeypatch.setattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES", broken)
+    module = imitation(initialize_weights_zero3=initialize_weights_zero3)
+    line = lines_about(module)["initialize_weights_zero3"]
+    assert "is not patched (ImportError: cannot import name 'gone' from 'upstream'); hf_zero leaves it as it is" in line
+    assert module.initialize_weights_zero3 is initialize_weights_zero3
+
+
+def test_a_file_of_patches_that_cannot_be_loaded_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES")
+    with heard() as said:
+        patch(imitation())
+    (line,) = said
+    assert "transformers.integrations.deepspeed is not patched (AttributeError: " in line
+
+
+def test_only_one_rank_says_that_something_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert lines_about(imitation()) == {}
+
+
+def test_keys_without_home_are_found_under_the_older_name_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.3 calls the prefix `prefix`, later versions `base_model_prefix`: given by name, it stopped every
+    load at stage 3 there."""
+
+    def rename_source_key(key: str, renamings: Any, converters: Any, prefix: str, meta_state_dict: Any) -> Any:
+        return key.replace("old", "new"), None
+
+    monkeypatch.setattr("transformers.core_model_loading.rename_source_key", rename_source_key)
+    model = SimpleNamespace(base_model_prefix="model", state_dict=lambda: {"model.new": 0, "head": 0})
+    loader = around_loading(lambda model, state_dict, load_config: "loaded")
+    assert loader(model, {"old": 0, "head": 0, "foreign": 0}) == "loaded"
+    assert vars(model)[NOTED] == {"foreign"}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("is_main_process", [False, True])
+def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bool) -> None:
+    """`save_pretrained(..., is_main_process=False, state_dict=None)` of transformers up to 5.14 wrote on every rank: at
+    stage 3, one without a state dict met released weights."""
+    calls: list[Any] = []
+    save = around_save_pretrained(lambda *arguments, **options: calls.append((arguments, options)))
+    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(**{HANDLE: None}) if sharded else object()])
+    save(model, "folder", is_main_process, None, token="t")
+    expected = ((model, "folder", is_main_process, None), {"token": "t"})
+    assert calls == ([expected] if is_main_process or not sharded else [])
+
+
+@pytest.mark.parametrize("upstream_asks", [False, True])
+def test_what_newer_versions_do_themselves_is_left_to_them_in_silence(upstream_asks: bool) -> None:
+    (one,) = (one for one in ALL if one.unless)
+    namespace: dict[str, Any] = {"save_pretrained": lambda self, something_new: None}
+    if upstream_asks:
+        namespace["should_save_on_this_rank"] = lambda self, is_main_process: is_main_process
+    module = ModuleType(one.module)
+    vars(module).update(PreTrainedModel=type("PreTrainedModel", (), namespace))
+    assert (one.place in lines_about(module)) is not upstream_asks
+    assert not hasattr(namespace["save_pretrained"], MARK)
+
+
+def test_patching_twice_wraps_once() -> None:
+    module = importlib.import_module("accelerate.utils.deepspeed")
+    before = module.HfDeepSpeedConfig.__init__
+    patch(module)
+    assert module.HfDeepSpeedConfig.__init__ is before
+
+
+def test_arguments_of_an_unknown_shape_go_to_upstream() -> None:
+    """Ours reads fields that these arguments lack; upstream then says what it thinks of them."""
+    transformers_config = importlib.import_module("transformers.integrations.deepspeed")
+    config = transformers_config.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    with heard() as said, pytest.raises(AttributeError):
+        config.trainer_config_process(object())
+    assert any("hf_zero steps aside" in line for line in said)
+
+
+def test_switched_off_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO", "0")
+    for name in startup.PATCHED:
+        assert startup.FINDER.find_spec(name, None) is None
+
+
+AFTERWARDS = """
+import transformers.trainer, accelerate.accelerator
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+mark = "_hf_zero_original"
+before = [hasattr(transformers.trainer.deepspeed_init, mark), hasattr(HfTrainerDeepSpeedConfig.__init__, mark)]
+import hf_zero
+hf_zero.install()
+places = [
+    transformers.trainer.deepspeed_init,
+    HfTrainerDeepSpeedConfig.trainer_config_process,
+    accelerate.accelerator.Accelerator._prepare_deepspeed,
+]
+answer = {"before": before, "after": [hasattr(place, mark) for place in places]}
+"""
+
+
+def test_a_real_deepspeed_keeps_its_flows_until_hf_zero_is_asked_for(wheel: Path, tmp_path: Path) -> None:
+    site = Site.empty(tmp_path / "site").unpack(wheel).borrow_libraries().add_real_deepspeed()
+    assert site.ask(AFTERWARDS) == {"before": [False, False], "after": [True, True, True]}

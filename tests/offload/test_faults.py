@@ -1,0 +1,270 @@
+"""A drive that fails stops every rank with the reason, wherever it fails, and what was saved before stays good."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.api import parameter_access
+from hf_zero.offload.nvme import drive as drives
+from hf_zero.offload.nvme.requests import FileAccess, StorageError
+from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
+from tests.offload.test_offload import on_drive
+from tests.support.models import mlp_batches
+from tests.support.ranks import RankFailure, run_ranks
+
+
+class FailingOnce(FileAccess):
+    """Fails for good from one moment on."""
+
+    def __init__(self, verb: str, error: int) -> None:
+        self._verb = verb
+        self._error = error
+        self.is_broken = False
+
+    def read_at(self, file: int, into: memoryview, offset: int) -> int:
+        self._check("read")
+        return super().read_at(file, into, offset)
+
+    def write_at(self, file: int, source: memoryview, offset: int) -> int:
+        self._check("write")
+        return super().write_at(file, source, offset)
+
+    def reserve(self, file: int, offset: int, num_bytes: int) -> None:
+        self._check("reserve")
+        super().reserve(file, offset, num_bytes)
+
+    def _check(self, verb: str) -> None:
+        if self.is_broken and verb == self._verb:
+            raise OSError(self._error, os.strerror(self._error))
+
+
+def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: str) -> str:
+    """Train a step and save, let rank 1's drive break `where`, and return the message that this rank stops with."""
+    access = FailingOnce(verb, error)
+    if rank == 1:
+        drives.ACCESS = access  # type: ignore[misc]
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)
+    engine.save_checkpoint(folder)
+    if where == "update":
+        step = engine.optimizer.updater.step
+
+        def breaking(gradients: object) -> object:
+            access.is_broken = rank == 1
+            return step(gradients)
+
+        engine.optimizer.updater.step = breaking
+    elif where == "backward":
+        begin = engine._store.begin_backward
+
+        def breaking_now() -> None:
+            access.is_broken = rank == 1
+            begin()
+
+        engine._store.begin_backward = breaking_now
+    else:
+        access.is_broken = rank == 1
+    try:
+        train(engine, run, rank, 2, first=1, steps=3)
+    except StorageError as failure:
+        return str(failure)
+    return "trained on"
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "verb", "error"),
+    [
+        (2, "update", "read", errno.EIO),
+        (1, "update", "write", errno.ENOSPC),
+        (2, "backward", "write", errno.ENOSPC),
+        (3, "update", "read", errno.EIO),
+        (3, "forward, of parameters", "read", errno.EIO),
+        (3, "backward, of parameters", "read", errno.EIO),
+        (3, "update, of parameters", "write", errno.ENOSPC),
+    ],
+)
+def test_all_ranks_stop_with_path_and_bytes(stage: int, where: str, verb: str, error: int, tmp_path: Path) -> None:
+    """A shard that could not be read in forward used to raise on its rank alone; the others heard of a broken link."""
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    place, _, parameters = where.partition(", ")
+    run = Run(stage, zero=on_drive(drive, parameters=bool(parameters)))
+    messages = run_ranks(break_drive, 2, run, place, verb, error, str(saved))
+    for message in messages:
+        assert f"rank 1: could not {verb}" in message and os.strerror(error) in message and str(drive) in message
+        assert "bytes at" in message
+    assert not list(drive.iterdir()), "nothing is left on the drive"
+    reference = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
+    resumed = run_ranks(load_and_go_on, 2, run, str(saved))
+    assert all(torch.equal(resumed[0][name], value) for name, value in reference[0].items())
+
+
+def load_and_go_on(rank: int, run: Run, folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_for(run, 2)
+    assert engine.load_checkpoint(folder)[0] is not None
+    train(engine, run, rank, 2, first=1, steps=2)
+    return weights_of(engine)
+
+
+def use_broken(rank: int, run: Run, use: str, folder: str) -> tuple[str, list[str]]:
+    """Let rank 1's drive refuse to be read after a step, and `use` the engine; (what this rank stops with, saved)."""
+    access = FailingOnce("read", errno.EIO)
+    if rank == 1:
+        drives.ACCESS = access  # type: ignore[misc]
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)
+    access.is_broken = rank == 1
+    batch = {key: value.chunk(2)[rank].bfloat16() for key, value in mlp_batches(1, ROWS)[0].items()}
+    uses: dict[str, Callable[[], object]] = {
+        "evaluate": lambda: engine.eval()(**batch),
+        "gather": lambda: engine.module_state_dict(),
+        "save": lambda: engine.save_checkpoint(folder),
+        "read a master": lambda: parameter_access.safe_get_full_fp32_param(engine.module.inner.weight),
+    }
+    try:
+        with torch.no_grad():
+            uses["evaluate"]() if use == "save" else uses[use]()
+    except StorageError as failure:
+        if use != "save":
+            return str(failure), []
+    try:
+        uses[use]()
+    except StorageError as failure:
+        return str(failure), [entry.name for entry in Path(folder).iterdir()]
+    return "went on", []
+
+
+@pytest.mark.parametrize("use", ["evaluate", "gather", "save", "read a master"])
+def test_a_failed_drive_stops_all_ranks_outside_training_too(use: str, tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    saved.mkdir()
+    run = Run(3, zero=on_drive(drive, parameters=True))
+    for message, entries in run_ranks(use_broken, 2, run, use, str(saved)):
+        assert "rank 1: could not read" in message and "Input/output error" in message and str(drive) in message
+        assert not entries, "nothing is saved of what has been lost"
+
+
+def start_too_small(rank: int, run: Run, after: int) -> str:
+    """The drive of rank 1 is full after so many reservations."""
+
+    class Full(FileAccess):
+        left = after
+
+        def reserve(self, file: int, offset: int, num_bytes: int) -> None:
+            self.left -= 1
+            if rank == 1 and self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().reserve(file, offset, num_bytes)
+
+    drives.ACCESS = Full()
+    try:
+        engine_for(run, 2)
+    except StorageError as error:
+        return str(error)
+    return "started"
+
+
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_drive_that_fills_up_at_the_start_stops_all_ranks_then(after: int, tmp_path: Path) -> None:
+    run = Run(3, zero=on_drive(tmp_path, parameters=True))
+    for message in run_ranks(start_too_small, 2, run, after):
+        assert "rank 1: " in message and "bytes more, and the drive has" in message and str(tmp_path) in message
+
+
+def start_on(rank: int, run: Run) -> str:
+    try:
+        train_run(rank, 2, run)
+    except StorageError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_drive_that_is_not_there_stops_all_ranks_at_the_start(tmp_path: Path) -> None:
+    run = Run(2, zero=on_drive(tmp_path / "unmounted", parameters=False))
+    assert all("is not an existing folder" in message for message in run_ranks(start_on, 2, run))
+
+
+def test_a_folder_that_goes_while_training_runs_does_no_harm(tmp_path: Path) -> None:
+    """Its files are open; the system keeps them until they are closed."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    run = Run(2, zero=on_drive(drive, parameters=False))
+    [expected] = run_ranks(train_run, 1, 1, Run(2))
+    [(numbers, weights)] = run_ranks(train_without_folder, 1, run, str(drive))
+    assert numbers == expected[0]
+    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
+
+
+def train_without_folder(rank: int, run: Run, drive: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = engine_for(run, 1)
+    numbers = train(engine, run, rank, 1, steps=1)
+    Path(drive).rename(drive + ".gone")
+    return numbers + train(engine, run, rank, 1, first=1, steps=run.steps - 1), weights_of(engine)
+
+
+def killed_in_update(rank: int, run: Run, folder: str) -> None:
+    """Rank 1 is killed when the second of its sub-groups has been updated, after a checkpoint and a half-done step."""
+    engine = engine_for(run, 2)
+    train(engine, run, rank, 2, steps=1)
+    engine.save_checkpoint(folder)
+    updater, update, updated = engine.optimizer.updater, engine.optimizer.updater.update_sub_group, []
+
+    def last_updates(sub_group: object, *arguments: object) -> None:
+        update(sub_group, *arguments)
+        updated.append(sub_group)
+        if rank == 1 and len(updated) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    updater.update_sub_group = last_updates
+    train(engine, run, rank, 2, first=1, steps=3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_killed_in_its_update_costs_the_step_and_nothing_else(stage: int, tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    run = Run(stage, zero=on_drive(drive, parameters=stage == 3))
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(killed_in_update, 2, run, str(saved))
+    assert (caught.value.rank, caught.value.kind) == (1, "Died")
+    assert list(drive.iterdir()), "what the killed rank left"
+    [resumed, _] = run_ranks(load_and_go_on, 2, run, str(saved))
+    [expected, _] = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    assert not list(drive.iterdir())
+
+
+KILLED = """
+import os, signal, sys, torch
+from hf_zero import initialize
+model = torch.nn.Linear(50, 50)
+place = {"device": "nvme", "nvme_path": sys.argv[1]}
+engine, *_ = initialize(model=model, model_parameters=model.parameters(), config={
+    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2, "offload_optimizer": place}})
+for number in range(3):
+    if number == 2:
+        stager, each = engine.optimizer.updater.stager, engine.optimizer.updater.stager.each
+        engine.optimizer.updater.stager.each = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+    engine.backward(engine(torch.ones(2, 50)).square().mean())
+    engine.step()
+"""
+
+
+def test_what_a_killed_run_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+    [outcome] = run_ranks(train_run, 1, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
+    assert outcome[0] == run_ranks(train_run, 1, 1, Run(2))[0][0]
+    assert not list(tmp_path.iterdir())

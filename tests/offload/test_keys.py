@@ -1,0 +1,274 @@
+"""Every key of the offload sections and of aio changes what it says: each test fails where its key is ignored."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.config import ConfigError, resolve
+from hf_zero.device import pinned
+from hf_zero.offload.nvme import drive as drives
+from hf_zero.offload.nvme.requests import Completion, FileAccess
+from hf_zero.offload.nvme.swap_store import BufferPool
+from hf_zero.offload.sub_group import SubGroup
+from hf_zero.step.attach_offload import placements_for
+from tests.offload.offload_runs import Run, engine_for, train
+from tests.support.ranks import run_ranks
+
+
+def policy(optimizer: dict[str, Any] | None = None, parameters: dict[str, Any] | None = None, **aio: Any) -> Any:
+    """Resolved, with NVMe as the place of what is given."""
+    zero: dict[str, Any] = {"stage": 3}
+    for name, section in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if section is not None:
+            zero[name] = {"device": "nvme", "nvme_path": "/nvme", **section}
+    return resolve({"train_batch_size": 1, "zero_optimization": zero, "aio": aio or None}, world_size=1).zero
+
+
+def run_with(folder: Path, optimizer: dict[str, Any] | None, parameters: dict[str, Any] | None = None) -> Run:
+    zero: dict[str, Any] = {"sub_group_size": 64}
+    for name, section in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if section is not None:
+            zero[name] = {"device": "nvme", "nvme_path": str(folder), **section}
+    return Run(3 if parameters is not None else 2, zero=zero)
+
+
+def bytes_on_drive(rank: int, runs: list[Run]) -> list[tuple[int, int]]:
+    """(of all files, written before the first step) for each run."""
+    found = []
+    for run in runs:
+        engine = engine_for(run, 1)
+        [drive] = engine._assembly.placements.drives
+        engine.optimizer.updater.stager.flush()
+        size = sum(file.stat().st_size for file in drive.folder.path.iterdir())
+        found.append((size, drive.requests.traffic.bytes_written))
+        engine.destroy()
+    return found
+
+
+def test_ratio_and_max_in_cpu_and_fast_init(tmp_path: Path) -> None:
+    runs = [
+        run_with(tmp_path, {}),
+        run_with(tmp_path, {"ratio": 0.5}),
+        run_with(tmp_path, {"fast_init": True}),
+        run_with(tmp_path, None, {"max_in_cpu": 0}),
+        run_with(tmp_path, None, {"max_in_cpu": 200}),
+        run_with(tmp_path, None, {}),
+    ]
+    [found] = run_ranks(bytes_on_drive, 1, runs)
+    (whole, written), (half, _), (fast, written_fast), (parameters, _), (some, _), (none, _) = found
+    assert 0.3 * whole < half < 0.8 * whole, "ratio"
+    assert fast == whole and written_fast < 0.5 * written, "fast_init reserves the same room, and writes masters only"
+    assert 0 < some < parameters and none == 0, "max_in_cpu"
+
+
+def test_sizes_of_the_pools() -> None:
+    """buffer_count for each stage of the pipeline; buffer_count of parameters, with that times buffer_size elements."""
+    cases = [({"buffer_count": 3}, 9), ({"buffer_count": 5, "pipeline_read": False}, 10)]
+    cases += [({"buffer_count": 4, "pipeline_write": False, "pipeline_read": False}, 4)]
+    for section, limit in cases:
+        offload = policy(section).offload_optimizer
+        assert offload.buffer_count * (1 + offload.reads_ahead + offload.writes_behind) == limit
+    assert policy(None, {"buffer_count": 3, "buffer_size": 7}).offload_param.buffer_numel == 21
+
+
+def pools(rank: int, run: Run) -> dict[str, BufferPool]:
+    engine = engine_for(run, 1)
+    [drive] = engine._assembly.placements.drives
+    return {store.file.path.name: (store.pool._limit, store.pool._limit_numel) for store in drive._stores}
+
+
+def test_the_engine_takes_these_sizes(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {"buffer_count": 4, "pipeline_write": False}, {"buffer_count": 3, "buffer_size": 700})
+    assert run_ranks(pools, 1, run) == [{"optimizer": (8, None), "gradients": (3, None), "parameters": (3, 2100)}]
+
+
+@pytest.mark.parametrize("limits", [{"limit": 2}, {"limit_numel": 2 * 1024}], ids=["count", "elements"])
+def test_a_pool_at_its_limit_waits_for_a_write(limits: dict[str, int]) -> None:
+    pool, writing, waited = BufferPool(**limits), Completion(1), []
+    pool.expect(4096, 4)
+
+    def end(completion: Completion) -> None:
+        waited.append(completion)
+        completion.note()
+
+    first, second = pool.take(end), pool.take(end)
+    pool.give(first, writing)
+    third = pool.take(end)
+    assert waited == [writing] and third.data_ptr() == first.data_ptr() != second.data_ptr()
+    assert pool.most_bytes == 2 * 4096
+    assert pool.take(end).numel() == 4096, "what is worked on at once is never refused"
+
+
+def test_a_buffer_count_below_what_the_optimizer_needs_is_refused(tmp_path: Path) -> None:
+    [message] = run_ranks(refused, 1, run_with(tmp_path, {"buffer_count": 2}))
+    assert "buffer_count" in message and "set it to 3 or more" in message
+
+
+def refused(rank: int, run: Run) -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine_for(run, 1)
+    return str(caught.value)
+
+
+def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
+    """What happens in one update; and, each time a sub-group's update begins, whether earlier sub-groups are written.
+
+    Gradients that backward has left are not meant: on a busy machine they are still being written at the first one.
+    """
+    engine = engine_for(run, 1)
+    [drive] = engine._assembly.placements.drives
+    drive.requests.trace = []
+    updater, events, done = engine.optimizer.updater, [], []
+    fetch, update = updater.stager._fetch, updater.update_sub_group
+
+    def fetching(sub_group: SubGroup) -> None:
+        events.append(f"fetch {updater.sub_groups.index(sub_group)}")
+        fetch(sub_group)
+
+    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+        events.append(f"update {updater.sub_groups.index(sub_group)}")
+        if not done:
+            drive.requests.trace = []
+        done.append(all(completion.is_done for verb, _, completion in drive.requests.trace if verb == "write"))
+        update(sub_group, *arguments)
+
+    updater.stager._fetch, updater.update_sub_group = fetching, updating
+    train(engine, run, rank, 1, steps=1)
+    return events[:6], done
+
+
+def test_pipeline_read(tmp_path: Path) -> None:
+    [(ahead, _)] = run_ranks(order_of_events, 1, run_with(tmp_path, {}))
+    [(alone, _)] = run_ranks(order_of_events, 1, run_with(tmp_path, {"pipeline_read": False}))
+    assert ahead == ["fetch 0", "fetch 1", "update 0", "fetch 2", "update 1", "fetch 3"]
+    assert alone == ["fetch 0", "update 0", "fetch 1", "update 1", "fetch 2", "update 2"]
+
+
+def test_pipeline_write(tmp_path: Path) -> None:
+    [(_, done)] = run_ranks(order_of_events, 1, run_with(tmp_path, {"pipeline_write": False}))
+    assert all(done)
+    [is_beside] = run_ranks(write_beside_the_next_update, 1, run_with(tmp_path, {}))
+    assert is_beside
+
+
+def write_beside_the_next_update(rank: int, run: Run) -> bool:
+    """Writes of the first sub-group end only when the second one's update has begun: without a pipeline, never."""
+    begun, gate, met = threading.Event(), threading.Event(), []
+
+    class Held(FileAccess):
+        def write_at(self, file: int, source: memoryview, offset: int) -> int:
+            if gate.is_set():
+                met.append(begun.wait(timeout=60))
+            return super().write_at(file, source, offset)
+
+    drives.ACCESS = Held()
+    engine = engine_for(run, 1)
+    updater, update = engine.optimizer.updater, engine.optimizer.updater.update_sub_group
+
+    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+        begun.set() if sub_group is not updater.sub_groups[0] else None
+        update(sub_group, *arguments)
+        gate.set()
+
+    updater.update_sub_group = updating
+    train(engine, run, rank, 1, steps=1)
+    return len(met) > 0 and all(met)
+
+
+@pytest.mark.parametrize("aio", [{"queue_depth": 6}, {"queue_depth": 2, "thread_count": 3, "intra_op_parallelism": 2}])
+def test_requests_under_way(aio: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six blocks are read at the same time, or none of them ever is."""
+    together = threading.Barrier(6)
+
+    class Meeting(FileAccess):
+        def read_at(self, file: int, into: memoryview, offset: int) -> int:
+            together.wait(timeout=60)
+            return super().read_at(file, into, offset)
+
+    monkeypatch.setattr(drives, "ACCESS", Meeting())
+    drive = drives.Drive(tmp_path, policy({}, block_size=4096, **aio).files)
+    store = drive.store(drive.file("vectors"), BufferPool(limit=2))
+    with store.adopt("v", torch.arange(6 * 1024.0)).opened() as values:
+        assert torch.equal(values, torch.arange(6 * 1024.0))
+    assert drive.failure is None
+    drive.close()
+
+
+def test_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    class Measuring(FileAccess):
+        def read_at(self, file: int, into: memoryview, offset: int) -> int:
+            sizes.append(into.nbytes)
+            return super().read_at(file, into, offset)
+
+    monkeypatch.setattr(drives, "ACCESS", Measuring())
+    drive = drives.Drive(tmp_path, policy({}, block_size=10_000).files)
+    store = drive.store(drive.file("vectors"), BufferPool(limit=2))
+    with store.adopt("v", torch.ones(10_000)).opened():
+        pass
+    assert sorted(sizes) == [40960 - 3 * 12288, 12288, 12288, 12288], "10,000 bytes, rounded up to whole pages"
+    drive.close()
+
+
+def test_what_cannot_be_honoured_is_refused_by_name() -> None:
+    for section, aio, name in (({"super_offload": True}, {}, "super_offload"), ({}, {"use_gds": True}, "use_gds")):
+        with pytest.raises(ConfigError, match=name):
+            policy(section, **aio)
+
+
+class FakeRuntime:
+    """CUDA's calls that lock pages, and how they answer."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+        self.locked: list[int] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if not self.answer:
+            self.locked.append(address)
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.locked.remove(address)
+        return 0
+
+
+def test_pin_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Locked where asked for, unlocked before it goes; refused: ordinary memory and one warning."""
+    runtime = FakeRuntime(answer=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    kept = pinned.host_empty(5000, torch.float32, pinned=True)
+    assert runtime.locked == [kept.data_ptr()]
+    assert pinned.host_empty(5000, torch.float32).numel() == 5000 and len(runtime.locked) == 1
+    del kept
+    assert not runtime.locked
+    runtime.answer = 2
+    warnings = []
+    monkeypatch.setattr(pinned.logger, "warning", lambda message, *_: warnings.append(message))
+    pinned._warn_unpinned.cache_clear()
+    for _ in range(3):
+        pinned.host_empty(5000, torch.float32, pinned=True).zero_()
+    assert len(warnings) == 1 and "could not be page-locked" in warnings[0]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pin_memory_reaches_the_buffers_of_a_gpu(pinned: bool, tmp_path: Path) -> None:
+    place = {"nvme_path": str(tmp_path), "pin_memory": pinned}
+    [found] = run_ranks(pinned_pools, 1, policy(place, place))
+    assert found == [pinned] * 3
+    assert run_ranks(pinned_pools, 1, policy(place, place), "cpu") == [[False] * 3], "nothing to gain there"
+
+
+def pinned_pools(rank: int, zero: Any, device: str = "cuda") -> list[bool]:
+    from hf_zero.comm.collectives import LoneCollectives
+
+    places = placements_for(zero, torch.device(device), LoneCollectives(), 1000, cuts=True)
+    [drive] = places.drives
+    return [store.pool._pinned for store in drive._stores]

@@ -1,0 +1,93 @@
+"""What an offloaded training takes is counted before, said, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.config import resolve
+from hf_zero.layout import ParameterSpec
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload import memory_estimate as needs_module
+from hf_zero.offload.memory_estimate import DoesNotFit, MemoryEstimate, Sizes, estimate_memory
+from hf_zero.precision import Precision
+from tests.offload.offload_runs import Run, engine_for
+from tests.offload.test_offload import CPU, on_drive
+from tests.support.ranks import run_ranks
+
+CUDA, HOST = torch.device("cuda"), torch.device("cpu")
+BILLION = [ParameterSpec("w", 10**9, 0, "bfloat16")]
+M = 10**6
+WIDE_MASTERS = Precision(None, None, None)
+
+
+def needs(
+    device: torch.device, stage: int, world: int, precision: Precision = WIDE_MASTERS, **zero: object
+) -> MemoryEstimate:
+    config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
+    policy = resolve(config, world_size=world).zero
+    sizes = Sizes(num_states=2, longest=100 * M, precision=precision)
+    return estimate_memory(BILLION, policy, Sharding(stage, 0, world), device, sizes)
+
+
+def test_adam_on_a_billion_parameters_in_bf16() -> None:
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 3}
+    # 12 bytes of master and states, 2 of gradient
+    assert needs(CUDA, 2, 4) == MemoryEstimate(device=3500 * M)
+    assert needs(CUDA, 2, 4, offload_optimizer=cpu) == MemoryEstimate(host=3500 * M)
+    assert needs(CUDA, 0, 4, offload_optimizer=cpu) == MemoryEstimate(host=14_000 * M)
+    assert needs(CUDA, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == MemoryEstimate(device=1750 * M, host=1750 * M)
+    assert needs(HOST, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == MemoryEstimate(host=3500 * M)
+    portions, bucket = 4 * 10 * M * 3, 2 * 100 * M // 4
+    small = {"sub_group_size": 10 * M}
+    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == MemoryEstimate(
+        host=3 * portions + 3 * bucket, disk=3500 * M
+    )
+    without = {**nvme, "pipeline_read": False, "pipeline_write": False}
+    assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == portions + 3 * bucket
+    rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
+    both = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small)
+    assert both == MemoryEstimate(host=3 * portions + 3 * bucket + 5 * bucket, disk=4000 * M)
+    for little, numel in [
+        ({"buffer_size": 18 * M}, 90 * M),
+        ({"buffer_count": 4}, 100 * M),
+        ({"buffer_count": 1}, 75 * M),
+    ]:
+        few = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param={**rest, **little}, **small)
+        assert few.host == both.host - 5 * bucket + 2 * numel
+    some = {**rest, "max_in_cpu": 50 * M}
+    assert needs(CUDA, 3, 4, offload_param=some).disk == 400 * M
+
+
+def test_16_bit_masters() -> None:
+    """The weights are the masters, except where the update runs on another device."""
+    lp_param = Precision(None, None, None, low_precision_masters=True)
+    assert needs(CUDA, 2, 4, lp_param) == MemoryEstimate(device=2500 * M)
+    assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)) == MemoryEstimate(device=1500 * M)
+    assert needs(CUDA, 2, 4, lp_param, offload_optimizer={"device": "cpu"}) == MemoryEstimate(host=3000 * M)
+
+
+def refused(rank: int, run: Run) -> str:
+    needs_module.host_available = lambda: 2_000  # type: ignore[assignment]
+    with pytest.raises(DoesNotFit) as caught:
+        engine_for(run, 2)
+    return str(caught.value)
+
+
+def test_what_cannot_fit_is_refused_on_every_rank_with_both_numbers() -> None:
+    for message in run_ranks(refused, 2, Run(2, zero=CPU)):
+        assert "2 rank(s) need 8.68 kB of host memory" in message and "2.00 kB are available" in message
+        assert "use more ranks, device nvme" in message
+
+
+def said(rank: int, run: Run) -> None:
+    engine_for(run, 1)
+
+
+def test_one_line_says_what_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(said, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "this rank needs" in line]
+    assert "kB of host memory (" in line and "kB of disk (" in line and "activations" in line

@@ -1,0 +1,106 @@
+"""Offload changes where things are kept, and not one bit of what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.api.entry import initialize
+from hf_zero.api.zero_init import Init
+from tests.offload.offload_runs import Run, assert_same_bits, train, train_run, weights_of
+from tests.support.models import AwkwardMLP
+from tests.support.ranks import run_ranks
+
+CPU = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 64}
+
+
+def check(run: Run, world: int, offload: dict[str, Any]) -> None:
+    expected = run_ranks(train_run, world, world, run)
+    for outcome, wanted in zip(run_ranks(train_run, world, world, replace(run, zero=offload)), expected, strict=True):
+        assert_same_bits(outcome, wanted)
+
+
+@pytest.mark.parametrize(
+    ("run", "world"),
+    [
+        (Run(0, clip=0.05, accumulation=2), 2),
+        (Run(1, bf16=False, clip=0.05), 3),
+        (Run(2, clip=0.05, accumulation=3), 2),
+        (Run(3, clip=0.05), 2),
+        (Run(3, bf16=False, accumulation=2), 1),
+        (Run(2, optimizer=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})), 2),
+    ],
+    ids=str,
+)
+def test_host_memory_gives_the_same_bits(run: Run, world: int) -> None:
+    check(run, world, CPU)
+
+
+NVME_RUNS = [
+    (Run(1, clip=0.05, accumulation=2), 2),
+    (Run(2, bf16=False, clip=0.05), 3),
+    (Run(2, clip=0.05, accumulation=3), 1),
+    (Run(3, clip=0.05, accumulation=2), 2),
+    (Run(3, bf16=False), 2),
+    (Run(2, optimizer=(torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5})), 2),
+]
+
+
+def on_drive(folder: Any, *, parameters: bool) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(folder)}
+    zero: dict[str, Any] = {"offload_optimizer": {**place, "buffer_count": 5}, "sub_group_size": 64}
+    if parameters:
+        zero["offload_param"] = {**place, "max_in_cpu": 0}
+    return zero
+
+
+@pytest.mark.parametrize(("run", "world"), NVME_RUNS, ids=str)
+def test_a_drive_gives_the_same_bits_and_is_left_empty(run: Run, world: int, tmp_path: Any) -> None:
+    check(run, world, on_drive(tmp_path, parameters=run.stage == 3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_units_of_a_lone_rank_give_the_same_weights(tmp_path: Any) -> None:
+    """Without offload one rank has no units, so the norm is added up in another order; nothing else may differ."""
+    run, offloaded = Run(3), Run(3, zero=on_drive(tmp_path, parameters=True))
+    [(numbers, weights)] = run_ranks(train_run, 1, 1, offloaded)
+    [(expected_numbers, expected_weights)] = run_ranks(train_run, 1, 1, run)
+    assert numbers[::2] == expected_numbers[::2], "losses"
+    assert numbers[1::2] == pytest.approx(expected_numbers[1::2], rel=1e-6), "norms"
+    assert_same_bits(([], weights), ([], expected_weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["cpu", "nvme", "half"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sweep(stage: int, world: int, place: str, tmp_path: Any) -> None:
+    """Both dtypes, with and without accumulation and clipping, in several sub-groups; `half` is a ratio of 0.5."""
+    offload = CPU if place == "cpu" else on_drive(tmp_path, parameters=stage == 3 and world > 1)
+    if place == "half":
+        offload["offload_optimizer"] = {**offload["offload_optimizer"], "ratio": 0.5}
+    for bf16, accumulation, clip in ((True, 1, 0.05), (False, 2, 0.05), (True, 3, 0.0)):
+        check(Run(stage, bf16=bf16, accumulation=accumulation, clip=clip), world, offload)
+
+
+def train_born_in_shards(rank: int, world: int, run: Run, drive: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = run.config(world)
+    with Init(config_dict_or_path=config):
+        model = AwkwardMLP()
+    files = sum(file.stat().st_size for file in Path(drive).glob("*/parameters")) if drive else 1
+    assert files > 0, "shards are on the drive as soon as there are any"
+    engine, *_ = initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config)
+    return train(engine, run, rank, world), weights_of(engine)
+
+
+def test_a_model_born_on_the_drive_trains_and_loads_like_any(tmp_path: Path) -> None:
+    """Whole models do not fit where parameters are offloaded, so shards go to the drive module by module."""
+    expected = run_ranks(train_born_in_shards, 2, 2, Run(3), "")
+    run = Run(3, zero=on_drive(tmp_path, parameters=True))
+    for ours, wanted in zip(run_ranks(train_born_in_shards, 2, 2, run, str(tmp_path)), expected, strict=True):
+        assert_same_bits(ours, wanted)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,117 @@
+"""A run's folder is its own, goes when it ends, and is removed by the next run where it was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.nvme.run_folder import RunFolder
+
+HOLDER = """
+import sys, time
+from hf_zero.offload.nvme.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+(folder.path / "states").write_bytes(bytes(1000))
+print(folder.path.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(root: Path) -> tuple[subprocess.Popen[str], str]:
+    """A process that holds a folder until its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_it_is_private_and_goes_when_it_is_closed(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    assert first.path != second.path and {first.path, second.path} == set(tmp_path.iterdir())
+    first.close()
+    assert list(tmp_path.iterdir()) == [second.path]
+    del second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_goes_when_its_process_ends(tmp_path: Path) -> None:
+    process, name = holder(tmp_path)
+    assert (tmp_path / name).is_dir()
+    process.communicate()
+    assert process.returncode == 0 and list(tmp_path.iterdir()) == []
+
+
+BUSY = HOLDER.replace("sys.stdin.read()", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("script", [HOLDER, BUSY], ids=["waiting", "busy in one call"])
+def test_it_goes_when_its_process_is_told_to_end(script: str, number: signal.Signals, tmp_path: Path) -> None:
+    """SIGTERM and SIGHUP left swap folders, of the size of the states, until the next run; SIGINT did not.
+
+    The process still dies of the signal, at once, also while its main thread sits in one call that takes for ever.
+    """
+
+    def hear() -> None:
+        signal.signal(number, signal.SIG_DFL)  # also where the tests were started with it ignored, as under nohup
+
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=hear
+    ) as process:
+        assert process.stdout is not None
+        assert (tmp_path / process.stdout.readline().strip()).is_dir()
+        process.send_signal(number)
+        assert process.wait(timeout=60) == -number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_handles_the_signal_keeps_it(tmp_path: Path) -> None:
+    handles = "import signal\nsignal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))\nfolder = RunFolder"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.replace("folder = RunFolder", handles), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 7 and list(tmp_path.iterdir()) == []
+
+
+def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
+    living, killed = holder(tmp_path), holder(tmp_path)
+    foreign = tmp_path / "hf_zero_swap.another-machine.1.00000000"
+    foreign.mkdir()
+    killed[0].send_signal(signal.SIGKILL)
+    killed[0].wait()
+    assert (tmp_path / killed[1] / "states").exists()
+    folder = RunFolder(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {living[1], foreign.name, folder.path.name}
+    living[0].communicate()
+    folder.close()
+
+
+def test_a_forked_child_leaves_it_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    child = os.fork()
+    if not child:
+        folder.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert folder.path.is_dir()
+    folder.close()
+
+
+def test_a_drive_that_is_not_mounted_is_not_replaced_by_the_disk_below(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is not an existing folder: mount the drive"):
+        RunFolder(tmp_path / "nvme")
+    assert not (tmp_path / "nvme").exists()

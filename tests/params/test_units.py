@@ -1,0 +1,99 @@
+"""How stage 3 cuts models into units, and what stays gathered."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
+from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
+from hf_zero.params.leaf_modules import set_z3_leaf_modules
+from tests.support.models import tiny_llama
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    return [gathered.name for gathered, _ in assign_units(find_gathered_modules(model))]
+
+
+def test_a_transformer_block_is_one_unit() -> None:
+    assert unit_names(tiny_llama()) == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "lm_head",
+    ]
+
+
+def test_a_tied_head_is_a_gathered_module_without_a_unit() -> None:
+    model = tiny_llama(tied=True)
+    assert "lm_head" not in unit_names(model)
+    head = next(found for found in find_gathered_modules(model) if found.name == "lm_head")
+    assert head.parameters == (model.model.embed_tokens.weight,)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(nn.Linear(1, 4).weight)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Experts()) for _ in range(2)])
+        self.moe = Experts()
+
+
+def test_experts_are_gathered_with_their_router() -> None:
+    """Ranks route to different experts; were these gathered one by one, the ranks would wait for each other."""
+    assert unit_names(Mixture()) == ["", "blocks.0", "blocks.1", "moe"]
+
+
+def test_a_leaf_module_is_one_unit_whatever_is_in_it() -> None:
+    model = tiny_llama()
+    assert len(set_z3_leaf_modules(model, ["LlamaModel"])) == 1
+    assert unit_names(model) == ["model", "lm_head"]
+
+
+def use(unit: int, numel: int = 10, *, trained: bool = True, reads: bool = True) -> Use:
+    return Use(units=(unit,), numel=numel, has_trained=trained, reads_in_backward=reads)
+
+
+def gather_plan(uses: list[Use], live: int = 1000, reuse: int = 1000):  # noqa: ANN201
+    return plan_gathers(uses, max_live_numel=live, max_reuse_numel=reuse, prefetch_numel=1)
+
+
+def test_the_last_unit_needs_no_second_gather_even_at_distance_zero() -> None:
+    assert gather_plan([use(0), use(1), use(2)], reuse=0).kept_for_backward == {2}
+
+
+def test_the_reuse_distance_counts_what_is_gathered_in_between() -> None:
+    uses = [use(0), use(1), use(2)]
+    assert gather_plan(uses, reuse=20).kept_for_backward == {1, 2}  # unit 2 twice lies between the uses of unit 1
+    assert gather_plan(uses, reuse=40).kept_for_backward == {0, 1, 2}
+
+
+def test_max_live_parameters_bounds_what_is_kept() -> None:
+    uses = [use(0), use(1), use(2)]
+    assert gather_plan(uses, live=20).kept_for_backward == {1, 2}
+    assert gather_plan(uses, live=20).kept_for_inference == {0, 1}
+    assert gather_plan(uses, live=9).kept_for_backward == frozenset()
+
+
+def test_a_tied_head_keeps_the_embedding_when_it_is_near() -> None:
+    uses = [use(0, reads=False), use(1), use(2), use(0)]
+    assert gather_plan(uses, reuse=19).kept_for_backward == {3}
+    assert gather_plan(uses, reuse=20).kept_for_backward >= {0, 3}
+
+
+def test_backward_does_not_gather_below_the_first_trained_unit() -> None:
+    uses = [use(0, trained=False), use(1, trained=False), use(2), use(3, trained=False)]
+    assert gather_plan(uses).needed_in_backward == {2, 3}
+
+
+def test_ranks_that_see_different_parts_agree_on_one_order() -> None:
+    assert merge_orders([[0, 3, 1], [0, 3, 2, 1]], 5) == [0, 3, 2, 1, 4]
+    assert merge_orders([[1, 0], [0, 1]], 2) == [0, 1]  # a contradiction
+    assert merge_orders([], 3) == [0, 1, 2]

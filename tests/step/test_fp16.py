@@ -1,0 +1,292 @@
+"""fp16 through the engine: scripted overflows, and training that follows fp32."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.api.entry import initialize
+from tests.step.test_parity import config, groups_of, split
+from tests.support.models import AwkwardMLP, mlp_batches
+from tests.support.ranks import run_ranks
+from tests.support.reference import Recipe, assert_same_numbers, train
+
+ROWS = 12
+STEPS = 6
+
+
+class Line(nn.Module):
+    """One matrix; the loss is linear in it, so the gradient is the input. A bad input makes it infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3, bias=False), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(self.first(x))
+        return hidden.float().mean()
+
+
+def fp16(**options: Any) -> dict[str, Any]:
+    return {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2, **options}}
+
+
+def run_script(rank: int, world: int, stage: int, script: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each update of the script left behind; x: rank 0 alone sees an infinite input."""
+    torch.manual_seed(0)
+    settings = config(stage, world, **fp16(**options))
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    settings["scheduler"] = {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 1}}
+    model = Line()
+    engine, optimizer, _, _ = initialize(model=model, config=settings)
+    seen = []
+    for letter in script:
+        before = [shard.master.clone() for shard in optimizer.sub_groups]
+        x = torch.ones(2, 6, dtype=torch.float16)
+        if letter == "x" and rank == 0:
+            x[0, 0] = float("inf")
+        loss = engine(x)
+        assert engine.backward(loss) is loss
+        engine.step()
+        changed = any(
+            not torch.equal(old, shard.master) for old, shard in zip(before, optimizer.sub_groups, strict=True)
+        )
+        seen.append(
+            {
+                "scale": engine.loss_scale(),
+                "skipped": engine.skipped_steps,
+                "steps": engine.global_steps,
+                "lr": round(engine.get_lr()[0], 9),
+                "changed": changed,
+                "overflow": optimizer.overflow,
+            }
+        )
+    assert engine.dynamic_loss_scale() and optimizer.cur_scale == optimizer.loss_scale == engine.loss_scale()
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 2)])
+def test_scripted_overflows(stage: int, world: int) -> None:
+    """hysteresis 2 forgives the first overflow, the second halves, the third clean update after it doubles."""
+    by_rank = run_ranks(run_script, world, world, stage, "x.x....", {})
+    # Not by rank: the last one may own nothing but padding.
+    changed = [any(steps) for steps in zip(*([step["changed"] for step in seen] for seen in by_rank), strict=True)]
+    assert changed == [False, True, False, True, True, True, True]
+    for seen in by_rank:
+        assert [step["scale"] for step in seen] == [16, 16, 8, 8, 8, 16, 16]
+        assert [step["skipped"] for step in seen] == [1, 1, 2, 2, 2, 2, 2]
+        assert [step["steps"] for step in seen] == [1, 2, 3, 4, 5, 6, 7]
+        assert [step["overflow"] for step in seen] == [True, False, True, False, False, False, False]
+        # The schedule moves with applied updates only: 1e-3 * (1 + t).
+        assert [step["lr"] for step in seen] == [0.001, 0.002, 0.002, 0.003, 0.004, 0.005, 0.006]
+
+
+def run_until_it_ends(rank: int, world: int, stage: int) -> str:
+    try:
+        run_script(rank, world, stage, "xxxx", {"hysteresis": 1, "initial_scale_power": 1})
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("the scale cannot fall below its minimum")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_at_the_minimum_every_rank_names_the_parameters(stage: int) -> None:
+    """DeepSpeed ends the run with one sentence that names nothing, and at stage 0 skips steps for ever."""
+    messages = run_ranks(run_until_it_ends, 2, 2, stage)
+    for message in messages:
+        assert "the loss scale is at its minimum (1)" in message and "bf16" in message
+        assert "first.weight" in message and "second.weight" in message
+
+
+def run_engine(rank: int, world: int, stage: int, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
+    torch.manual_seed(1)
+    model = AwkwardMLP()
+    optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
+    settings = config(stage, world, gradient_clipping=0.5, **options)
+    engine, _, _, _ = initialize(model=model, optimizer=optimizer, config=settings)
+    losses, norms = [], []
+    for batch in mlp_batches(STEPS, ROWS):
+        flag = rank == 0
+        mine = {key: value.to(torch.float16) for key, value in split(batch, rank, world).items()}
+        loss = engine(**(mine if options.get("fp16") else split(batch, rank, world)), flag=flag)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    masters = {}
+    for shard in engine.optimizer.sub_groups:
+        for piece in shard.pieces:
+            name = engine.optimizer._store.layout.specs[piece.parameter].name
+            masters[name, piece.in_parameter] = shard.master.narrow(0, piece.in_shard, piece.numel).clone()
+    return losses, norms, masters
+
+
+def reference() -> Any:
+    steps = []
+    for batch in mlp_batches(STEPS, ROWS):
+        steps.append([{**split(batch, rank, 2), "flag": torch.tensor(rank == 0)} for rank in range(2)])
+    torch.manual_seed(1)
+    return train(
+        AwkwardMLP(), steps, Recipe(learning_rate=1e-2, weight_decay=0.1, no_decay=("bias", "scale"), clip_norm=0.5)
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", [{"loss_scale": 64}, {"initial_scale_power": 8, "loss_scale_window": 1}])
+def test_losses_and_norms_follow_fp32(stage: int, options: dict[str, Any]) -> None:
+    """Also on the steps where the scale doubles: DeepSpeed divides those gradients by the new scale, and takes half."""
+    expected = reference()
+    traces = run_ranks(run_engine, 2, 2, stage, {"fp16": {"enabled": True, **options}})
+    losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
+    assert_same_numbers(losses, expected.losses, 1e-2, "loss")
+    assert_same_numbers(traces[0][1], expected.norms, 1e-2, "norm")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("sections", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}])
+def test_division_before_the_reduction_changes_nothing_in_fp32(stage: int, sections: dict[str, Any]) -> None:
+    expected = reference()
+    traces = run_ranks(run_engine, 2, 2, stage, sections)
+    losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
+    assert_same_numbers(losses, expected.losses, 1e-5, "loss")
+    assert_same_numbers(traces[0][1], expected.norms, 1e-5, "norm")
+    for _, _, masters in traces:
+        for (name, start), part in masters.items():
+            whole = expected.weights[name].reshape(-1)
+            torch.testing.assert_close(part, whole.narrow(0, start, part.numel()), rtol=1e-4, atol=1e-5)
+
+
+def run_without_scaling(rank: int, world: int) -> None:
+    engine, optimizer, _, _ = initialize(model=Line(), config={**config(1, world, **fp16()), "optimizer": ADAM})
+    engine(torch.ones(2, 6, dtype=torch.float16)).backward()
+    with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\); a plain loss.backward\(\) makes"):
+        engine.step()
+    engine.zero_grad()
+    engine.scale(engine(torch.ones(2, 6, dtype=torch.float16))).backward()
+    engine.step()
+    scaled = optimizer.grad_norm
+    engine.backward(engine(torch.ones(2, 6, dtype=torch.float16)))
+    engine.step()
+    assert scaled is not None and scaled == pytest.approx(optimizer.grad_norm, rel=0.2)
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def test_a_backward_of_ones_own_needs_the_scale() -> None:
+    run_ranks(run_without_scaling, 1, 1)
+
+
+def run_saying(rank: int, world: int) -> tuple[list[str], float | None]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("hf_zero").addHandler(Keep())
+    run_script(rank, world, 1, "xx.", {})
+    return [line for line in lines if "skipped" in line], None
+
+
+def test_the_log_names_both_scales() -> None:
+    ((lines, _),) = run_ranks(run_saying, 1, 1)
+    assert lines == [
+        "step 1 skipped on all ranks: overflow at loss scale 16, which stays",
+        "step 2 skipped on all ranks: overflow at loss scale 16, now 8",
+    ]
+
+
+def run_saved(rank: int, world: int, stage: int, folder: str) -> tuple[list[float], list[float]]:
+    """The scales of an unbroken run, and of one that starts anew from a checkpoint in the middle."""
+    settings = {**config(stage, world, **fp16()), "optimizer": ADAM}
+
+    def go_on(engine: Any, script: str) -> list[float]:
+        scales = []
+        for letter in script:
+            x = torch.ones(2, 6, dtype=torch.float16)
+            x[0, 0] = float("inf") if letter == "x" else 1.0
+            engine.backward(engine(x))
+            engine.step()
+            scales.append(engine.loss_scale())
+        return scales
+
+    engine = initialize(model=Line(), config=settings)[0]
+    go_on(engine, "x.x")
+    engine.save_checkpoint(folder)
+    unbroken = go_on(engine, "..x..")
+    fresh = initialize(model=Line(), config=settings)[0]
+    assert fresh.load_checkpoint(folder)[0] is not None
+    assert fresh.loss_scale() == 8.0 and fresh.skipped_steps == 2
+    return unbroken, go_on(fresh, "..x..")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_scaler_goes_on_after_a_checkpoint(stage: int, tmp_path: Path) -> None:
+    for unbroken, resumed in run_ranks(run_saved, 2, 2, stage, str(tmp_path)):
+        assert resumed == unbroken == [8.0, 8.0, 4.0, 4.0, 4.0]
+
+
+class Nested(nn.Module):
+    """Reports the dtypes of what reaches forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, extra: Any, keyword: torch.Tensor | None = None) -> dict[str, Any]:
+        seen = [x.dtype, extra[0].dtype, extra[1]["inner"].dtype, extra[1]["whole"].dtype]
+        return {
+            "seen": [*seen, None if keyword is None else keyword.dtype],
+            "out": self.linear(x.to(self.linear.weight.dtype)),
+        }
+
+
+def run_casting(rank: int, world: int, sections: dict[str, Any]) -> tuple[list[Any], torch.dtype]:
+    engine, _, _, _ = initialize(model=Nested(), config={**config(1, world, **sections), "optimizer": ADAM})
+    inner = {"inner": torch.ones(2), "whole": torch.ones(2, dtype=torch.long)}
+    answer = engine(torch.ones(1, 2), [torch.ones(2), inner], keyword=torch.ones(1))
+    return answer["seen"], answer["out"].dtype
+
+
+def test_auto_cast_reaches_positional_inputs() -> None:
+    seen, _ = run_ranks(run_casting, 1, 1, fp16(auto_cast=True))[0]
+    assert seen == [torch.float16, torch.float16, torch.float16, torch.long, torch.float32]
+    seen, _ = run_ranks(run_casting, 1, 1, fp16())[0]
+    assert seen[0] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("sections", "dtype"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, torch.bfloat16),
+        ({"torch_autocast": {"enabled": True}}, torch.bfloat16),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, torch.float16),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, torch.float32),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, torch.float16),
+        ({"amp": {"enabled": True, "opt_level": "O0"}}, torch.float32),
+    ],
+)
+def test_forward_under_autocast(sections: dict[str, Any], dtype: torch.dtype) -> None:
+    assert run_ranks(run_casting, 1, 1, sections)[0][1] == dtype
+
+
+def run_amp(rank: int, world: int) -> tuple[float, bool, float]:
+    engine, _, _, _ = initialize(model=Line(), config={**config(2, world, amp={"enabled": True}), "optimizer": ADAM})
+    x = torch.ones(2, 6)
+    engine.backward(engine(x))
+    engine.step()
+    x[0, 0] = float("nan")
+    engine.backward(engine(x))
+    engine.step()
+    return engine.loss_scale(), engine.was_step_applied(), float(engine.get_global_grad_norm() or 0.0)
+
+
+def test_amp_scales_the_loss_and_keeps_fp32_weights() -> None:
+    for scale, applied, _ in run_ranks(run_amp, 2, 2):
+        assert scale == 32768.0 and not applied

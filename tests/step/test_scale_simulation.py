@@ -1,0 +1,208 @@
+"""A 70B model on 1,024 ranks, as one rank sees it: shards, padding, memory and traffic agree with the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_zero.comm import ledger
+from tests.support.simulation import META, live_bytes, simulated_world
+
+WORLD = 1024
+LAYERS, HIDDEN, VOCABULARY = 80, 8192, 32000
+EMBEDDING_NUMEL = VOCABULARY * HIDDEN
+NORMS = 2 * LAYERS + 1
+NUM_UNITS = LAYERS + 3  # blocks; embedding, last norm, head
+TOKENS = 2
+
+RELEASED = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+
+
+def build_70b() -> LlamaForCausalLM:
+    with META:
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=HIDDEN,
+                intermediate_size=28672,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+                use_cache=False,
+            )
+        )
+
+
+def config_for(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, **settings},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+
+
+def train_step(engine: Any) -> None:
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=META)
+    engine.backward(engine(input_ids=tokens, labels=tokens, attention_mask=mask).loss)
+    engine.step()
+
+
+@dataclass
+class Seen:
+    """What rank 511 saw of one step."""
+
+    num_parameters: int
+    numels: list[int]
+    shard_numel: int  # padding included
+    num_units: int
+    built: int  # bytes after initialize()
+    resting: int = 0  # after the step, less the pools
+    within: dict[int, int] = field(default_factory=dict)  # bytes above `built` in the first forward, by layer
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def shard_numel(engine: Any) -> int:
+    return sum(part.kept.numel for unit in engine._store.units for part in unit.parts)
+
+
+def idle_buffers(engine: Any) -> int:
+    """Bytes in send and receive buffers that are kept between steps."""
+    pools = [engine._assembly.optimizer._collectives.buffers(), *engine._store.coordinator._buffers._free.values()]
+    return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Seen]:
+    before = live_bytes()
+    with simulated_world(rank=511, world=WORLD) as world:
+        model = build_70b()
+        numels = [parameter.numel() for parameter in model.parameters()]
+        engine = world.engine(model, config_for(RELEASED))
+        found = Seen(sum(numels), numels, shard_numel(engine), len(engine._store.units), live_bytes() - before)
+        for layer in (1, LAYERS - 2):
+            model.model.layers[layer].mlp.register_forward_hook(_note(found, layer, before))
+        ledger.reset()
+        train_step(engine)
+        found.traffic = {f"{phase} {name}": (t.calls, t.num_bytes) for (phase, name), t in ledger.tallies.items()}
+        found.resting = live_bytes() - before - idle_buffers(engine)
+        yield found
+        engine.destroy()
+
+
+def _note(found: Seen, layer: int, before: int) -> Any:
+    def hook(*_: Any) -> None:
+        found.within[layer] = live_bytes() - before - found.built
+
+    return hook
+
+
+def test_the_model_is_the_one_meant(seen: Seen) -> None:
+    assert seen.num_parameters == 68_976_648_192
+    assert seen.num_units == NUM_UNITS
+
+
+def test_padding_is_at_most_a_few_elements_per_parameter(seen: Seen) -> None:
+    """Every chunk is rounded up to whole elements, then to 8 of them."""
+    exact = seen.num_parameters / WORLD
+    assert exact <= seen.shard_numel <= exact + 8 * len(seen.numels)
+    assert seen.shard_numel == exact  # all of this model's sizes are multiples of 8 * 1024
+
+
+def test_a_rank_holds_its_share_of_sixteen_bytes_per_parameter(seen: Seen) -> None:
+    """ZeRO paper, section 3: 2 weight + 4 master, after a step + 8 moments and 2 gradient, all over the world."""
+    assert seen.built == pytest.approx((2 + 4) * seen.shard_numel, rel=1e-3)
+    assert seen.resting == pytest.approx((2 + 4 + 8 + 2) * seen.shard_numel, rel=1e-3)
+    assert seen.resting < 1.1 * 2**30  # of a model that takes 1,028 GiB
+
+
+def test_within_a_forward_two_blocks_are_there(seen: Seen) -> None:
+    """The block in use and the next one on its way; the same in any layer."""
+    block = 2 * (seen.num_parameters - 2 * EMBEDDING_NUMEL - HIDDEN) // LAYERS
+    activations = 2**20 * LAYERS  # of two tokens
+    for above in seen.within.values():
+        assert 2 * block <= above <= 2.02 * block + activations
+    assert max(seen.within.values()) - min(seen.within.values()) < activations
+
+
+def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
+    """Two gathers and one reduction of everything, but for what backward does not need to gather again."""
+    everything = 2 * seen.num_parameters
+    kept = 2 * EMBEDDING_NUMEL  # the head, used last and then first
+    unread = 2 * EMBEDDING_NUMEL  # a plain embedding's backward reads no weights
+    facts = 5 + len(seen.numels)  # squares, overwritten, late, out of order, failed; who is used
+    control = {"control all_reduce": (1, 8 * facts)}
+    assert seen.traffic == {
+        "forward all_gather": (NUM_UNITS, everything),
+        "backward all_gather": (NUM_UNITS - 2, everything - kept - unread),
+        "backward reduce_scatter": (NUM_UNITS, everything),
+        **control,
+    }
+
+
+@pytest.mark.parametrize("rank", [0, WORLD - 1])
+def test_every_rank_is_like_the_others(seen: Seen, rank: int) -> None:
+    with simulated_world(rank, WORLD) as world:
+        before = live_bytes()
+        engine = world.engine(build_70b(), config_for(RELEASED))
+        assert shard_numel(engine) == seen.shard_numel
+        assert live_bytes() - before == seen.built
+        engine.destroy()
+
+
+def test_small_parameters_persist_by_default() -> None:
+    with simulated_world(7, WORLD) as world:
+        engine = world.engine(build_70b(), config_for({}))
+        persistent = [unit for unit in engine._store.units if unit.is_persistent]
+        assert [unit.numel for unit in persistent] == [NORMS * HIDDEN]
+        assert len(engine._store.units) == NUM_UNITS  # the last norm's own unit is gone
+        engine.destroy()
+
+
+class Odd(nn.Module):
+    """Sizes that no world divides; two parameters are smaller than the world."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(37, 61), nn.Linear(61, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("rank", "owned"),
+    [
+        (0, [3, 1, 1, 1]),  # weight 37 * 61 in chunks of 3, bias 61, weight 61 * 5, bias 5 in chunks of 1
+        (4, [3, 1, 1, 1]),
+        (5, [3, 1, 1, 0]),
+        (61, [3, 0, 1, 0]),
+        (752, [1, 0, 0, 0]),  # 37 * 61 = 752 * 3 + 1
+        (753, [0, 0, 0, 0]),
+        (1023, [0, 0, 0, 0]),
+    ],
+)
+def test_ranks_beyond_a_small_parameter_hold_padding_only(rank: int, owned: list[int]) -> None:
+    with META:
+        model = Odd()
+    with simulated_world(rank, WORLD) as world:
+        engine = world.engine(model, config_for(RELEASED))
+        names = [spec.name for spec in engine._store.layout.specs]
+        held = dict.fromkeys(names, 0)
+        for shard in engine.optimizer.sub_groups:
+            for piece in shard.pieces:
+                held[names[piece.parameter]] += piece.numel
+        assert list(held.values()) == owned
+        engine.backward(engine(torch.empty(2, 37, dtype=torch.bfloat16, device=META)).float().sum())
+        engine.step()
+        assert shard_numel(engine) == 4 * 8  # every chunk takes 16 bytes
+        engine.destroy()

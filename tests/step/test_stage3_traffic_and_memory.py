@@ -1,0 +1,226 @@
+"""What stage 3 promises, measured: gathers and reductions per step, live bytes between steps, peak within a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from hf_zero.api.entry import initialize
+from hf_zero.comm import ledger
+from tests.step.test_traffic_and_memory import CONTROL, DEPTH, NUM_PARAMETERS, ROWS, SMALL_BYTES, WIDTH
+from tests.support.memory import kept_bytes, live_bytes, shared_blocks
+from tests.support.ranks import run_ranks
+
+LAYER_NUMEL = NUM_PARAMETERS // DEPTH
+BYTES = 2 * NUM_PARAMETERS
+EVERYTHING_RELEASED = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+
+
+class Stack(nn.Module):
+    """A list of layers, each of them a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def engine_for(settings: dict[str, Any], accumulation: int = 1, *, model: nn.Module | None = None) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, **settings},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    return initialize(model=model or Stack(), config=config)[0]
+
+
+def micro_step(engine: Any) -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+
+
+def counted() -> dict[str, tuple[int, int]]:
+    return {f"{phase} {name}": (tally.calls, tally.num_bytes) for (phase, name), tally in ledger.tallies.items()}
+
+
+def run_traffic(rank: int, settings: dict[str, Any], accumulation: int) -> dict[str, tuple[int, int]]:
+    engine = engine_for(settings, accumulation)
+    micro_step(engine)
+    for _ in range(accumulation - 1):
+        micro_step(engine)
+    ledger.reset()
+    for _ in range(accumulation):
+        micro_step(engine)
+    return counted()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_two_gathers_and_one_reduction_per_unit(world: int, accumulation: int) -> None:
+    """The last unit of the forward is the first of the backward: it stays, and is gathered once."""
+    for seen in run_ranks(run_traffic, world, EVERYTHING_RELEASED, accumulation):
+        assert seen == {
+            "forward all_gather": (DEPTH * accumulation, BYTES * accumulation),
+            "backward all_gather": ((DEPTH - 1) * accumulation, BYTES * (DEPTH - 1) // DEPTH * accumulation),
+            "backward reduce_scatter": (DEPTH * accumulation, BYTES * accumulation),
+            **CONTROL,
+        }
+
+
+def test_units_within_the_reuse_distance_are_gathered_once() -> None:
+    settings = {**EVERYTHING_RELEASED, "stage3_max_reuse_distance": 2 * 2 * LAYER_NUMEL}  # two layers, there and back
+    for seen in run_ranks(run_traffic, 2, settings, 1):
+        assert seen["forward all_gather"][0] == DEPTH
+        assert seen["backward all_gather"][0] == DEPTH - 3
+
+
+def test_persistent_parameters_are_gathered_after_the_step_only() -> None:
+    """Biases stay whole: one gather of all of them per step, and none around their use."""
+    settings = {**EVERYTHING_RELEASED, "stage3_param_persistence_threshold": WIDTH}
+    for seen in run_ranks(run_traffic, 2, settings, 1):
+        assert seen["step all_gather"] == (1, 2 * WIDTH * DEPTH)
+        assert seen["forward all_gather"] == (DEPTH, 2 * WIDTH * WIDTH * DEPTH)
+        assert seen["backward reduce_scatter"] == (DEPTH + 1, BYTES)
+
+
+def test_the_model_persistence_threshold_bounds_them() -> None:
+    settings = {
+        **EVERYTHING_RELEASED,
+        "stage3_param_persistence_threshold": WIDTH,
+        "stage3_model_persistence_threshold": 3 * WIDTH,
+    }
+    for seen in run_ranks(run_traffic, 2, settings, 1):
+        assert seen["step all_gather"] == (1, 2 * WIDTH * 3)
+
+
+def run_evaluation(rank: int, settings: dict[str, Any]) -> list[dict[str, tuple[int, int]]]:
+    engine = engine_for(settings)
+    seen = []
+    with torch.no_grad():
+        for _ in range(2):
+            ledger.reset()
+            engine(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+            seen.append(counted())
+    ledger.reset()
+    micro_step(engine)
+    return [*seen, counted()]
+
+
+def test_forwards_without_gradients_gather_once_while_it_fits() -> None:
+    """Generation used to gather the whole model for every token."""
+    first, second, training = run_ranks(run_evaluation, 2, EVERYTHING_RELEASED)[0]
+    assert first == {"forward all_gather": (DEPTH, BYTES)}
+    assert second == {}
+    assert training["forward all_gather"] == (DEPTH, BYTES)  # what inference kept does not outlive it
+
+
+def test_max_live_parameters_bounds_what_inference_keeps() -> None:
+    settings = {**EVERYTHING_RELEASED, "stage3_max_live_parameters": 3 * LAYER_NUMEL}
+    _, second, _ = run_ranks(run_evaluation, 2, settings)[0]
+    assert second == {"forward all_gather": (DEPTH - 3, BYTES * (DEPTH - 3) // DEPTH)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Memory of one training step on one rank, in bytes.
+
+    Attributes:
+        resting: held between steps, without buffers for exchanges.
+        within: allocated above that at the worst moment, blocks in shared memory left out.
+        kept: blocks that this rank has made in shared memory, all of them.
+    """
+
+    resting: int
+    within: int
+    kept: int
+
+    @property
+    def peak(self) -> int:
+        return self.resting + self.within + self.kept
+
+
+def run_memory(rank: int, num_steps: int) -> list[Step]:
+    before = live_bytes(shared_blocks())
+    engine = engine_for(EVERYTHING_RELEASED)
+    micro_step(engine)  # makes the optimizer's states
+    steps = []
+    for _ in range(num_steps):
+        resting = live_bytes(shared_blocks()) - before
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            micro_step(engine)
+        steps.append(Step(resting, most_allocated(profiled), kept_bytes()))
+    return steps
+
+
+def most_allocated(profiled: profile) -> int:
+    """The largest sum of bytes allocated less bytes freed since the beginning."""
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_between_steps_a_rank_holds_its_shards(world: int) -> None:
+    """Parameters, gradients, master and two moments, all divided by the world: ZeRO paper, section 3."""
+    for steps in run_ranks(run_memory, world, 2):
+        for step in steps:
+            assert step.resting / NUM_PARAMETERS == pytest.approx((2 + 2 + 12) / world, rel=0.03)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_within_a_step_two_units_are_there(world: int) -> None:
+    """Two with parameters and gradients: of the one in use both, and of what is on its way two buckets of gradients and
+    two rows of parameters. The test once looked at a forward only, and not at what is kept for exchanges."""
+    shards = (2 + 2 + 12) * NUM_PARAMETERS / world
+    units = 2 * (2 + 2) * LAYER_NUMEL
+    rows = 2 * 2 * LAYER_NUMEL / world
+    activations = (DEPTH + 2) * 2 * ROWS * WIDTH
+    # More than two ranks are summed in fp32, a chunk at a time, which in layers as small as these is the whole shard.
+    scratch = 2 * 4 * LAYER_NUMEL / world if world > 2 else 0
+    for steps in run_ranks(run_memory, world, 3):
+        for step in steps:
+            assert step.peak <= 1.03 * (shards + units + rows + activations + scratch) + SMALL_BYTES, step
+
+
+def run_first_step(rank: int) -> int:
+    engine = engine_for(EVERYTHING_RELEASED)
+    micro_step(engine)
+    return kept_bytes()
+
+
+def test_the_first_step_takes_no_more() -> None:
+    """Before ranks knew that they all go the same way, none waited for another: all gradients lay in buffers."""
+    for kept in run_ranks(run_first_step, 2):
+        assert kept <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES
+
+
+def run_flat(rank: int) -> list[tuple[int, int]]:
+    engine = engine_for(EVERYTHING_RELEASED)
+    levels = []
+    for step in range(200):
+        micro_step(engine)
+        if step % 50 == 49:
+            levels.append((live_bytes(shared_blocks()), kept_bytes()))
+    return levels
+
+
+def test_memory_is_flat_over_two_hundred_steps() -> None:
+    for levels in run_ranks(run_flat, 2):
+        assert len({live for live, _ in levels}) == 1
+        assert max(kept for _, kept in levels) <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES
