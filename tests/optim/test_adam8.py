@@ -16,7 +16,7 @@ from hf_zero.config import ConfigError, OptimizerPolicy, resolve
 from hf_zero.optim import Adam8bit, AdamW8bit, FusedAdam, runs_natively
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
 from hf_zero.optim.stored import StateForm, plain
-from tests.optim.sub_groups import run_sharded
+from tests.optim.shards import run_sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -109,7 +109,6 @@ _no_amsgrad = only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}"
 _not_by_head = only(False, "is not supported: a matrix is made orthogonal as a whole")
 _not_published = only(False, "is not part of the published algorithm; DeepSpeed ignores it")
 _always_true = only(True, "is always true here")
-_block_size = only(256, "is always 256 here")
 _newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')
 _backend = one_of(
     ("nccl", "mpi", "hccl", "compressed"),
@@ -122,6 +121,12 @@ def _above_zero(value: object) -> float:
     if not number:
         raise ValueError("must be above 0")
     return number
+
+
+def _block_size(value: object) -> int:
+    if value != 256:
+        raise ValueError("is always 256 here")
+    return 256
 
 
 _ADAM: dict[str, Check] = {
