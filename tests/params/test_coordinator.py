@@ -346,6 +346,22 @@ def test_a_checkpointed_layer_is_gathered_once_for_both_of_its_turns_in_backward
     assert of.gathered == []
 
 
+class CheckpointedTogether(Stack):
+    def forward(self, values: Tensor) -> Tensor:
+        return checkpoint(super().forward, values, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_what_backward_has_come_to_stays_while_layers_before_it_run_again() -> None:
+    of = cut(CheckpointedTogether(2), keeps(num=2, ahead=False))
+    train(of, VALUES.clone().requires_grad_())
+    events = of.drain()
+    assert events[events.index("end forward") + 1 :] == [
+        *("ask layers.1", "take layers.1"),  # its output's gradient has come
+        *("ask layers.0", "take layers.0", "run layers.0", "run layers.1"),
+        *("ask layers.0", "take layers.0", "end backward"),
+    ]
+
+
 # Order
 
 
