@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from torch import nn
 
 from hf_zero.checkpoint.background import BackgroundSave, in_host_memory
 from hf_zero.checkpoint.errors import CheckpointError
@@ -21,6 +22,7 @@ from hf_zero.checkpoint.files.zip_format import ALIGN_BYTES, headers, plan
 from hf_zero.checkpoint.plain import plain
 from hf_zero.checkpoint.script import ZERO_TO_FP32
 from hf_zero.checkpoint.view import Line, by_parameter
+from hf_zero.checkpoint.whole_weights import save_whole_weights
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout.reshard import Copy, Extent
 
@@ -124,3 +126,25 @@ def test_elements_that_stay_on_their_rank_are_views() -> None:
     (placed,) = exchange.fill(buffers)[0]
     assert exchange.is_local and placed.offset == 5
     assert placed.values.tolist() == [2, 3, 4] and placed.values.data_ptr() == buffers[1][2:].data_ptr()
+
+
+def test_whole_weights_are_the_state_dict_in_its_order_tied_ones_stored_once(tmp_path: Path) -> None:
+    model = nn.ModuleDict(
+        {"a": nn.Linear(3, 2, bias=False), "norm": nn.BatchNorm1d(2), "b": nn.Linear(3, 2, bias=False)}
+    )
+    model["b"].weight = model["a"].weight
+    model["norm"].bias.requires_grad_(False)
+    save_whole_weights(model, tmp_path / "folder" / "model.bin", LoneCollectives(), exclude_frozen=False)
+    read = torch.load(tmp_path / "folder" / "model.bin", weights_only=True)
+    assert list(read) == list(model.state_dict())
+    assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+    assert read["a.weight"].data_ptr() == read["b.weight"].data_ptr()
+    save_whole_weights(model, tmp_path / "trained.bin", LoneCollectives(), exclude_frozen=True)
+    assert set(read) - set(torch.load(tmp_path / "trained.bin", weights_only=True)) == {"norm.bias"}
+
+
+def test_whole_weights_that_cannot_be_written_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").mkdir()
+    with pytest.raises(CheckpointError, match="model.bin"):
+        save_whole_weights(nn.Linear(1, 1), tmp_path / "model.bin", LoneCollectives(), exclude_frozen=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]

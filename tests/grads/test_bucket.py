@@ -299,8 +299,9 @@ def test_clear_gives_up_the_room_where_whole_gradients_stand_beside_it() -> None
     of.keep_local()
     of.add_reduced(counted(32))
     before = of.reduced
+    assert of.local is not None
     of.clear()
-    assert of.reduced is not before
+    assert of.local is None and of.reduced is not before
 
 
 def test_idle_room_is_dropped_and_used_room_is_not() -> None:

@@ -203,6 +203,13 @@ def test_a_read_across_modules_gathers_for_the_reader() -> None:
     assert of.gathered == []
 
 
+def test_what_was_read_across_modules_is_released_with_its_reader() -> None:
+    of = cut(Reader(), keeps(num=2), reads=True)
+    with torch.no_grad():
+        assert torch.equal(of.model(VALUES), of.whole(VALUES))
+    assert of.gathered == []
+
+
 def test_a_read_outside_of_forward_and_backward_is_no_business_of_the_coordinator() -> None:
     of = cut(Reader(), keeps(num=2), reads=True)
     assert not of.coordinator.is_running
@@ -271,6 +278,31 @@ def test_a_backward_without_end_is_ended_by_the_next_forward() -> None:
     assert of.drain()[:2] == ["end backward", "ask layers.0"]
 
 
+class Passing(Telling):
+    """Returns what it was given, too."""
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(values), values
+
+
+class Through(Stack):
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.layers.append(Passing())
+
+    def forward(self, values: Tensor) -> Tensor:
+        new, old = self.layers[1](self.layers[0](values))
+        return new + old
+
+
+def test_an_output_that_was_only_passed_through_is_the_business_of_the_module_that_made_it() -> None:
+    of = cut(Through(), keeps(num=2))
+    train(of)
+    events = of.drain()
+    asked = [event for event in events[events.index("end forward") :] if event.startswith("ask")]
+    assert asked == ["ask layers.1", "ask layers.0"]
+
+
 # Containers, checkpoints
 
 
@@ -312,6 +344,36 @@ def test_a_container_keeps_its_own_parameters_while_anything_in_it_runs() -> Non
         "head": ["Nested", "head"],
     }
     assert of.gathered == []
+
+
+def test_backward_keeps_a_container_s_parameters_until_it_is_through_with_it() -> None:
+    of = cut(Nested(), keeps(num=5))
+    seen: dict[str, list[str]] = {}
+    for name, parameter in of.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.update({name: of.gathered}))
+    train(of)
+    assert {name: seen[name] for name in ("inner.layers.0.weight", "inner.layers.1.weight")} == {
+        "inner.layers.1.weight": ["Nested", "inner", "inner.layers.1"],
+        "inner.layers.0.weight": ["Nested", "inner", "inner.layers.0"],
+    }
+
+
+class Tied(nn.Module):
+    """Shares its own parameter with a layer in it, and reads it when that is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Telling()])
+        self.weight = self.layers[0].weight
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layers[0](values) @ self.weight
+
+
+def test_a_unit_stays_while_a_module_around_uses_it_too() -> None:
+    of = cut(Tied(), keeps(num=2))
+    train(of)
+    assert [event for event in of.drain() if event.startswith("ask")] == ["ask Tied", "ask Tied"]
 
 
 def test_a_part_called_by_itself_asks_for_nothing_beside_it() -> None:
@@ -386,6 +448,9 @@ def test_another_order_than_the_registered_one_is_noticed_and_taken_over() -> No
     train(of)
     asked = [event.removeprefix("ask layers.") for event in of.drain() if event.startswith("ask")]
     assert asked == ["2", "1", "0", "0", "1", "2"] and not of.coordinator.is_out_of_order
+    with torch.no_grad():
+        of.model.layers[2](VALUES)  # type: ignore[index, operator]
+    assert of.drain() == ["ask layers.2", "take layers.2", "run layers.2", "end forward"], "alone, it has nothing ahead"
 
 
 def test_the_order_does_not_change_under_a_pass() -> None:

@@ -10,6 +10,7 @@ from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements, in_memory_placement
+from hf_zero.optim import SubGroup
 from hf_zero.params.flat import FlatParameters
 from hf_zero.precision import Precision
 from hf_zero.step.agreement import listed, refuse_unused
@@ -68,6 +69,8 @@ def test_replaced_storage_is_refused_by_name() -> None:
 def test_an_optimizer_sees_flat_parts_or_whole_tensors() -> None:
     flat = store()
     (seen,) = sub_groups_of(flat, whole_tensors=False)
+    assert isinstance(seen, SubGroup) and (seen.bucket, seen.group, seen.lp_param) == (0, 0, None)
+    assert [(piece.parameter, piece.in_shard, piece.numel) for piece in seen.pieces] == [(0, 0, 6), (1, 32, 4)]
     assert [tuple(t.parameter.shape) for t in seen.tensors] == [(64,)]
     (seen,) = sub_groups_of(flat, whole_tensors=True)
     assert [(tuple(t.parameter.shape), t.whole) for t in seen.tensors] == [((2, 3), 0), ((4,), 1)]
