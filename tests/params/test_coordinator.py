@@ -104,6 +104,7 @@ def test_a_unit_that_is_used_twice_in_one_forward_is_gathered_twice_unless_it_is
     def num_gathers(plan: GatherPlan) -> int:
         of = cut(Twice(2), plan)
         train(of)
+        assert of.coordinator.seen == (0, 1) and not of.coordinator.is_out_of_order, "only the first use counts"
         return of.drain().count("ask layers.0")
 
     assert num_gathers(keeps(num=2)) == 4  # twice in forward, twice in backward
@@ -267,6 +268,16 @@ def test_positions_that_backward_does_not_need_are_not_fetched_ahead() -> None:
     of.model(VALUES).sum().backward()
     of.coordinator.end_backward()
     assert [event for event in of.drain() if event.startswith("ask")][3:] == ["ask layers.2", "ask layers.1"]
+
+
+def test_an_embedding_is_not_gathered_for_backward() -> None:
+    stack = Stack(2)
+    stack.layers[0] = nn.Embedding(8, 4)
+    of = cut(stack, limited(max_live_numel=0))
+    train(of, torch.tensor([[0, 3, 3]]))
+    events = of.drain()
+    asked = [event for event in events[events.index("end forward") :] if event.startswith("ask")]
+    assert asked == ["ask layers.1"]
 
 
 def test_a_backward_without_end_is_ended_by_the_next_forward() -> None:

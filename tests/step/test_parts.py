@@ -10,7 +10,7 @@ from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements, in_memory_placement
-from hf_zero.optim import SubGroup
+from hf_zero.optim.sub_group import SubGroup
 from hf_zero.params.flat import FlatParameters
 from hf_zero.precision import Precision
 from hf_zero.step.agreement import listed, refuse_unused
