@@ -82,8 +82,8 @@ def test_without_prefetch_a_unit_is_asked_for_when_it_is_entered() -> None:
 def test_a_unit_is_whole_while_its_module_runs_and_no_longer() -> None:
     of = cut(Stack(), keeps())
     seen: list[list[str]] = []
-    for layer in of.model.layers:  # type: ignore[union-attr]
-        layer.register_forward_hook(lambda *_: seen.append(of.gathered), prepend=True)  # type: ignore[union-attr]
+    for layer in of.model.layers:
+        layer.register_forward_hook(lambda *_: seen.append(of.gathered), prepend=True)
     with torch.no_grad():
         of.model(VALUES)
     assert seen == [["layers.0"], ["layers.1"], ["layers.2"]] and of.gathered == []
@@ -93,7 +93,7 @@ def test_a_unit_is_whole_while_its_module_runs_and_no_longer() -> None:
 def test_parameters_show_what_the_ranks_hold_together() -> None:
     of = cut(Stack(1), keeps(0))
     of.model(VALUES)
-    assert torch.equal(of.model.layers[0].weight, of.whole.layers[0].weight)  # type: ignore[index, union-attr]
+    assert torch.equal(of.model.layers[0].weight, of.whole.layers[0].weight)
 
 
 def test_a_unit_that_is_used_twice_in_one_forward_is_gathered_twice_unless_it_is_kept() -> None:
@@ -170,7 +170,7 @@ def test_persistent_units_are_never_asked_for_and_never_released() -> None:
     assert not any(persistent in event or "ask layers.1" in event for event in of.drain())
     of.coordinator.release_all()
     assert of.gathered == [persistent]
-    assert torch.equal(of.model.layers[1].weight, of.whole.layers[1].weight)  # type: ignore[index, union-attr]
+    assert torch.equal(of.model.layers[1].weight, of.whole.layers[1].weight)
 
 
 # Reads
@@ -214,7 +214,7 @@ def test_what_was_read_across_modules_is_released_with_its_reader() -> None:
 def test_a_read_outside_of_forward_and_backward_is_no_business_of_the_coordinator() -> None:
     of = cut(Reader(), keeps(num=2), reads=True)
     assert not of.coordinator.is_running
-    _ = of.model.layers[0].weight  # type: ignore[index, union-attr]
+    _ = of.model.layers[0].weight
     assert of.drain() == [] and of.gathered == []
 
 
@@ -259,6 +259,12 @@ def test_backward_tells_how_far_it_has_come() -> None:
     loss = of.model(VALUES).sum() + of.model(VALUES).sum()
     loss.backward()
     assert set(cursors[4:]) == {None}, "of two passes, the first one is not the last to come by"
+    of.coordinator.end_backward()
+    of.model.zero_grad()
+    of.whole.zero_grad()
+    cursors.clear()
+    train(of)
+    assert cursors == [3, 2, 1, 0]
 
 
 def test_positions_that_backward_does_not_need_are_not_fetched_ahead() -> None:
@@ -360,6 +366,8 @@ def test_a_container_keeps_its_own_parameters_while_anything_in_it_runs() -> Non
 def test_backward_keeps_a_container_s_parameters_until_it_is_through_with_it() -> None:
     of = cut(Nested(), keeps(num=5))
     seen: dict[str, list[str]] = {}
+    cursors: list[int | None] = []
+    of.coordinator.on_progress = cursors.append
     for name, parameter in of.model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.update({name: of.gathered}))
     train(of)
@@ -367,6 +375,7 @@ def test_backward_keeps_a_container_s_parameters_until_it_is_through_with_it() -
         "inner.layers.1.weight": ["Nested", "inner", "inner.layers.1"],
         "inner.layers.0.weight": ["Nested", "inner", "inner.layers.0"],
     }
+    assert cursors == [5, 4, 3, 2], "with a container backward is done only at its end"
 
 
 class Tied(nn.Module):
@@ -390,7 +399,7 @@ def test_a_unit_stays_while_a_module_around_uses_it_too() -> None:
 def test_a_part_called_by_itself_asks_for_nothing_beside_it() -> None:
     of = cut(Nested(), keeps(num=5))
     with torch.no_grad():
-        of.model.inner(VALUES)  # type: ignore[operator]
+        of.model.inner(VALUES)
     asked = [event for event in of.drain() if event.startswith("ask")]
     assert asked == ["ask inner", "ask inner.layers.0", "ask inner.layers.1"]
 
@@ -421,7 +430,7 @@ def test_a_checkpointed_layer_is_gathered_once_for_both_of_its_turns_in_backward
 
 class CheckpointedTogether(Stack):
     def forward(self, values: Tensor) -> Tensor:
-        return checkpoint(super().forward, values, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(super().forward, values, use_reentrant=False)
 
 
 def test_what_backward_has_come_to_stays_while_layers_before_it_run_again() -> None:
@@ -460,7 +469,7 @@ def test_another_order_than_the_registered_one_is_noticed_and_taken_over() -> No
     asked = [event.removeprefix("ask layers.") for event in of.drain() if event.startswith("ask")]
     assert asked == ["2", "1", "0", "0", "1", "2"] and not of.coordinator.is_out_of_order
     with torch.no_grad():
-        of.model.layers[2](VALUES)  # type: ignore[index, operator]
+        of.model.layers[2](VALUES)
     assert of.drain() == ["ask layers.2", "take layers.2", "run layers.2", "end forward"], "alone, it has nothing ahead"
 
 
@@ -502,7 +511,7 @@ def test_release_all_leaves_what_a_running_forward_uses() -> None:
         of.coordinator.release_all()
         seen.append(of.gathered)
 
-    of.model.layers[0].register_forward_pre_hook(release)  # type: ignore[index, union-attr]
+    of.model.layers[0].register_forward_pre_hook(release)
     of.model(VALUES)
     of.coordinator.release_all()
     assert seen == [["layers.0"]] and of.gathered == []

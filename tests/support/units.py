@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +94,8 @@ class Units:
         events: what has happened.
     """
 
-    model: nn.Module
-    whole: nn.Module
+    model: Any
+    whole: Any
     units: tuple[Unit, ...]
     hooked_modules: list[HookedModule]
     coordinator: ParameterCoordinator
