@@ -17,6 +17,7 @@ from hf_zero.config import FilePolicy
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.requests import FileAccess
+from hf_zero.offload.nvme.swap_file import SwapFile
 from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
 from hf_zero.offload.store import CappedStore, MemoryStore
 from hf_zero.offload.vector import Part, part_of
@@ -243,4 +244,16 @@ def test_where_direct_io_is_refused_the_cache_serves(
     monkeypatch.undo()
     store = drive.store(file, BufferPool(limit=2))
     assert torch.equal(store.adopt("v", torch.arange(10.0)).view(), torch.arange(10.0))
+    drive.close()
+
+
+def test_places_in_a_file_are_whole_pages_and_are_used_again(tmp_path: Path) -> None:
+    drive = Drive(tmp_path, FilePolicy(block_bytes=8192, queue_depth=3))
+    file = drive.file("places")
+    assert isinstance(file, SwapFile)
+    first, second = file.allocate(10), file.allocate(5000)
+    third = file.allocate(1)
+    assert second - first > 0 and third - second >= 5000 and (second - first) % 4096 == (third - second) % 4096 == 0
+    file.free(first, 10)
+    assert file.allocate(20, unused=True) > third and file.allocate(20) == first
     drive.close()

@@ -1,0 +1,102 @@
+"""Small parts of the communication, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Rows, mirror
+from hf_zero.comm.collectives import LoneCollectives
+from hf_zero.comm.compressed_mean import CompressedMean
+from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.layout import Interval
+from hf_zero.params.buffers import broadcast_buffers
+
+
+class OneRow:
+    """A source of two units, each of one row."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+
+    def name(self, unit: int) -> str:
+        return f"unit {unit}"
+
+    def open_rows(self, unit: int) -> Sequence[Tensor]:
+        self.opened.append(unit)
+        return [torch.full((3,), float(unit))]
+
+    def close_rows(self, unit: int) -> None: ...
+
+    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
+        return row.new_empty(numel)
+
+    def give_buffer(self, rows: Rows) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["alike", "lockstep"])
+def test_a_rank_alone_gets_what_it_asks_for(kind: str) -> None:
+    collectives, source = LoneCollectives(), OneRow()
+    negotiation = collectives.negotiation
+    if kind == "lockstep":
+        negotiation = LockstepNegotiation(collectives, LoneCollectives(), host_waits=False)
+    first = negotiation.register(source, 2)
+    ahead = [negotiation.gather(first + unit, order=unit, in_backward=False) for unit in (0, 1)]
+    assert [[rows.row(0).tolist() for rows in gathering.wait()] for gathering in ahead] == [[[0.0] * 3], [[1.0] * 3]]
+    assert source.opened == [0, 1]
+    assert negotiation.end(in_backward=False) is False and negotiation.end(in_backward=True, failed=True) is True
+    negotiation.step(first)
+    assert negotiation.version == 1
+
+
+def test_units_of_an_engine_that_is_gone_cannot_be_gathered() -> None:
+    negotiation, source = LoneCollectives().negotiation, OneRow()
+    first = negotiation.register(source, 2)
+    negotiation.forget(first, 2)
+    with pytest.raises(RuntimeError, match="destroyed, or dropped"):
+        negotiation.gather(first, order=0, in_backward=False)
+
+
+def test_the_compressed_mean_keeps_signs_and_owes_the_rest() -> None:
+    mean = CompressedMean(LoneCollectives(), torch.empty(16), [Interval(0, 5), Interval(8, 16)])
+    flat = torch.zeros(16)
+    flat[:5] = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
+    flat[8:] = 1.0
+    before = flat.clone()
+    mean.average(flat, [0])
+    assert flat[:5].sign().tolist() == [1, -1, 1, -1, 1] and flat[:5].abs().unique().numel() == 1
+    assert not flat[5:8].any() and torch.equal(flat[8:], before[8:]), "padding, and a tensor that was not asked for"
+    assert torch.allclose(flat[:5] + mean.error_feedback()[:5], before[:5], atol=1e-6)
+    mean.forget()
+    assert not mean.error_feedback().any()
+
+
+def test_buffers_of_any_dtype_are_broadcast_in_one_message_each() -> None:
+    class Doubling(LoneCollectives):
+        messages: list[Tensor] = []
+
+        def _broadcast(self, tensor: Tensor, source: int) -> None:
+            self.messages.append(tensor.clone())
+            tensor.mul_(2)
+
+    module = nn.Module()
+    for name, value in {
+        "a": torch.ones(2),
+        "b": torch.tensor(3),
+        "c": torch.full((1,), 5.0),
+        "d": torch.empty(0),
+    }.items():
+        module.register_buffer(name, value)
+    collectives = Doubling()
+    broadcast_buffers(module, collectives)
+    assert [message.tolist() for message in collectives.messages] == [[1, 1, 5], [3]]
+    assert (module.a.tolist(), module.b.item(), module.c.tolist()) == ([2, 2], 6, [10])
+
+
+def test_every_name_of_the_mirror_is_there() -> None:
+    assert all(callable(getattr(mirror, name)) for name in mirror.__all__)
+    assert mirror.get_world_group() is None and mirror.get_all_ranks_from_group() == [0]
+    assert mirror.allgather_fn is mirror.all_gather_into_tensor and mirror.has_all_reduce_coalesced()

@@ -1,0 +1,87 @@
+"""A drive that fails on one rank stops all of them; and where the shards of parameters are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zero.comm.collectives import LoneCollectives
+from hf_zero.config.policies import ParameterOffload
+from hf_zero.offload.failures import stop_if_any, sync_failures, together
+from hf_zero.offload.nvme import at_signal
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.parameter_placement import store_of_parameters
+from hf_zero.offload.placement import Placements, in_memory_placement
+from hf_zero.offload.store import MemoryStore
+
+CPU = torch.device("cpu")
+
+
+class Others(LoneCollectives):
+    """This rank and one more, which has failed, or not."""
+
+    def __init__(self, problem: str | None) -> None:
+        super().__init__()
+        self.problem = problem
+        self.messages = 0
+
+    def gather_objects(self, value: object) -> list[object]:
+        self.messages += 1
+        return [value, self.problem]
+
+    def _agree(self, values: torch.Tensor) -> None:
+        values += self.problem is not None
+
+
+def test_all_ranks_hear_of_one_rank_s_problem() -> None:
+    with pytest.raises(StorageError, match="^rank 1: no space$"):
+        stop_if_any(None, Others("no space"))
+    with pytest.raises(StorageError, match="rank 0: mine; rank 1: theirs"):
+        stop_if_any(StorageError("mine"), Others("theirs"))
+    stop_if_any(None, Others(None))
+
+
+def test_what_is_done_together_fails_together() -> None:
+    def fail() -> int:
+        raise StorageError("read-only")
+
+    assert together(lambda: 3, Others(None)) == 3
+    with pytest.raises(StorageError, match="rank 1: full"):
+        together(lambda: 3, Others("full"))
+    with pytest.raises(StorageError, match="rank 0: read-only"):
+        together(fail, Others(None))
+
+
+def test_while_all_is_well_one_number_travels() -> None:
+    well, failed = Others(None), Others("gone")
+    sync_failures(None, well, CPU)
+    assert well.messages == 0
+    with pytest.raises(StorageError, match="rank 1: gone"):
+        sync_failures(None, failed, CPU)
+    assert failed.messages == 1
+
+
+def test_shards_of_parameters_stay_in_memory_unless_a_drive_is_asked_for() -> None:
+    policy = ParameterOffload(device="cpu", folder=None, pinned=False, buffer_count=1, buffer_numel=1, host_numel=0)
+    for store in (store_of_parameters(None, CPU, None), store_of_parameters(policy, CPU, None)):
+        assert isinstance(store, MemoryStore) and not store.can_fail
+        assert store.adopt("weights", torch.arange(3.0)).take().tolist() == [0, 1, 2]
+
+
+def test_the_far_placement_is_used_up_first() -> None:
+    near, far = in_memory_placement(CPU), in_memory_placement(CPU)
+    placements = Placements(CPU, near, far, far_numel=10)
+    assert [placements.next(6) is far for _ in range(3)] == [True, True, False]
+    assert placements.failure is None
+
+
+def test_what_is_to_be_tidied_up_at_a_signal_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[int] = []
+    monkeypatch.setattr(at_signal, "_watch", lambda: watched.append(1))
+    monkeypatch.setattr(at_signal, "_tasks", [])
+    task = lambda: None  # noqa: E731
+    at_signal.at_signal(task)
+    assert at_signal._tasks == [task] and watched == [1]
+    at_signal.forget(task)
+    at_signal.forget(task)
+    assert at_signal._tasks == []

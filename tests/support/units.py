@@ -1,0 +1,209 @@
+"""Rank 0 of two, without processes: a model cut into units, and a negotiation that hands over rows at once.
+
+Everything that happens is one list of words, in order: what is asked for ("ask a"), what is waited for ("take a"), what
+runs ("run a"), and where passes end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Gathering, Negotiation
+from hf_zero.comm.collectives import Collectives, LoneCollectives
+from hf_zero.comm.negotiation import Decision, Kind
+from hf_zero.comm.rows import FlatRows, Pending
+from hf_zero.layout import ParameterSpec
+from hf_zero.offload.placement import Placements, in_memory_placement
+from hf_zero.params.coordinator import ParameterCoordinator
+from hf_zero.params.gather_plan import GatherPlan
+from hf_zero.params.gathered_modules import find_gathered_modules
+from hf_zero.params.hooked_modules import HookedModule, hook_modules
+from hf_zero.params.read_hooks import watch
+from hf_zero.params.sharded_parameter import ShardedParameter, local_chunk
+from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
+from hf_zero.params.unit_builder import Channels, Trained, UnitBuilder
+from hf_zero.precision import Precision
+
+WORLD = 2
+CPU = torch.device("cpu")
+
+
+class RankZero(LoneCollectives):
+    """The first rank of two, whose values are everybody's."""
+
+    def __init__(self) -> None:
+        Collectives.__init__(self, rank=0, world=WORLD)
+
+
+class PromptNegotiation(Negotiation):
+    """Grants every request when it is asked, with rows that `rows_of` has for the other rank.
+
+    Attributes:
+        events: what was asked for, and waited for.
+        orders: of every gather, what its request says about the order.
+        some_rank_failed: what the end of a pass says.
+    """
+
+    def __init__(self, events: list[str], rows_of: Callable[[int], Sequence[Tensor]]) -> None:
+        super().__init__(rank=0, world=WORLD)
+        self.events = events
+        self.orders: list[int] = []
+        self.some_rank_failed = False
+        self._rows_of = rows_of
+
+    def settle(self, gathering: Gathering) -> Decision:
+        assert gathering.decision is not None, "granted when asked"
+        if gathering.request.kind is Kind.GATHER:
+            self.events.append(f"take {self._source(gathering.request.unit)[0].name(gathering.request.unit)}")
+        return gathering.decision
+
+    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
+        request = gathering.request
+        everybody = frozenset(range(WORLD))
+        gathering.decision = Decision(None, everybody, request.kind is Kind.END and self.some_rank_failed)
+        if request.kind is not Kind.GATHER:
+            phase = "backward" if request.in_backward else "forward"
+            self.events.append("step" if request.kind is Kind.STEP else f"end {phase}")
+            return
+        source, local = self._source(request.unit)
+        self.events.append(f"ask {source.name(local)}")
+        self.orders.append(request.order)
+        gathering.rows = [
+            _joined(mine, other, source.take_buffer(mine.numel() * WORLD, mine))
+            for mine, other in zip(rows, self._rows_of(request.unit), strict=True)
+        ]
+
+
+def _joined(mine: Tensor, other: Tensor, buffer: Tensor) -> FlatRows:
+    flat = buffer[: mine.numel() * WORLD].copy_(torch.cat([mine, other]))
+    return FlatRows(buffer, flat, WORLD, Pending())
+
+
+@dataclass
+class Units:
+    """A model of which this rank holds half, watched by a coordinator.
+
+    Attributes:
+        whole: a copy that nobody has cut.
+        events: what has happened.
+    """
+
+    model: Any
+    whole: Any
+    units: tuple[Unit, ...]
+    hooked_modules: list[HookedModule]
+    coordinator: ParameterCoordinator
+    negotiation: PromptNegotiation
+    events: list[str] = field(default_factory=list)
+
+    def drain(self) -> list[str]:
+        """What has happened since the last call."""
+        found = list(self.events)
+        self.events.clear()
+        return found
+
+    @property
+    def gathered(self) -> list[str]:
+        """Names of the units that are whole now."""
+        return [unit.name for unit in self.units if unit.is_gathered]
+
+    def unit(self, name: str) -> Unit:
+        return next(unit for unit in self.units if unit.name == name)
+
+
+def cut(
+    model: nn.Module,
+    plan: GatherPlan | Callable[[Sequence[HookedModule]], GatherPlan],
+    *,
+    persistent: Collection[str] = (),
+    reads: bool = False,
+) -> Units:
+    """Cut `model` and watch it.
+
+    Args:
+        persistent: names of parameters that stay whole.
+        reads: whether reads of parameters are noticed too.
+    """
+    whole = copy.deepcopy(model)
+    units = _built(model, persistent)
+    rows = {unit.index: [_other_row(part, dict(whole.named_parameters())) for part in unit.parts] for unit in units}
+    events: list[str] = []
+    negotiation = PromptNegotiation(events, rows.__getitem__)
+    unit_of = {id(m.parameter): unit for unit in units if not unit.is_persistent for m in unit.members}
+    hooked_modules = hook_modules(find_gathered_modules(model), unit_of)
+    used = [hooked for hooked in hooked_modules if hooked.position is not None]
+    chosen = plan if isinstance(plan, GatherPlan) else plan(used)
+    coordinator = ParameterCoordinator(units, hooked_modules, chosen, negotiation)
+    for unit in units:
+        if unit.is_persistent:
+            _gather(unit, negotiation)
+    coordinator.watch()
+    if reads:
+        _notice_reads(model, coordinator, unit_of)
+    for name, module in model.named_modules():
+        if isinstance(module, Telling):
+            module.name, module.events = name, events
+    events.clear()
+    negotiation.orders.clear()
+    return Units(model, whole, units, hooked_modules, coordinator, negotiation, events)
+
+
+class Telling(nn.Module):
+    """A matrix that says when it runs."""
+
+    name = ""
+    events: list[str]
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.events = []
+        self.weight = nn.Parameter(torch.randn(size, size) / size)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.events.append(f"run {self.name}")
+        return torch.tanh(values @ self.weight)
+
+
+def _built(model: nn.Module, persistent: Collection[str]) -> tuple[Unit, ...]:
+    parameters = dict(model.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    specs = [ParameterSpec(name, parameter.numel(), 0, "float32") for name, parameter in trained.items()]
+    collectives = RankZero()
+    builder = UnitBuilder(
+        Trained(list(trained.values()), specs),
+        {id(parameter): name for name, parameter in parameters.items()},
+        Precision(None, None, None),
+        Channels(collectives, collectives, collectives),
+        Placements(CPU, in_memory_placement(CPU)),
+    )
+    stays = {id(parameters[name]) for name in persistent}
+    return builder.build(find_gathered_modules(model), list(parameters.values()), stays)
+
+
+def _other_row(part: UnitPart, values: Mapping[str, Tensor]) -> Tensor:
+    """What the other rank holds."""
+    row = torch.zeros(part.layout.row_numel, dtype=part.dtype)
+    for slot, member in zip(part.layout.slots, part.members, strict=True):
+        row[slot.offset : slot.offset + slot.chunk] = local_chunk(values[member.name], 1, WORLD)
+    return row
+
+
+def _gather(unit: Unit, negotiation: Negotiation) -> None:
+    unit.start(negotiation.gather(unit.index, order=0, in_backward=False))
+    unit.finish(GatherBuffers())
+
+
+def _notice_reads(model: nn.Module, coordinator: ParameterCoordinator, unit_of: Mapping[int, Unit]) -> None:
+    def on_read(handle: ShardedParameter) -> None:
+        if coordinator.is_running:
+            coordinator.read(unit_of[id(handle.parameter)])
+
+    for module in model.modules():
+        if any(id(parameter) in unit_of for parameter in module.parameters(recurse=False)):
+            watch(module, on_read)

@@ -1,0 +1,391 @@
+"""The house's habits as rules over its sources: sizes, words, and a test for every module of the engine's rooms.
+
+Where something stands out of a rule it is listed here with its reason. A list only shrinks: a test fails as soon as an
+entry of it is not needed any more.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import PACKAGE, ROOT, room_of, sources
+
+MAX_FILE_LINES = 400
+MAX_BODY_LINES = 60
+MAX_METHODS = 20
+MAX_MODULES = 20
+MIN_FILE_LINES = 40
+
+_GROWN = "more than one concern by now: to be divided"
+
+# File -> the most lines it may have, and why.
+LONG_FILES = {
+    "comm/cpu/shared_memory.py": (460, _GROWN),
+    "params/coordinator.py": (412, _GROWN),
+    "step/optimizer.py": (407, _GROWN),
+}
+
+# Class -> the most methods it may have, and why.
+LARGE_CLASSES = {
+    "api/engine_settings.py: EngineSettings": (29, "thin surface: DeepSpeed's getters of settings, a line each"),
+    "integration/compat/accelerator.py: Accelerator": (47, "thin surface: DeepSpeed's accelerator, a line each"),
+    "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
+    "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
+    "grads/bucket.py: BucketGradients": (21, _GROWN),
+    "grads/reducer.py: GradientReducer": (24, _GROWN),
+    "optim/adafactor.py: AdafactorUpdater": (23, _GROWN),
+    "params/coordinator.py: ParameterCoordinator": (35, _GROWN),
+    "params/sharded.py: ShardedParameters": (35, _GROWN),
+    "step/optimizer.py: ZeroOptimizer": (38, _GROWN),
+}
+
+_PER_KERNEL = "one file per kernel"
+_PER_MODULE = "one file for each foreign module that is patched"
+_PER_LAUNCHER = "one file per launcher"
+_LEAF = "imported from below by what cannot know each other"
+_PER_NAME = "one file for each module of DeepSpeed's"
+
+# Fifteen would be enough; today there are more.
+SMALL_FILES = {
+    "api/external_parameters.py": "a module of DeepSpeed's names",
+    "api/generation.py": "a context of its own, of stage 3 and of the engine",
+    "api/loader.py": "a loader, not an engine",
+    "api/model_view.py": "the only place where the resolver's view meets torch",
+    "checkpoint/errors.py": _LEAF,
+    "checkpoint/opening.py": "where every reader begins",
+    "checkpoint/plain.py": _LEAF,
+    "checkpoint/script.py": "goes into checkpoint folders as a program",
+    "device/host_copy.py": _LEAF,
+    "errors.py": _LEAF,
+    "integration/compat/config_objects.py": _PER_NAME,
+    "integration/compat/versions.py": _PER_NAME,
+    "integration/huggingface/output_folder.py": "no part of the patch that asks it",
+    "integration/names/distribution.py": "what importlib.metadata asks alone",
+    "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
+    "integration/patches/peft_utils_other.py": _PER_MODULE,
+    "integration/patches/transformers_generation_utils.py": _PER_MODULE,
+    "kernels/chunks.py": _LEAF,
+    "kernels/dispatch.py": _LEAF,
+    "kernels/gpu/norm.py": _PER_KERNEL,
+    "kernels/gpu/unscale.py": _PER_KERNEL,
+    "kernels/norm.py": _PER_KERNEL,
+    "kernels/numbers.py": _LEAF,
+    "kernels/rounding.py": _PER_KERNEL,
+    "kernels/unscale.py": _PER_KERNEL,
+    "launch/backends/local.py": _PER_LAUNCHER,
+    "launch/backends/slurm.py": _PER_LAUNCHER,
+    "launch/errors.py": _LEAF,
+    "launch/executables.py": "the commands that an installation puts on the path",
+    "layout/intervals.py": _LEAF,
+    "layout/memory.py": "the counterpart of layout/partitions.py",
+    "layout/sub_groups.py": "one way of cutting, as each file of layout is",
+    "optim/sgd.py": "one file per optimizer",
+    "params/buffers.py": "of buffers: everything else here is of parameters",
+    "schedules/range_test.py": "one file per schedule",
+    "step/minimum_loss_scale.py": "an error's long text and what it needs",
+    "versions.py": _LEAF,
+}
+
+# Old word -> what the house says instead.
+REPLACED_WORDS = {
+    "adopt_edits": "sync_masters",
+    "birth": "init_rules, or what the constructor does",
+    "cut_chunk": "local_chunk",
+    "furnish": "attach_offload",
+    "gatherer": "coordinator",
+    "honoured": "supported",
+    "inert": "ignored",
+    "let_go": "reshard, of parameters; release, of buffers",
+    "make_whole": "unshard or unpartition",
+    "narrow": "lp (low precision): lp_param",
+    "narrow_masters": "low_precision_masters",
+    "obituary": "dead_ranks",
+    "owed": "error (error feedback)",
+    "portion": "sub_group",
+    "publish": "all_gather_params",
+    "residency": "gather_plan",
+    "seat": "rank_environment",
+    "shelf": "stager",
+    "stray": "unfilled",
+    "take_back": "roll_back",
+    "takeover": "patch",
+    "unbuilt": "unsupported",
+}
+REPLACED_IN_PARAMS = {"scope": "hooked_module or gathered_module"}
+
+_BUFFERS = "of a block of shared memory: the opposite of taking hold of it"
+_HOLDS_BACK = "of a reducer: the opposite of hold_back"
+
+# (file, identifier) -> why it may stay.
+KEPT_WORDS = {
+    ("api/engine_gradients.py", "let_go"): _HOLDS_BACK,
+    ("comm/cpu/host.py", "let_go"): _BUFFERS,
+    ("comm/cpu/shared_memory.py", "let_go"): _BUFFERS,
+    ("config/canonical.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
+    ("config/choices/optimizer.py", "_not_published"): "of an algorithm: what the paper does not have",
+    ("grads/reducer.py", "let_go"): _HOLDS_BACK,
+}
+
+
+ENGINE_ROOMS = frozenset(
+    ("layout", "device", "comm", "offload", "optim", "params", "grads", "step", "checkpoint", "schedules", "kernels")
+)
+
+_SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"
+_BY_NAME = "imported by name: tests/kernels/cases.py"
+
+# Module that only tests of something larger run -> which.
+UNTESTED = {
+    "hf_zero.checkpoint.deepspeed.module_part": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.deepspeed.read_sharded": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.deepspeed.read_whole": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.deepspeed.state_dicts": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.deepspeed.universal": "the command is run: tests/checkpoint/test_universal.py",
+    "hf_zero.checkpoint.load": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.save": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.service": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.shard_states": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
+    "hf_zero.kernels.gpu.adagrad": _BY_NAME,
+    "hf_zero.kernels.gpu.adam": _BY_NAME,
+    "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",
+    "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
+    "hf_zero.kernels.gpu.lamb": _BY_NAME,
+    "hf_zero.kernels.gpu.lion": _BY_NAME,
+    "hf_zero.kernels.gpu.sgd": _BY_NAME,
+    "hf_zero.optim.onebit.compressing": "the base of three optimizers: tests/optim/test_one_bit.py",
+    "hf_zero.optim.stager": "needs an updater with offload: tests/offload",
+    "hf_zero.params.sharded": "needs ranks: tests/end_to_end/test_stage3_*.py",
+}
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Path inside the package -> source."""
+    root = ROOT / PACKAGE
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sources().values()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Path inside the package -> what it says."""
+    return {path: ast.parse(text) for path, text in texts().items()}
+
+
+def num_lines(source: str) -> int:
+    return len(source.splitlines())
+
+
+def beyond(found: Mapping[str, int], limit: int, exceptions: Mapping[str, tuple[int, str]]) -> list[str]:
+    """What is larger than it may be, and exceptions that are not needed."""
+    too_large = [
+        f"{name}: {number} (at most {most})"
+        for name, number in found.items()
+        if number > (most := exceptions.get(name, (limit, ""))[0])
+    ]
+    idle = [f"{name}: no exception any more" for name in exceptions if found.get(name, 0) <= limit]
+    return sorted([*too_large, *idle])
+
+
+# Sizes
+
+
+def test_no_file_is_longer_than_one_concern_needs() -> None:
+    assert beyond({path: num_lines(text) for path, text in texts().items()}, MAX_FILE_LINES, LONG_FILES) == []
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement behind the docstring to the last."""
+    has_more = ast.get_docstring(function) is not None and len(function.body) > 1
+    last = function.end_lineno
+    assert last is not None, "parsed from text"
+    return last - function.body[has_more].lineno + 1
+
+
+def test_no_function_is_longer_than_a_page() -> None:
+    found = {
+        f"{path}: {node.name} (line {node.lineno})": body_lines(node)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert beyond(found, MAX_BODY_LINES, {}) == []
+
+
+def num_methods(node: ast.ClassDef) -> int:
+    """A property and its setter are one."""
+    return len({part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))})
+
+
+def test_no_class_has_more_methods_than_a_reader_remembers() -> None:
+    found = {
+        f"{path}: {node.name}": num_methods(node)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert beyond(found, MAX_METHODS, LARGE_CLASSES) == []
+
+
+def test_no_room_has_more_modules_than_one_looks_through() -> None:
+    modules = Counter(str(Path(path).parent) for path in texts() if not path.endswith("__init__.py"))
+    assert beyond(modules, MAX_MODULES, {}) == []
+
+
+def test_small_files_are_few_and_have_a_reason() -> None:
+    small = {
+        path
+        for path, text in texts().items()
+        if num_lines(text) < MIN_FILE_LINES and Path(path).stem not in {"__init__", "__main__"}
+    }
+    assert sorted(small - SMALL_FILES.keys()) == [], "these belong to a neighbour"
+    assert sorted(SMALL_FILES.keys() - small) == [], "these are not small any more, or gone: take them from the list"
+
+
+# Words
+
+
+def replaced_in(path: str, source: str) -> Iterator[tuple[int, str, str, str]]:
+    """Line, identifier, old word, new word, for every identifier that has an old word in it."""
+    table = {**REPLACED_WORDS, **(REPLACED_IN_PARAMS if path.startswith("params/") else {})}
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    for before, token, after in zip([tokens[0], *tokens], tokens, [*tokens[1:], tokens[-1]]):
+        if token.type != tokenize.NAME:
+            continue
+        if token.string == "narrow" and (before.string, after.string) == (".", "("):
+            continue  # Tensor.narrow
+        for old in words_in(token.string, tuple(table)):
+            yield token.start[0], token.string, old, table[old]
+
+
+@functools.cache
+def words_in(identifier: str, words: tuple[str, ...]) -> list[str]:
+    """Those of `words` that `identifier` has among its own, alone or with an ending."""
+    spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower()
+    return [word for word in words if re.search(rf"(?:^|_){word}(?:s|es|ed|d|ing)?(?:_|$)", spelled)]
+
+
+@functools.cache
+def all_replaced() -> list[tuple[str, int, str, str, str]]:
+    return [(path, *found) for path, text in texts().items() for found in replaced_in(path, text)]
+
+
+def test_replaced_words_stay_replaced() -> None:
+    found = [
+        f"{path}:{line}: {identifier} says {old!r}; say {new}"
+        for path, line, identifier, old, new in all_replaced()
+        if (path, identifier) not in KEPT_WORDS
+    ]
+    found += [
+        f"{path}: the file's name says {old!r}; say {new}"
+        for path in texts()
+        for name in Path(path).with_suffix("").parts
+        for old, new in REPLACED_WORDS.items()
+        if old in words_in(name, tuple(REPLACED_WORDS))
+    ]
+    assert found == []
+
+
+def test_kept_words_are_still_there() -> None:
+    found = {(path, identifier) for path, _, identifier, _, _ in all_replaced()}
+    assert sorted(KEPT_WORDS.keys() - found) == [], "take these from the list"
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "words"),
+    [
+        ("step/a.py", "def take_back(): ...", ["take_back"]),
+        ("step/a.py", "class GathererOfRows: ...", ["gatherer"]),
+        ("step/a.py", "self._shelf.x", ["shelf"]),
+        ("step/a.py", "num_portions = 3", ["portion"]),
+        ("step/a.py", "narrow = x.narrow(0, 1, 2)", ["narrow"]),
+        ("step/a.py", "narrow_masters = True", ["narrow", "narrow_masters"]),
+        ("params/a.py", "for scope in scopes: ...", ["scope", "scope"]),
+        ("step/a.py", "scope = 1", []),
+        ("step/a.py", "x.narrow(0, 1, 2)  # a seat", []),
+        ("step/a.py", "allowed = '''a shelf'''", []),
+        ("step/a.py", "inertia = borrowed + nearest", []),
+    ],
+)
+def test_words_are_found_in_identifiers_alone(path: str, source: str, words: list[str]) -> None:
+    assert [old for _, _, old, _ in replaced_in(path, source)] == words
+
+
+def test_sizes_are_measured() -> None:
+    function = ast.parse("def f():\n    '''Doc\n    string.'''\n    a = 1\n\n    return a\n").body[0]
+    assert isinstance(function, ast.FunctionDef) and body_lines(function) == 3
+    kind = ast.parse("class A:\n    @property\n    def a(self): ...\n    @a.setter\n    def a(self, v): ...\n").body[0]
+    assert isinstance(kind, ast.ClassDef) and num_methods(kind) == 1
+    assert beyond({"a": 5, "b": 3}, 4, {}) == ["a: 5 (at most 4)"]
+    assert beyond({"a": 5, "b": 3}, 4, {"a": (5, "")}) == []
+    assert len(beyond({"a": 6, "b": 3}, 4, {"a": (5, ""), "b": (5, ""), "gone": (9, "")})) == 3
+
+
+# Tests
+
+
+def homes_of(module: str, name: str, modules: Mapping[str, ast.Module]) -> set[str]:
+    """Where `from module import name` finds it: a module, or what a room hands on from one of its modules."""
+    if f"{module}.{name}" in modules:
+        return {f"{module}.{name}"}
+    found = {module} & modules.keys()
+    is_room = found and any(other.startswith(f"{module}.") for other in modules)
+    for node in modules[module].body if is_room else ():
+        if isinstance(node, ast.ImportFrom) and node.module and name in {a.asname or a.name for a in node.names}:
+            found |= homes_of(node.module, name, modules)
+    return found
+
+
+def imported_by(tree: ast.Module, modules: Mapping[str, ast.Module]) -> set[str]:
+    """Those of `modules` that a test imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & modules.keys()
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found = found.union(*(homes_of(node.module, alias.name, modules) for alias in node.names))
+    return found
+
+
+def untested(modules: Mapping[str, ast.Module], tests: Iterable[ast.Module]) -> set[str]:
+    """The modules of the engine's rooms that no test imports."""
+    tested = set[str]().union(*(imported_by(test, modules) for test in tests))
+    return {module for module in modules if room_of(module) in ENGINE_ROOMS} - tested
+
+
+def test_every_module_of_the_engine_is_imported_by_a_test() -> None:
+    root = ROOT / PACKAGE
+    modules = {module: trees()[path.relative_to(root).as_posix()] for module, path in sources().items()}
+    tests = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))]
+    rooms = {module for module, path in sources().items() if path.name == "__init__.py"}
+    found = untested(modules, tests) - rooms
+    assert sorted(found - UNTESTED.keys()) == [], "write a test that imports these"
+    assert sorted(UNTESTED.keys() - found) == [], "these have one, or are gone: take them from the list"
+
+
+def test_imports_are_followed_through_rooms_and_no_further() -> None:
+    sources = {
+        "hf_zero.layout": "from hf_zero.layout.units import lay_rows",
+        "hf_zero.layout.units": "from hf_zero.layout.buckets import Bucket\ndef lay_rows(): ...",
+        "hf_zero.layout.buckets": "class Bucket: ...",
+        "hf_zero.config": "",
+    }
+    modules = {module: ast.parse(source) for module, source in sources.items()}
+
+    def left(test: str) -> set[str]:
+        return untested(modules, [ast.parse(test)]) - {"hf_zero.layout"}
+
+    assert left("") == {"hf_zero.layout.units", "hf_zero.layout.buckets"}
+    assert left("from hf_zero.layout import lay_rows") == {"hf_zero.layout.buckets"}
+    assert left("from hf_zero.layout.units import Bucket") == {"hf_zero.layout.buckets"}
+    assert left("def f():\n    from hf_zero.layout import buckets") == {"hf_zero.layout.units"}
+    assert left("import hf_zero.layout.units, hf_zero.layout.buckets") == set()
