@@ -110,7 +110,7 @@ test-oracle: venv oracle ## compare with a real DeepSpeed (sets up .oracle first
 	@HF_ZERO_ORACLE_PYTHON=$(ORACLE_PY) $(TEST_ENV) $(BIN)/python -m pytest -q -m oracle $(ARGS)
 
 bench: venv ## measure the engine against its peers; options through ARGS="--engine ..."
-	@$(BIN)/python bench/api/api/api/engine.py $(ARGS)
+	@$(BIN)/python bench/engine.py $(ARGS)
 
 bench-offload: venv ## train from a drive what does not fit, and measure the drive; FOLDER=/mnt/nvme names it
 	@$(BIN)/python bench/offload.py --folder $(FOLDER) $(ARGS)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that `python bench/api/api/api/engine.py` works as well as `python -m bench.engine`
+sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works as well as `python -m bench.engine`
 
 from bench import report  # noqa: E402
 from bench.surroundings import machine, public, rank_environments  # noqa: E402

@@ -169,7 +169,7 @@ def test_bytes_on_a_drive(tmp_path: Path) -> None:
     engine = wide_engine(2, **{**on_drive(tmp_path, parameters=False), **WHOLE_BLOCKS, "sub_group_size": 1 << 16})
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
     stager = engine._assembly.optimizer.updater.stager
-    vectors = XX
+    vectors = [vector for sub_group in stager.sub_groups for vector in sub_group.stored.vectors.values()]
     assert vectors and all(isinstance(vector, SwappedVector) for vector in vectors)
     assert 2.0 <= sum(vector.num_bytes for vector in vectors) / numel <= 2.1
     for state in engine._assembly.optimizer.state.values():
