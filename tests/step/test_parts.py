@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hf_zero.optim.sub_group import SubGroup
+from hf_zero.step.sub_groups import sub_groups_of
 from torch import nn
 
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements, in_memory_placement
-from hf_zero.optim.sub_group import SubGroup
 from hf_zero.params.flat import FlatParameters
 from hf_zero.precision import Precision
 from hf_zero.step.agreement import listed, refuse_unused
 from hf_zero.step.minimum_loss_scale import refuse_minimum_loss_scale
 from hf_zero.step.peers import peers_of, spread_of
-from hf_zero.step.sub_groups import sub_groups_of
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
