@@ -44,9 +44,10 @@ class Surface:
         return update_wrapper(partial(method, thing), method)
 
     def missing(self, name: str) -> AttributeError | None:
-        """The error for a name of DeepSpeed that is not built; None for any other."""
+        """The error for a name of DeepSpeed that is not supported; None for any other."""
         if name not in self.refused:
             return None
         return AttributeError(
-            f"{self._owner}.{name} is not built in hf_zero: {self.refused[name]} (docs/deepspeed_names.md)", name=name
+            f"{self._owner}.{name} is not supported by hf_zero: {self.refused[name]} (docs/deepspeed_names.md)",
+            name=name,
         )

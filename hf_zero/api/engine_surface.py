@@ -84,7 +84,7 @@ _ZERO_KEYS = {
     "save_muon_momentum_buffer_in_memory": "save_muon_momentum_buffer_in_memory",
     "sub_group_size": "sub_group_size",
 }
-# Switches of what is not built; the config refuses to turn them on.
+# Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
     "autotuning_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled "
     "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion random_ltd_enabled "
@@ -113,7 +113,7 @@ def _key(path: str) -> Callable[[Any], Any]:
 
 
 def _never(engine: Any) -> bool:
-    """False: this is not built, and the config refuses to turn it on."""
+    """False: this is not supported, and the config refuses to turn it on."""
     return False
 
 
@@ -300,8 +300,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _COMPILER = "engine.compile() runs the model under torch.compile"
-_DATA = "data efficiency is not built: sample and shorten in the data loader or collator"
-_PROFILER = "the flops profiler is not built: torch.utils.flop_counter.FlopCounterMode counts operations"
+_DATA = "data efficiency is not supported: sample and shorten in the data loader or collator"
+_PROFILER = "the flops profiler is not supported: torch.utils.flop_counter.FlopCounterMode counts operations"
 _INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
 _EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
 REFUSED = {
@@ -310,7 +310,7 @@ REFUSED = {
     "sparse_allreduce_no_retain": _REDUCTION,
     "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info "
     "autotuning_model_info_path autotuning_profile_model_info autotuning_start_profile_step": (
-        "autotuning is not built: `python -m hf_zero explain ds.json` says what a config means"
+        "autotuning is not supported: `python -m hf_zero explain ds.json` says what a config means"
     ),
     "clip_fp32_gradients": "engine.step() clips by the key gradient_clipping",
     "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "
@@ -323,7 +323,7 @@ REFUSED = {
     "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules": _PROFILER,
     "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
     "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _EXPERTS,
-    "tensor_parallel_config": "tensor parallelism is not built: autotp_size() is 0",
+    "tensor_parallel_config": "tensor parallelism is not supported: autotp_size() is 0",
     "torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler": "torch_autocast_enabled() and "
     "torch_autocast_dtype() say how forward runs; loss_scale() is the scale",
     "engine_timers engine_timers_cache fwd_duration get_wall_clock_timers print_forward_breakdown timers": (
@@ -331,7 +331,7 @@ REFUSED = {
     ),
     "checkpoint_engine": "save_checkpoint and load_checkpoint read and write files themselves",
     "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size": "a checkpoint loads at any number of ranks",
-    "monitor summary_events": "monitors are not built: Trainer's report_to writes to TensorBoard, W&B and Comet",
+    "monitor summary_events": "monitors are not supported: Trainer's report_to writes to TensorBoard, W&B and Comet",
     "optimized_linear_base_weight_sharding optimized_linear_lora_enabled": "LoRA comes from PEFT",
     "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
     "update_interval warn_unscaled_loss": _INSIDE,

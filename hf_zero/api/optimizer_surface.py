@@ -249,11 +249,11 @@ REFUSED = {
     "configure_autoep_folding_tp_gradient_reduction ep_process_group expert_dp_process_group expert_gradients "
     "get_ep_ranks is_moe_group is_moe_param_group autoep_folding_spec autoep_folding_tp_group "
     "non_expert_gradients": _EXPERTS,
-    "create_zenflow_hooks zenflow": "zenflow is not built: offload_optimizer without it",
+    "create_zenflow_hooks zenflow": "zenflow is not supported: offload_optimizer without it",
     "muon_beta muon_momentum_buffer_partitioned_groups_flat muon_ns_method save_muon_momentum_buffer_in_memory "
     "sub_groups_using_muon use_muon": "Muon's states: utils.safe_get_full_optimizer_state(parameter, key)",
     "all2all_process_group invalidate_secondary_tensor quantize_nontrainable_params zero_hpz_partition_size "
-    "zero_quantized_nontrainable_weights": "ZeRO++ is not built: stage 3 without its keys",
+    "zero_quantized_nontrainable_weights": "ZeRO++ is not supported: stage 3 without its keys",
     "get_hp_param_device backup_optimizer deepspeed_adam_offload get_flat_partition "
     "hp_params_pin_buffers lp_grad_partitions_flat_pin_buffers lp_param_buffer lp_param_contiguous_pin_buffer "
     "lp_params_pin_buffers max_params_in_cpu next_swappable_fp32_partitioned_groups offload_gradient_dict "

@@ -1,4 +1,4 @@
-"""zero.Init: modules are born sharded, one after the other, so that no rank ever holds the model."""
+"""zero.Init: modules are sharded as they are made, one after the other, so that no rank ever holds the model."""
 
 from __future__ import annotations
 
@@ -259,6 +259,6 @@ def _precision(config: Any, dtype: torch.dtype | None) -> Precision:
 
 def _refuse_device(remote_device: str | None) -> NoReturn:
     raise NotImplementedError(
-        f"zero.Init(remote_device={remote_device!r}): shards are born on the training device or in host memory (cpu); "
+        f"zero.Init(remote_device={remote_device!r}): shards are made on the training device or in host memory (cpu); "
         "leave the argument out"
     )

@@ -17,7 +17,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Ledger:
-    """Tallies by (phase, operation). Phases: setup, backward, step, control."""
+    """Tallies by (phase, operation). Phases: setup, forward, backward, step, checkpoint, control."""
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
     current_phase: str = "setup"

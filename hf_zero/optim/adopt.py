@@ -36,8 +36,8 @@ def adopt(
     optimizer.param_groups[:] = groups
     if made_state_at_init:
         # Adagrad and its like fill `state` in the constructor: let it do so again, for the masters.
-        newborn = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
-        optimizer.state.update(newborn.state)
+        fresh = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
+        optimizer.state.update(fresh.state)
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> bool:

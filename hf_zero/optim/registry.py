@@ -145,6 +145,6 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
         raise ConfigError([Problem(path, True, rule, fix)])
     dtype = None if precision.low_precision_states else torch.float32
     optimizer.state_dtype = dtype  # type: ignore[attr-defined]
-    for state in optimizer.state.values():  # that of an optimizer which makes it at birth
+    for state in optimizer.state.values():  # that of an optimizer which makes it in its constructor
         for kind in filter(lambda kind: family.form_of(kind) is None, family.state_names(optimizer.param_groups[0])):
             state[kind] = state[kind].to(dtype or state[kind].dtype)

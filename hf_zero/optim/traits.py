@@ -66,7 +66,7 @@ class Traits:
 
     @property
     def cuts(self) -> bool:
-        """Whether a sub-group may be updated in sub-groups, one after the other, without changing the result."""
+        """Whether what a rank owns of a bucket may be updated in sub-groups without changing the result."""
         return self.sees in (Sees.ELEMENTS, Sees.FLAT_SHARDS)
 
     @property

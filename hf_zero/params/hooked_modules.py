@@ -75,7 +75,7 @@ def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -
 
 
 def use_of(hooked: HookedModule) -> Use:
-    """What the gather plan need to know of it."""
+    """What the gather plan needs to know of it."""
     return Use(
         units=tuple(unit.index for unit in hooked.units),
         numel=sum(unit.numel for unit in hooked.units),

@@ -32,7 +32,7 @@ class ShardedParameters(ParameterStore):
     """Every floating parameter of a module in shards, trained or not.
 
     Attributes:
-        parameter coordinator: gathers and releases units around their use.
+        coordinator: gathers and releases units around their use.
         units: in gather order; the persistent one, if any, comes last.
     """
 

@@ -51,10 +51,6 @@ class GatherBuffers:
         if rows.buffer is not None:
             self._free.setdefault(rows.buffer.dtype, []).append(rows.buffer)
 
-    def drop(self) -> None:
-        """Free what nobody uses."""
-        self._free.clear()
-
 
 def digest(values: Tensor) -> Tensor:
     """0-dim int64, equal for equal bits. Rows and columns of a table of them count by number, so order matters too."""

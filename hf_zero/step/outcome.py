@@ -95,7 +95,7 @@ class StepOutcome:
 
     @property
     def has_overwritten(self) -> bool:
-        """Whether any rank has written to parameters that it holds only a sub-group of."""
+        """Whether any rank has written to parameters that it holds only a shard of."""
         return self._read()[1] > 0
 
     @property

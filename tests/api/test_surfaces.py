@@ -209,10 +209,10 @@ def test_refused_names_say_what_to_use_instead() -> None:
     engine = new_engine(1)
     assert not hasattr(engine, "allreduce_gradients") and not hasattr(engine.optimizer, "ipg_buckets")
     with pytest.raises(
-        AttributeError, match=r"engine.allreduce_gradients is not built in hf_zero: engine.backward\(\)"
+        AttributeError, match=r"engine.allreduce_gradients is not supported by hf_zero: engine.backward\(\)"
     ):
         engine.allreduce_gradients()
-    with pytest.raises(AttributeError, match="optimizer.backward is not built in hf_zero: engine.backward"):
+    with pytest.raises(AttributeError, match="optimizer.backward is not supported by hf_zero: engine.backward"):
         engine.optimizer.backward(None)
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         engine.no_such_thing  # noqa: B018

@@ -204,7 +204,7 @@ class InProcessWorld:
 
     # What ranks tell each other
 
-    def copy_to_lp(self, source: int, target: int, word: bytes, descriptor: int | None) -> None:
+    def deliver(self, source: int, target: int, word: bytes, descriptor: int | None) -> None:
         self._inboxes[source, target].append((word, None if descriptor is None else os.dup(descriptor)))
         self.may_be_overtaken(source)
 
@@ -310,7 +310,7 @@ class InProcessWires(Wires):
     def send(self, peer: int, word: bytes, descriptor: int | None = None) -> bool:
         if self._world.is_gone(peer):
             raise Gone
-        self._world.copy_to_lp(self._rank, peer, word, descriptor)
+        self._world.deliver(self._rank, peer, word, descriptor)
         return True
 
     def receive(self, peer: int) -> tuple[bytes, list[int]]:
