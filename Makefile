@@ -6,7 +6,7 @@ PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 WORKERS ?= 2
 # What `make test-frameworks` sets up and tests, each in .frameworks/NAME.
-FRAMEWORKS ?= lightning sentence_transformers llamafactory swift ray
+FRAMEWORKS ?= lightning sentence_transformers llamafactory swift ray diffusers
 ARGS    ?=
 SETS    ?=
 FOLDER  ?= /tmp

@@ -31,6 +31,7 @@ def run(
     arguments: Sequence[object] = (),
     *,
     ranks: int | None = RANKS,
+    launcher: Sequence[object] = (),
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 600,
 ) -> Finished:
@@ -40,5 +41,11 @@ def run(
     environment = {"PATH": path, **(environment or {})}
     path_of_script = Path(__file__).parent / script
     return launch(
-        path_of_script, arguments, processes=ranks, python=python, environment=environment, timeout_s=timeout_s
+        path_of_script,
+        arguments,
+        processes=ranks,
+        launcher=launcher,
+        python=python,
+        environment=environment,
+        timeout_s=timeout_s,
     ).check()
