@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_zero.optim.sub_group import SubGroup
-from hf_zero.step.sub_groups import sub_groups_of
 from torch import nn
 
 from hf_zero.comm.collectives import LoneCollectives
@@ -22,7 +20,7 @@ CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 
 
-def store(dtype: torch.dtype = torch.float32) -> FlatParameters:
+def store(dtype: torch.dtype = torch.float32, *, whole_tensors: bool = False) -> FlatParameters:
     """Two parameters of a world of one, in one bucket."""
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3).to(dtype)), nn.Parameter(torch.ones(4, dtype=dtype))]
     name = str(dtype).removeprefix("torch.")
@@ -34,6 +32,7 @@ def store(dtype: torch.dtype = torch.float32) -> FlatParameters:
         LoneCollectives(),
         Placements(CPU, in_memory_placement(CPU)),
         Precision(None, None, None),
+        whole_tensors=whole_tensors,
     )
 
 
@@ -48,7 +47,7 @@ def test_flat_parameters_are_views_of_one_buffer() -> None:
 def test_what_is_written_into_a_parameter_reaches_its_master_once() -> None:
     flat = store(BF16)
     (bucket,) = flat.buckets
-    master = bucket.sub_groups[0].master.take()
+    master = bucket.sub_groups[0].master
     assert bucket.has_masters and master.dtype == torch.float32
     master[0] = 7.0  # finer than any weight; an update would do this
     flat.sync_masters()
@@ -68,11 +67,12 @@ def test_replaced_storage_is_refused_by_name() -> None:
 
 def test_an_optimizer_sees_flat_parts_or_whole_tensors() -> None:
     flat = store()
-    (seen,) = sub_groups_of(flat, whole_tensors=False)
-    assert isinstance(seen, SubGroup) and (seen.bucket, seen.group, seen.lp_param) == (0, 0, None)
+    (seen,) = flat.buckets[0].sub_groups
+    assert (seen.bucket, seen.group, seen.lp_param) == (0, 0, None)
     assert [(piece.parameter, piece.in_shard, piece.numel) for piece in seen.pieces] == [(0, 0, 6), (1, 32, 4)]
     assert [tuple(t.parameter.shape) for t in seen.tensors] == [(64,)]
-    (seen,) = sub_groups_of(flat, whole_tensors=True)
+    flat = store(whole_tensors=True)
+    (seen,) = flat.buckets[0].sub_groups
     assert [(tuple(t.parameter.shape), t.whole) for t in seen.tensors] == [((2, 3), 0), ((4,), 1)]
     assert seen.tensors[0].parameter.data_ptr() == flat.parameters[0].data_ptr()
 
@@ -80,7 +80,7 @@ def test_an_optimizer_sees_flat_parts_or_whole_tensors() -> None:
 def test_peers_give_whole_tensors_out_of_parts_and_take_them_back() -> None:
     flat = store()
     peers = peers_of(flat, LoneCollectives())
-    (seen,) = sub_groups_of(flat, whole_tensors=False)
+    (seen,) = flat.buckets[0].sub_groups
     wholes = peers.gather_whole(seen, seen.master)
     assert peers.members(seen) == [0, 1] and torch.equal(wholes[0], flat.parameters[0].detach())
     part = peers.scatter_whole(seen, {0: wholes[0] * 2, 1: wholes[1]})
