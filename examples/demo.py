@@ -18,7 +18,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_clm.py"
-CONFIG = ROOT / "configs" / "zero2_bf16.json"
+CONFIGS = {"bf16": ROOT / "configs" / "zero2_bf16.json", "fp32": ROOT / "configs" / "zero2.json"}
 
 # Sizes that a pair of CPU cores can teach something in three minutes.
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_layers": 2, "num_heads": 8}
@@ -32,22 +32,43 @@ LOSS_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Machine:
-    """How many training processes this machine gets, and on what."""
+    """How many training processes this machine gets, on what, and in which precision."""
 
     num_processes: int
     device: str
+    precision: str = "bf16"
 
     @classmethod
     def detect(cls) -> Machine:
         import torch  # late: `--help` need not wait for it
 
         num_gpus = torch.cuda.device_count()
-        return cls(num_gpus, "cuda") if num_gpus else cls(2, "cpu")
+        return cls(num_gpus, "cuda") if num_gpus else cls(2, "cpu", "bf16" if multiplies_bf16() else "fp32")
 
     @property
     def label(self) -> str:
         kind = "GPU" if self.device == "cuda" else "CPU"
         return f"{self.num_processes} {kind} process{'es' if self.num_processes > 1 else ''}"
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has products in bf16; one that only emulates them takes a hundred times as long.
+
+    What it says of itself does not tell which of them PyTorch has a fast path for, so a layer's three are timed.
+    """
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        inputs, weight = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        best = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            outputs = torch.nn.functional.linear(inputs, weight)
+            outputs @ weight, outputs.T @ inputs
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    return seconds(torch.bfloat16) < 4 * seconds(torch.float32)
 
 
 def flags(values: dict[str, int]) -> list[str]:
@@ -59,7 +80,8 @@ def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
     per_process = max(1, SEQUENCES_PER_STEP // machine.num_processes)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(machine.num_processes), str(SCRIPT)]
-    command += ["--deepspeed", str(CONFIG), "--bf16", *(["--use_cpu"] if machine.device == "cpu" else [])]
+    command += ["--deepspeed", str(CONFIGS[machine.precision]), *(["--use_cpu"] if machine.device == "cpu" else [])]
+    command += ["--bf16"] if machine.precision == "bf16" else []
     command += ["--do_train", "--do_eval", "--output_dir", str(output), "--max_steps", str(steps)]
     command += [*flags(MODEL), *flags(DATA)]
     command += ["--per_device_train_batch_size", str(per_process), "--per_device_eval_batch_size", "8"]
@@ -114,7 +136,7 @@ def show_results(console: Console, machine: Machine, output: Path) -> bool:
     size = f"{model.num_parameters() / 1e6:.1f}M parameters"
 
     curve = output / "loss.png"
-    draw_loss_curve(history, MODEL["vocab_size"], f"{size}, ZeRO-2, bf16, {machine.label}", curve)
+    draw_loss_curve(history, MODEL["vocab_size"], f"{size}, ZeRO-2, {machine.precision}, {machine.label}", curve)
     data_args = DataArguments(block_size=DATA["block_size"], max_eval_samples=DATA["max_eval_samples"])
     documents = load_text(data_args)
     # The blocks that the Trainer saw, from the cache; only the model is what was saved.
@@ -134,7 +156,9 @@ def show_results(console: Console, machine: Machine, output: Path) -> bool:
     table.add_column()
     table.add_column(overflow="fold")
     table.add_row("model", f"Llama-style, {size}, vocabulary {len(tokenizer)}")
-    table.add_row("trained", f"{history.num_steps} steps, {num_tokens:,} tokens, {machine.label}, ZeRO-2, bf16")
+    table.add_row(
+        "trained", f"{history.num_steps} steps, {num_tokens:,} tokens, {machine.label}, ZeRO-2, {machine.precision}"
+    )
     table.add_row("speed", f"{num_tokens / history.train_seconds:,.0f} tokens/s")
     table.add_row("training loss", f"{history.first_loss:.2f} -> {history.last_loss:.2f} ({-fall:.0%})")
     verdict = "[green]the same[/green]" if same else "[bold red]NOT the same[/bold red]"
@@ -164,7 +188,10 @@ def main() -> None:
     # Only a folder that an earlier demo left is replaced; anything else of that name is not ours to delete.
     if (output / "trainer_state.json").exists():
         shutil.rmtree(output)
-    console.print(f"[bold]hf_zero demo[/bold]: the standard library's sources, {machine.label}, ZeRO-2, bf16")
+    setting = f"{machine.label}, ZeRO-2, {machine.precision}"
+    console.print(f"[bold]hf_zero demo[/bold]: the standard library's sources, {setting}", highlight=False)
+    if machine.precision == "fp32":
+        console.print("fp32, because this processor only emulates products in bf16", highlight=False)
     console.print(f"1/2 training {options.steps} steps with an unmodified Hugging Face Trainer", highlight=False)
     train(machine, options.steps, output)
     console.print("2/2 loading the saved model back", highlight=False)

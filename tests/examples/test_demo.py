@@ -31,6 +31,12 @@ def test_command_on_two_cores(tmp_path: Path) -> None:
     assert option(command, "--per_device_train_batch_size") == str(demo.SEQUENCES_PER_STEP // 2)
 
 
+def test_a_processor_that_only_emulates_bf16_gets_fp32(tmp_path: Path) -> None:
+    """On one without products in bf16 a step of the demo took ten seconds, and the whole of it two hours."""
+    command = training_command(Machine(2, "cpu", "fp32"), 600, tmp_path)
+    assert option(command, "--deepspeed").endswith("configs/zero2.json") and "--bf16" not in command
+
+
 @pytest.mark.parametrize("num_gpus", [1, 3, 64])
 def test_command_on_gpus(tmp_path: Path, num_gpus: int) -> None:
     command = training_command(Machine(num_gpus, "cuda"), 600, tmp_path)
