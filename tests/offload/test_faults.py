@@ -17,12 +17,13 @@ from hf_zero.api import parameter_access
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme.requests import FileAccess, StorageError
 from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
+from tests.offload.refusing_access import RefusingAccess
 from tests.offload.test_offload import on_drive
 from tests.support.models import mlp_batches
 from tests.support.ranks import RankFailure, run_ranks
 
 
-class FailingOnce(FileAccess):
+class FailingOnce(RefusingAccess):
     """Fails for good from one moment on."""
 
     def __init__(self, verb: str, error: int) -> None:
@@ -30,19 +31,7 @@ class FailingOnce(FileAccess):
         self._error = error
         self.is_broken = False
 
-    def read_at(self, file: int, into: memoryview, offset: int) -> int:
-        self._check("read")
-        return super().read_at(file, into, offset)
-
-    def write_at(self, file: int, source: memoryview, offset: int) -> int:
-        self._check("write")
-        return super().write_at(file, source, offset)
-
-    def reserve(self, file: int, offset: int, num_bytes: int) -> None:
-        self._check("reserve")
-        super().reserve(file, offset, num_bytes)
-
-    def _check(self, verb: str) -> None:
+    def check(self, verb: str) -> None:
         if self.is_broken and verb == self._verb:
             raise OSError(self._error, os.strerror(self._error))
 

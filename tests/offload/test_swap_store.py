@@ -21,6 +21,7 @@ from hf_zero.offload.nvme.swap_file import SwapFile
 from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
 from hf_zero.offload.store import CappedStore, MemoryStore
 from hf_zero.offload.vector import Part, part_of
+from tests.offload.refusing_access import RefusingAccess
 
 CPU = torch.device("cpu")
 ODD = (1, 7, 1024, 5000, 100_003)
@@ -136,7 +137,7 @@ def test_a_capped_store_fills_memory_first(tmp_path: Path) -> None:
     drive.close()
 
 
-class Failing(FileAccess):
+class Failing(RefusingAccess):
     """Fails once it has been told to."""
 
     def __init__(self) -> None:
@@ -144,19 +145,7 @@ class Failing(FileAccess):
         self.verb = ""
         self.num_refused = 0
 
-    def read_at(self, file: int, into: memoryview, offset: int) -> int:
-        self._check("read")
-        return super().read_at(file, into, offset)
-
-    def write_at(self, file: int, source: memoryview, offset: int) -> int:
-        self._check("write")
-        return super().write_at(file, source, offset)
-
-    def reserve(self, file: int, offset: int, num_bytes: int) -> None:
-        self._check("reserve")
-        super().reserve(file, offset, num_bytes)
-
-    def _check(self, verb: str) -> None:
+    def check(self, verb: str) -> None:
         if self.error is not None and verb == self.verb:
             self.num_refused += 1
             raise OSError(self.error, os.strerror(self.error))

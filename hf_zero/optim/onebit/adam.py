@@ -58,14 +58,8 @@ class OneBitAdamUpdater(CompressingUpdater):
             if is_warm:
                 self._compressed(sub_group, gradient, gradients)
             else:
-                self._exact(sub_group, gradient, gradients)
+                exact_update(self, sub_group, gradient, gradients)
             yield sub_group
-
-    def _exact(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
-        vectors = self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
-        rule = rule_of(self.optimizer.param_groups[sub_group.group])
-        for run in self.runs(sub_group, gradients):
-            adam(vectors.part(run.start, run.numel), rule, self.num_updates, gradients.scale)
 
     def _compressed(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
         group, moment = self.optimizer.param_groups[sub_group.group], self.moment(sub_group)
@@ -75,6 +69,14 @@ class OneBitAdamUpdater(CompressingUpdater):
         vectors = self.vectors(sub_group, self.own_part(sub_group, moment), (VARIANCE,))
         for run in self.runs(sub_group, gradients):
             frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
+
+
+def exact_update(updater: CompressingUpdater, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+    """Adam's own update, with a gradient that has been averaged exactly."""
+    vectors = updater.vectors(sub_group, gradient, (MOMENT, VARIANCE))
+    rule = rule_of(updater.optimizer.param_groups[sub_group.group])
+    for run in updater.runs(sub_group, gradients):
+        adam(vectors.part(run.start, run.numel), rule, updater.num_updates, gradients.scale)
 
 
 def rule_of(group: dict[str, Any]) -> AdamRule:

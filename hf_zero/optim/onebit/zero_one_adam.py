@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.adam import adam
 from hf_zero.kernels.frozen_adam import frozen_adam
-from hf_zero.optim.onebit.adam import rule_of
+from hf_zero.optim.onebit.adam import exact_update
 from hf_zero.optim.onebit.compressing import (
     MOMENT,
     VARIANCE,
@@ -100,7 +99,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
             if number > self.optimizer.var_freeze_step:
                 self._alone(sub_group, gradient, gradients)
             elif self._is_exact(number):
-                self._exact(sub_group, gradient, gradients)
+                exact_update(self, sub_group, gradient, gradients)
             else:
                 self._one_bit(sub_group, gradient, gradients)
             yield sub_group
@@ -115,12 +114,6 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         if number > self.optimizer.var_freeze_step:
             return False
         return not self.compresses or number % self._counter(VARIANCE_EVERY) == 0
-
-    def _exact(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
-        vectors = self.vectors(sub_group, gradient, (MOMENT, VARIANCE))
-        rule = rule_of(self.optimizer.param_groups[sub_group.group])
-        for run in self.runs(sub_group, gradients):
-            adam(vectors.part(run.start, run.numel), rule, self.num_updates, gradients.scale)
 
     def _one_bit(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
         slots, moment = self.slots(sub_group, gradients), self.moment(sub_group)

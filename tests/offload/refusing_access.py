@@ -1,0 +1,24 @@
+"""Access to files that a test can let fail."""
+
+from __future__ import annotations
+
+from hf_zero.offload.nvme.requests import FileAccess
+
+
+class RefusingAccess(FileAccess):
+    """Asks `check`, which may raise, before everything that it does."""
+
+    def check(self, verb: str) -> None:
+        """`verb`: read, write or reserve."""
+
+    def read_at(self, file: int, into: memoryview, offset: int) -> int:
+        self.check("read")
+        return super().read_at(file, into, offset)
+
+    def write_at(self, file: int, source: memoryview, offset: int) -> int:
+        self.check("write")
+        return super().write_at(file, source, offset)
+
+    def reserve(self, file: int, offset: int, num_bytes: int) -> None:
+        self.check("reserve")
+        super().reserve(file, offset, num_bytes)
