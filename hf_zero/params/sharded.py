@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from hf_zero.params.hooked_modules import HookedModule, hook_modules, use_of
 from hf_zero.params.leaf_modules import mark_leaves
 from hf_zero.params.read_hooks import unwatch, watch
 from hf_zero.params.sharded_parameter import ShardedParameter, of, refuse_overwritten
-from hf_zero.params.store import ParameterStore, Reductions, TrainedBucket
+from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
 from hf_zero.params.unit_builder import Channels, Placed, Trained, UnitBuilder
 from hf_zero.precision import Precision
@@ -264,11 +264,11 @@ class ShardedParameters(ParameterStore):
                 position_of.setdefault(unit, position)
         return [position_of.get(unit, -1) for unit, _ in self._parts_in_reduce_order]
 
-    def connect(self, reducer: Reductions) -> None:
+    def tell_progress(self, pass_by: Callable[[int], None]) -> None:
         def tell(cursor: int | None) -> None:
             # Where the expected order is not the real one, what seems to be missing may still come.
             if cursor is not None and not self.coordinator.is_out_of_order:
-                reducer.pass_by(sum(first > cursor for first in self._finished_at))
+                pass_by(sum(first > cursor for first in self._finished_at))
 
         self.coordinator.on_progress = tell
 

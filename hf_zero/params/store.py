@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +57,6 @@ class TrainedBucket:
                 target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
 
 
-class Reductions(Protocol):
-    """What a store may tell the owner of the gradients."""
-
-    def pass_by(self, num_buckets: int) -> None:
-        """No gradient for the first `num_buckets` buckets is to be expected any more in this backward."""
-
-
 class ParameterStore(ABC):
     """Holds the weights of an engine in the form its stage demands.
 
@@ -95,8 +87,9 @@ class ParameterStore(ABC):
     def all_gather_params(self, bucket: int) -> Pending:
         """Bring the updated weights of a bucket to where the next forward pass finds them. Collective."""
 
-    def connect(self, reducer: Reductions) -> None:
-        """Tell `reducer` how far backward has come, where the store knows."""
+    def tell_progress(self, pass_by: Callable[[int], None]) -> None:
+        """Call `pass_by(n)` when backward has come so far that no gradient of the first n buckets is to be expected
+        any more, where the store knows."""
         return None
 
     @property

@@ -187,14 +187,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @contextmanager
     def reduced_gradient(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[torch.Tensor | None]:
         """The reduced gradient of `sub_group` (1-D, sum over ranks); None when there is none."""
-        bucket = self._reducer.buckets[sub_group.bucket]
-        if not bucket.has_reduced:
+        gradients = self._reducer.buckets[sub_group.bucket].reduced
+        if not gradients.is_there:
             yield None
             return
         if changes:
-            bucket.forget_squares()
             self._agreement.forget()
-        with bucket.reduced.opened(changes=changes) as reduced:
+        with gradients.opened(changes=changes) as reduced:
             yield reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
     def optimizer_state(self, sub_group: SubGroup, key: str) -> torch.Tensor | None:
@@ -269,7 +268,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def true_anywhere(self, facts: Sequence[bool]) -> list[bool]:
         """Which of these facts hold on any rank. Collective."""
         nothing = torch.zeros(1, dtype=torch.float64, device=self._store.device)
-        return [count > 0 for count in self._collectives.agree_with_facts(nothing, [float(fact) for fact in facts])]
+        return [count > 0 for count in self._collectives.sum_with_facts(nothing, [float(fact) for fact in facts])]
 
     def foresee_norm(self) -> None:
         """Let `grad_norm` be that of what `step` would apply now. Collective; does not wait for the device."""
@@ -369,7 +368,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _own_gradient(self, sub_group: SubGroup) -> torch.Tensor:
         """The reduced gradient of a sub-group, while it is in place."""
-        reduced = self._reducer.buckets[sub_group.bucket].reduced.take()
+        reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
         return reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
     def _local_gradient(self, sub_group: SubGroup) -> torch.Tensor:

@@ -177,7 +177,7 @@ class HostCollectives(ExchangeCollectives):
             received[peer].copy_(theirs.view(start, received[peer].numel(), received[peer].dtype))
         self._give_back(blocks)
 
-    def _agree(self, values: Tensor) -> None:
+    def _sum_small(self, values: Tensor) -> None:
         own = values.flatten()
         call, label = self._post_same(own, _Call.AGREE)
         blocks = self._claim(call, label)
