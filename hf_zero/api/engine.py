@@ -22,8 +22,8 @@ from hf_zero.comm import collectives_for
 from hf_zero.config import Resolved
 from hf_zero.errors import WrongMoment
 from hf_zero.log import logger
-from hf_zero.params.buffers import broadcast_buffers
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.consolidation import broadcast_buffers
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark

@@ -18,7 +18,7 @@ from hf_zero.api.engine_module import EngineModule
 from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.comm import ledger
 from hf_zero.config import Resolved
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.timing import PhaseTimer
 

@@ -75,7 +75,8 @@ def shard_numel(engine: Any) -> int:
 
 def idle_buffers(engine: Any) -> int:
     """Bytes in send and receive buffers that are kept between steps."""
-    pools = [engine._assembly.optimizer._collectives.buffers(), *engine._store.coordinator._buffers._free.values()]
+    received = engine._store.coordinator.prefetcher.buffers._free
+    pools = [engine._assembly.optimizer._collectives.buffers(), *received.values()]
     return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
 
 
