@@ -52,8 +52,6 @@ _PER_NAME = "one file for each module of DeepSpeed's"
 
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
-    "api/external_parameters.py": "a module of DeepSpeed's names",
-    "api/generation.py": "a context of its own, of stage 3 and of the engine",
     "api/loader.py": "a loader, not an engine",
     "api/model_view.py": "the only place where the resolver's view meets torch",
     "checkpoint/errors.py": _LEAF,
