@@ -17,6 +17,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_rank
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
+from hf_zero.device.kinds import BACKENDS
 from hf_zero.surface import Surface
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -240,7 +241,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
     "data_parallel_group": lambda engine: get_world_group(),
-    "dist_backend": lambda engine: "nccl" if engine.device.type == "cuda" else "gloo",
+    "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
     "enable_backward_allreduce": lambda engine: True,
     "expert_data_parallel_group": lambda engine: {},

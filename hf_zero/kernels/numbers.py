@@ -10,5 +10,5 @@ from torch import Tensor
 
 def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """1-D. The copy leaves from page-locked memory, so that the host does not stand by until it is done."""
-    here = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    here = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type not in ("cpu", "meta"))
     return here.to(device, non_blocking=True)
