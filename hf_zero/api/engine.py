@@ -21,6 +21,7 @@ from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import collectives_for
 from hf_zero.config import Resolved
 from hf_zero.errors import WrongMoment
+from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.buffers import broadcast_buffers
 from hf_zero.params.first_nan import FirstNan
@@ -48,6 +49,7 @@ class EngineParts:
     parameter_offload: ParameterOffload | None
     lr_scheduler: Any | None
     client_optimizer: torch.optim.Optimizer | None
+    features: Features
 
 
 class ZeroEngine(EngineGradients):
@@ -75,6 +77,7 @@ class ZeroEngine(EngineGradients):
         self.client_optimizer = parts.client_optimizer
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
+        self.training_features = parts.features
         self._store = parts.store
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self._background_save = BackgroundSave()
@@ -87,6 +90,7 @@ class ZeroEngine(EngineGradients):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; its output is returned untouched."""
         self._note_forward()
+        kwargs = self.training_features.before_forward(self.training_progress, kwargs)
         with self._timer.phase("forward"), self._forward_precision.context():
             output = self.module(*self._forward_precision.cast(args), **kwargs)
         if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
@@ -111,6 +115,7 @@ class ZeroEngine(EngineGradients):
         scale = optimizer.loss_scale
         AT_WORK.end(self)
         self.rates_of_last_update = self.get_lr()
+        self.training_features.before_step(self.training_progress)
         with self._timer.phase("step"):
             optimizer.step()
             if self._resolved.compatibility.broadcast_buffers:
@@ -119,6 +124,8 @@ class ZeroEngine(EngineGradients):
         self.global_samples += self.train_batch_size()
         assert optimizer.outcome is not None
         self._follow(optimizer.outcome, optimizer, scale)
+        if self.training_features:
+            self.training_features.after_step(self.training_progress, applied=not optimizer.outcome.skipped)
         self._report()
         timer = self.__dict__.get("tput_timer")
         if timer is not None:
@@ -145,6 +152,12 @@ class ZeroEngine(EngineGradients):
             self._report_skip(optimizer, number, outcome.norm, scale)
 
         outcome.when_skipped(count_skip)
+
+    @property
+    def training_progress(self) -> Progress:
+        """Where training stands, for its features."""
+        micro_step = self.micro_steps % self._accumulation_steps
+        return Progress(self.global_steps, micro_step, self._accumulation_steps, self.training)
 
     @property
     def skipped_steps(self) -> int:
@@ -228,6 +241,7 @@ class ZeroEngine(EngineGradients):
         if self._assembly is not None:
             self._assembly.placements.close()
         self._assembly = self._store = None
+        self.training_features.close()
         self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
 
@@ -266,6 +280,7 @@ class ZeroEngine(EngineGradients):
             lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             config=self.config,
             client_state=client_state or {},
+            features=self.training_features.state_dict(),
         )
         with self._timer.phase("save"):
             policy = self._resolved.checkpoint
@@ -318,6 +333,7 @@ class ZeroEngine(EngineGradients):
         state = checkpoint.scheduler_state(view)
         if with_schedule and self.lr_scheduler is not None and state is not None:
             self.lr_scheduler.load_state_dict(state)
+        self.training_features.load_state_dict(checkpoint.feature_states(view), self.training_progress)
 
     def _subject(self, caller: str) -> ModelSubject:
         self.reload_states()
