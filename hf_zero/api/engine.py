@@ -22,6 +22,7 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import collectives_for, get_world_size
 from hf_zero.config import Resolved
+from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.buffers import broadcast_buffers
 from hf_zero.params.first_nan import FirstNan
@@ -49,6 +50,7 @@ class EngineParts:
     parameter_offload: ParameterOffload | None
     lr_scheduler: Any | None
     client_optimizer: torch.optim.Optimizer | None
+    features: Features
 
 
 class ZeroEngine(nn.Module):
@@ -88,6 +90,7 @@ class ZeroEngine(nn.Module):
         self.client_optimizer = parts.client_optimizer
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
+        self.training_features = parts.features
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self._background_save = BackgroundSave()
         self._is_destroyed = False
@@ -98,6 +101,7 @@ class ZeroEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; its output is returned untouched."""
         self.gradients.note_forward()
+        kwargs = self.training_features.before_forward(self.training_progress, kwargs)
         with self._timer.phase("forward"), self._forward_precision.context():
             output = self.module(*self._forward_precision.cast(args), **kwargs)
         if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
@@ -134,6 +138,7 @@ class ZeroEngine(nn.Module):
         scale = optimizer.loss_scale
         AT_WORK.end(self.gradients)
         self.rates_of_last_update = self.get_lr()
+        self.training_features.before_step(self.training_progress)
         with self._timer.phase("step"):
             optimizer.step()
             if resolved.compatibility.broadcast_buffers:
@@ -142,6 +147,8 @@ class ZeroEngine(nn.Module):
         self.global_samples += self.settings.train_batch_size()
         assert optimizer.outcome is not None
         self._follow(optimizer.outcome, optimizer, scale)
+        if self.training_features:
+            self.training_features.after_step(self.training_progress, applied=not optimizer.outcome.skipped)
         self._report()
         timer = self.__dict__.get("tput_timer")
         if timer is not None:
@@ -165,9 +172,15 @@ class ZeroEngine(nn.Module):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            self._report_skip(optimizer, number, outcome.norm, scale)
+            _report_skip(optimizer, number, outcome.norm, scale)
 
         outcome.when_skipped(count_skip)
+
+    @property
+    def training_progress(self) -> Progress:
+        """Where training stands, for its features."""
+        accumulation_steps = self.settings.gradient_accumulation_steps()
+        return Progress(self.global_steps, self.micro_steps % accumulation_steps, accumulation_steps, self.training)
 
     @property
     def skipped_steps(self) -> int:
@@ -178,18 +191,6 @@ class ZeroEngine(nn.Module):
     @skipped_steps.setter
     def skipped_steps(self, number: int) -> None:
         self._num_skipped = number
-
-    def _report_skip(self, optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
-        if self.settings.resolved.precision.loss_scale is None:
-            logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
-            return
-        after = optimizer.loss_scale
-        logger.info(
-            "step %d skipped on all ranks: overflow at loss scale %g, %s",
-            number,
-            scale,
-            f"now {after:g}" if after != scale else "which stays",
-        )
 
     @property
     def micro_steps(self) -> int:
@@ -243,6 +244,7 @@ class ZeroEngine(nn.Module):
         if assembly is not None:
             assembly.placements.close()
         self.module_view.store = None
+        self.training_features.close()
         self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
 
@@ -281,6 +283,7 @@ class ZeroEngine(nn.Module):
             lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             config=self.config,
             client_state=client_state or {},
+            features=self.training_features.state_dict(),
         )
         with self._timer.phase("save"):
             policy = self.settings.resolved.checkpoint
@@ -333,6 +336,7 @@ class ZeroEngine(nn.Module):
         state = checkpoint.scheduler_state(view)
         if with_schedule and self.lr_scheduler is not None and state is not None:
             self.lr_scheduler.load_state_dict(state)
+        self.training_features.load_state_dict(checkpoint.feature_states(view), self.training_progress)
 
     def _subject(self, caller: str) -> ModelSubject:
         self.gradients.bring_back()
@@ -358,3 +362,16 @@ class ZeroEngine(nn.Module):
         times = self._timer.report()
         if times:
             logger.info(times)
+
+
+def _report_skip(optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
+    if optimizer.rules.loss_scale is None:
+        logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
+        return
+    after = optimizer.loss_scale
+    logger.info(
+        "step %d skipped on all ranks: overflow at loss scale %g, %s",
+        number,
+        scale,
+        f"now {after:g}" if after != scale else "which stays",
+    )
