@@ -185,16 +185,6 @@ def _trained(engine: Any) -> ZeroOptimizer | None:
     return assembly.optimizer if assembly is not None else None
 
 
-def _loss_scale(engine: Any) -> float:
-    """The scale that the next backward uses; 1.0 where none is needed."""
-    return float(_optimizer(engine, "loss_scale").loss_scale)
-
-
-def _dynamic_loss_scale(engine: Any) -> bool:
-    """Whether the loss scale follows overflows."""
-    return bool(_optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic)
-
-
 def _get_lr(engine: Any) -> list[float | None]:
     """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
     rates = [group["lr"] for group in _optimizer(engine, "get_lr").param_groups]
@@ -318,7 +308,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
     "deepspeed_io": _deepspeed_io,
-    "dynamic_loss_scale": _dynamic_loss_scale,
+    "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
     "fp16_enabled": lambda engine: engine.settings.resolved.precision.model == "fp16",
     "get_data_parallel_rank": lambda engine: get_rank(),
@@ -335,7 +325,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "is_iterable_style_dataset": lambda engine, obj: isinstance(obj, IterableDataset),
     "is_map_style_dataset": lambda engine, obj: isinstance(obj, Dataset) and hasattr(obj, "__getitem__"),
     "load_module_state_dict": load_module_state_dict,
-    "loss_scale": _loss_scale,
+    "loss_scale": lambda engine: float(_optimizer(engine, "loss_scale").loss_scale),
     "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
     "reload_states": _reload_states,
