@@ -46,3 +46,7 @@ class EngineSettings:
         if micro_batch_size <= 0:
             raise ValueError(f"micro batch size must be positive, got {micro_batch_size}")
         self._micro_batch_size = micro_batch_size
+
+    def amp_enabled(self) -> bool:
+        """Whether forward runs under torch.autocast because the config asks for it."""
+        return self.resolved.precision.autocast is not None

@@ -302,7 +302,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
     "_get_zero_ckpt_name": _get_zero_ckpt_name,
-    "amp_enabled": lambda engine: engine.settings.resolved.precision.autocast is not None,
     "autotp_size": lambda engine: 0,
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
@@ -346,8 +345,8 @@ PARTS = {
     "gradients": "is_gradient_accumulation_boundary no_sync scale set_gradient_accumulation_boundary take_reached",
     "module_view": "_zero3_consolidated_16bit_state_dict module_state_dict save_16bit_model save_fp16_model "
     "zero_gather_16bit_weights_on_model_save",
-    "settings": "get_batch_info gradient_accumulation_steps set_train_batch_size set_train_micro_batch_size "
-    "train_batch_size train_micro_batch_size_per_gpu",
+    "settings": "amp_enabled get_batch_info gradient_accumulation_steps set_train_batch_size "
+    "set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
 }
 _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _COMPILER = "engine.compile() runs the model under torch.compile"

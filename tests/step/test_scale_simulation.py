@@ -75,7 +75,8 @@ def shard_numel(engine: Any) -> int:
 
 def idle_buffers(engine: Any) -> int:
     """Bytes in send and receive buffers that are kept between steps."""
-    pools = [engine.gradients.assembly.optimizer._collectives.buffers(), *engine.module_view.store.coordinator._buffers._free.values()]
+    kept = engine.module_view.store.coordinator._buffers._free
+    pools = [engine.gradients.assembly.optimizer._collectives.buffers(), *kept.values()]
     return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
 
 
@@ -86,7 +87,8 @@ def seen() -> Iterator[Seen]:
         model = build_70b()
         numels = [parameter.numel() for parameter in model.parameters()]
         engine = world.engine(model, config_for(RELEASED))
-        found = Seen(sum(numels), numels, shard_numel(engine), len(engine.module_view.store.units), live_bytes() - before)
+        num_units = len(engine.module_view.store.units)
+        found = Seen(sum(numels), numels, shard_numel(engine), num_units, live_bytes() - before)
         for layer in (1, LAYERS - 2):
             model.model.layers[layer].mlp.register_forward_hook(_note(found, layer, before))
         ledger.reset()
