@@ -37,5 +37,5 @@ def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     The copy leaves from page-locked memory, so that the host does not stand by until it is done. PyTorch's own
     allocator keeps that memory until the copy has run.
     """
-    here = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    here = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type not in ("cpu", "meta"))
     return here.to(device, non_blocking=True)
