@@ -77,7 +77,7 @@ class GradientReducer:
         self._mode = Mode.REDUCE
         self._num_launched = 0  # in this backward
         self._num_backward = 0
-        store.tell_progress(self.pass_by)
+        store.report_progress(self.pass_by)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(self._arrived, index))
             for index, parameter in enumerate(store.parameters)

@@ -81,7 +81,7 @@ class Store:
         )
         self.pass_by: Callable[[int], None] = lambda _: None
 
-    def tell_progress(self, pass_by: Callable[[int], None]) -> None:
+    def report_progress(self, pass_by: Callable[[int], None]) -> None:
         self.pass_by = pass_by
 
 
