@@ -13,7 +13,7 @@ from hf_zero.offload.placement import Placements, in_memory_placement
 from hf_zero.params.flat import FlatParameters
 from hf_zero.precision import Precision
 from hf_zero.step.agreement import listed, refuse_unused
-from hf_zero.step.minimum_loss_scale import refuse_minimum_loss_scale
+from hf_zero.step.loss_factors import refuse_minimum_loss_scale
 from hf_zero.step.peers import peers_of, spread_of
 
 CPU = torch.device("cpu")
