@@ -20,9 +20,9 @@ from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 from hf_zero.offload.placement import Placements
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.onebit.compressing import Ranks
 from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
 from hf_zero.optim.traits import Sees, traits_of, updater_for
+from hf_zero.optim.updater import Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.sharded import ShardedParameters
