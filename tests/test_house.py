@@ -30,7 +30,6 @@ _GROWN = "more than one concern by now: to be divided"
 # File -> the most lines it may have, and why.
 LONG_FILES = {
     "comm/cpu/shared_memory.py": (460, _GROWN),
-    "params/coordinator.py": (412, _GROWN),
 }
 
 # Class -> the most methods it may have, and why.
@@ -40,8 +39,6 @@ LARGE_CLASSES = {
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
     "grads/bucket.py: BucketGradients": (21, _GROWN),
     "grads/reducer.py: GradientReducer": (24, _GROWN),
-    "params/coordinator.py: ParameterCoordinator": (35, _GROWN),
-    "params/sharded.py: ShardedParameters": (35, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"
@@ -78,7 +75,6 @@ SMALL_FILES = {
     "layout/memory.py": "the counterpart of layout/partitions.py",
     "layout/sub_groups.py": "one way of cutting, as each file of layout is",
     "optim/sgd.py": "one file per optimizer",
-    "params/buffers.py": "of buffers: everything else here is of parameters",
     "schedules/range_test.py": "one file per schedule",
     "versions.py": _LEAF,
 }

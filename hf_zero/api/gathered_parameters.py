@@ -1,4 +1,4 @@
-"""Whole values of sharded parameters, for a while: the contexts for generation, surgery and reading."""
+"""Whole values of sharded parameters, for a while: for generation, surgery and reading."""
 
 from __future__ import annotations
 
@@ -47,17 +47,6 @@ class GatheredParameters:
         reshard(self._handles, self._modifier_rank if kind is None else None)
 
 
-def handles_of(params: Any) -> list[ShardedParameter]:
-    """The sharded ones among `params`, each once, in the order in which they were sharded (the same on all ranks)."""
-    candidates: Iterable[Any] = [params] if isinstance(params, Tensor) else (params or ())
-    found = {id(handle): handle for handle in map(of, filter(_is_tensor, candidates)) if handle is not None}
-    return sorted(found.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
-
-
-def _is_tensor(candidate: Any) -> bool:
-    return isinstance(candidate, Tensor)
-
-
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """`model` (an engine gives its own) with whole weights on every rank; edits are dropped at the end. Collective.
@@ -76,3 +65,14 @@ def unwrap_model_for_generation(engine: Any) -> Iterator[Any]:
     """DeepSpeed's name for `gathered`."""
     with gathered(engine) as model:
         yield model
+
+
+def handles_of(params: Any) -> list[ShardedParameter]:
+    """The sharded ones among `params`, each once, in the order in which they were sharded (the same on all ranks)."""
+    candidates: Iterable[Any] = [params] if isinstance(params, Tensor) else (params or ())
+    found = {id(handle): handle for handle in map(of, filter(_is_tensor, candidates)) if handle is not None}
+    return sorted(found.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
+
+
+def _is_tensor(candidate: Any) -> bool:
+    return isinstance(candidate, Tensor)

@@ -1,7 +1,4 @@
-"""Under DeepSpeed's names: the handle by which others take stage 3's hooks off a model, and its external parameters.
-
-Those are parameters that a module reads although another one owns them.
-"""
+"""What DeepSpeed's users tell stage 3 of a model: hooks off and on again, parameters that other modules read."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class ShardedStep:
     def _refuse_overwritten(self) -> NoReturn:
         """All ranks come here together; those that have overwritten something name it."""
         self.clear()
-        self._store.refuse_overwritten()
+        self._store.edits.refuse_lost()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 
     def _update_and_gather(self, used: Set[int], outcome: StepOutcome) -> None:

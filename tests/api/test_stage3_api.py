@@ -150,8 +150,8 @@ def run_count_marks(rank: int) -> tuple[list[str], int, float]:
     with torch._C.DisableTorchFunctionSubclass():
         nn.init.zeros_(engine.module.first.bias)
     with Kernels() as kernels:
-        num_overwritten = store.num_overwritten()
-    return kernels.names, sum(1 for _ in store._released_handles()), float(num_overwritten)
+        num_lost = store.edits.num_lost()
+    return kernels.names, len(store.stand_ins.handles), float(num_lost)
 
 
 def test_looking_for_lost_edits_takes_a_few_kernels_however_many_parameters() -> None:
