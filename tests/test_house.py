@@ -37,8 +37,6 @@ LARGE_CLASSES = {
     "integration/compat/accelerator.py: Accelerator": (47, "thin surface: DeepSpeed's accelerator, a line each"),
     "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
-    "optim/adafactor.py: AdafactorUpdater": (23, _GROWN),
-    "step/optimizer.py: ZeroOptimizer": (38, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"
@@ -76,7 +74,6 @@ SMALL_FILES = {
     "layout/sub_groups.py": "one way of cutting, as each file of layout is",
     "optim/sgd.py": "one file per optimizer",
     "schedules/range_test.py": "one file per schedule",
-    "step/minimum_loss_scale.py": "an error's long text and what it needs",
     "versions.py": _LEAF,
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.grads.arrivals import Arrivals
-from hf_zero.grads.reduced import GradientDtypes, ReducedGradients
+from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
 from hf_zero.params.store import TrainedBucket
 
 
@@ -23,7 +23,7 @@ class BucketGradients:
         self.bucket = trained.bucket
         self.dtypes = dtypes
         self.arrivals = Arrivals(trained)
-        self.reduced = ReducedGradients(trained, dtypes)
+        self.reduced = ReducedGradient(trained, dtypes)
         self.local: Tensor | None = None
         self._needs_whole = False  # local gradients had to be stored since the last step
 

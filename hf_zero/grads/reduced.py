@@ -43,7 +43,7 @@ class ReducedState(Enum):
     SUMMED = auto()
 
 
-class ReducedGradients:
+class ReducedGradient:
     """1-D, as long as the owned interval, in the accumulation dtype; for one bucket."""
 
     def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes) -> None:
