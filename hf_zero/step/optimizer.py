@@ -42,6 +42,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer: the base torch optimizer; it holds this rank's masters.
         loss_scaler: what backward multiplies the loss with, and what becomes of it; a constant 1 outside fp16.
         outcome: of the last step, None before the first; the host may not know it yet.
+        foreseen: the same of a step that is to come, where `foresee_norm` has looked.
         parameter_offload: stage 3's hooks, for those who take them off for a while.
     """
 
@@ -78,7 +79,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._agreement = Agreement(store, reducer, sharding, collectives, placements)
         self._is_settled = True
         self._factors: set[float] = set()  # that losses were multiplied with since the last step
-        self._foreseen: StepOutcome | None = None
+        self.foreseen: StepOutcome | None = None
         self._runs_ahead = runs_ahead and rules.loss_scale is None
 
     @property
@@ -118,7 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> float | None:
         """Global L2 norm before clipping: of the gradients that wait for their step, where `foresee_norm` has looked,
         else of the last step; None before the first. Waits for the device."""
-        known = self._foreseen or self.outcome
+        known = self.foreseen or self.outcome
         return None if known is None else known.norm
 
     @property
@@ -181,7 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def expect_factor(self, factor: float) -> None:
         """Gradients are coming of a loss that was multiplied with `factor` (by another engine: with its own)."""
         self._factors.add(factor)
-        self._foreseen = None
+        self.foreseen = None
         self._agreement.forget()
 
     @contextmanager
@@ -223,7 +224,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _clear(self) -> None:
         self._factors.clear()
-        self._foreseen = None
+        self.foreseen = None
         self._agreement.forget()
         self._reducer.clear()
 
@@ -273,7 +274,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def foresee_norm(self) -> None:
         """Let `grad_norm` be that of what `step` would apply now. Collective; does not wait for the device."""
-        self._foreseen = StepOutcome(self._agreement.sums(), self._norm_rule)
+        self.foreseen = StepOutcome(self._agreement.sums(), self._norm_rule)
 
     def _refuse_mixed_factors(self) -> None:
         if len(self._factors) > 1:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_zero.log import logger
+from hf_zero.step.late_norm import late_norm
 
 _BY_HAND = "call backward(loss) and step() of the engine yourself (an engine is what prepare() gave for a model)"
 
@@ -98,6 +99,7 @@ class EngineChoice:
         self.engines = tuple(engines)
         self.trained = tuple(trained)
         self._latest: Any = engines[-1]
+        self.answers_late = False  # whether `norm_of` may give a norm that nobody has read yet
 
     @property
     def engine(self) -> Any:
@@ -138,6 +140,8 @@ class EngineChoice:
         """The norm, before clipping, of the gradients of the models that these parameters belong to; as last known."""
         wanted = {id(parameter) for parameter in parameters}
         found = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
+        if self.answers_late and len(found) == 1:
+            return late_norm(found[0].optimizer.foreseen, found[0].optimizer.outcome)
         norms = [norm for engine in found if (norm := engine.get_global_grad_norm()) is not None]
         if not norms:
             return None if found else self.get_global_grad_norm()
