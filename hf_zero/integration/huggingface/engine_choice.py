@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_zero.log import logger
-from hf_zero.step.late_norm import late_norm
 
 _BY_HAND = "call backward(loss) and step() of the engine yourself (an engine is what prepare() gave for a model)"
 
@@ -141,7 +140,7 @@ class EngineChoice:
         wanted = {id(parameter) for parameter in parameters}
         found = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
         if self.answers_late and len(found) == 1:
-            return late_norm(found[0].optimizer.foreseen, found[0].optimizer.outcome)
+            return found[0].optimizer.late_norm
         norms = [norm for engine in found if (norm := engine.get_global_grad_norm()) is not None]
         if not norms:
             return None if found else self.get_global_grad_norm()

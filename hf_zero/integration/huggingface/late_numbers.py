@@ -73,6 +73,6 @@ def knows_skip(optimizer: Any) -> bool:
 
     Without a loss scale a skipped step is rare and told by itself: the engine logs it, and its schedule goes back.
     """
-    if not isinstance(optimizer, ZeroOptimizer) or optimizer.outcome is None:
+    if not isinstance(optimizer, ZeroOptimizer):
         return True
-    return optimizer.outcome.is_known or optimizer.rules.loss_scale is not None
+    return optimizer.knows_overflow or optimizer.rules.loss_scale is not None
