@@ -77,7 +77,7 @@ def initialize(
     """
     listen()
     if model is None:
-        raise WrongArgument("initialize() needs model=, a torch.nn.Module")
+        raise WrongArgument("initialize requires a model: it needs model=, a torch.nn.Module")
     _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
@@ -141,28 +141,12 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     from_args = getattr(args, "deepspeed_config", None)
     given = config if config is not None else config_params
     if given is not None and from_args is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "args.deepspeed_config",
-                    from_args,
-                    "the config is given twice: here and as config=",
-                    "give it in one place",
-                )
-            ]
-        )
+        rule = "the config is given twice: here and as config="
+        raise ConfigError(Problem("args.deepspeed_config", from_args, rule, "give it in one place"))
     source = given if given is not None else from_args
     if source is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "config",
-                    None,
-                    "no config was given",
-                    "pass config= (dict, path, JSON text or base64) or args.deepspeed_config",
-                )
-            ]
-        )
+        fix = "pass config= (dict, path, JSON text or base64) or args.deepspeed_config"
+        raise ConfigError(Problem("config", None, "no config was given", fix))
     return source
 
 
