@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.api.loader import data_loader
+from hf_zero.api.inputs import data_loader
 from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.config import Resolved

@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.loader import data_loader
-from hf_zero.api.model_view import model_view
+from hf_zero.api.inputs import data_loader, model_view
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.zero_init import suspended

@@ -4,6 +4,7 @@ from hf_zero.layout.buckets import (
     ALIGN_NUMEL,
     Bucket,
     FlatLayout,
+    Interval,
     ParameterSpec,
     Piece,
     Run,
@@ -12,7 +13,6 @@ from hf_zero.layout.buckets import (
     effective_bucket_numel,
     plan_layout,
 )
-from hf_zero.layout.intervals import Interval
 from hf_zero.layout.units import MemberSpec, RowLayout, ShardSlot, lay_rows
 
 __all__ = [

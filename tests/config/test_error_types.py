@@ -44,7 +44,7 @@ for name, config in given["setups"].items():
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_an_error_is_caught_by_what_was_written_for_deepspeeds(name: str) -> None:
-    """`except AssertionError` and `pytest.raises(TypeError)` of others' scripts and suites catch ours, and `match=` too."""
+    """`except AssertionError` and `pytest.raises(TypeError)` of others' suites catch ours, and `match=` too."""
     model = None if name == NO_MODEL else torch.nn.Linear(4, 4)
     with pytest.raises(CATCHES[RAISED[name]], match=WORDS.get(name)) as caught:
         hf_zero.initialize(model=model, config=copy.deepcopy(SETUPS[name]))
