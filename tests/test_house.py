@@ -36,7 +36,6 @@ LONG_FILES = {
 # Class -> the most methods it may have, and why.
 LARGE_CLASSES = {
     "api/engine_settings.py: EngineSettings": (29, "thin surface: DeepSpeed's getters of settings, a line each"),
-    "integration/compat/accelerator.py: Accelerator": (47, "thin surface: DeepSpeed's accelerator, a line each"),
     "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
     "grads/bucket.py: BucketGradients": (21, _GROWN),
