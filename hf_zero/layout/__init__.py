@@ -1,4 +1,5 @@
 """Pure integers: which parameter lies where on the flat line, and which rank owns which interval."""
+# ruff: noqa: F401  (what other rooms import from here)
 
 from hf_zero.layout.buckets import (
     ALIGN_NUMEL,
@@ -14,21 +15,3 @@ from hf_zero.layout.buckets import (
     plan_layout,
 )
 from hf_zero.layout.units import MemberSpec, RowLayout, ShardSlot, lay_rows
-
-__all__ = [
-    "ALIGN_NUMEL",
-    "Bucket",
-    "FlatLayout",
-    "Interval",
-    "MemberSpec",
-    "ParameterSpec",
-    "Piece",
-    "RowLayout",
-    "Run",
-    "ShardSlot",
-    "Slot",
-    "chunk_numel",
-    "effective_bucket_numel",
-    "lay_rows",
-    "plan_layout",
-]
