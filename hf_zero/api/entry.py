@@ -15,6 +15,7 @@ from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.inputs import data_loader, model_view
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
+from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
 from hf_zero.comm import Channel, collectives_for, get_world_size, init_distributed, local_device
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
@@ -109,6 +110,7 @@ class _Given:
 
 def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngine:
     model, plan = given.model, _plan(resolved, device)
+    features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
     base = _base_optimizer(resolved, model, given.optimizer, given.model_parameters)
     _prepare_model(model, base, plan, device)
     assembly = assemble(model, base, plan) if base is not None else None
@@ -132,6 +134,7 @@ def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngin
             parameter_offload=offload,
             lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
             client_optimizer=base if given.optimizer is not None else None,
+            features=features,
         )
     )
 

@@ -173,6 +173,13 @@ def scheduler_state(view: CheckpointView) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
+def feature_states(view: CheckpointView) -> dict[str, Any]:
+    """The saved states of training-time features, by their names."""
+    others = view.meta.get(ds.TRAINING_FEATURES)
+    found = dict(others) if isinstance(others, Mapping) else {}
+    return {**found, **{key: view.meta.get(key) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}}
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Where the saved training stood."""

@@ -146,7 +146,7 @@ class Kernels(TorchDispatchMode):
 
 def run_count_marks(rank: int) -> tuple[list[str], int, float]:
     engine = initialize(model=Net(), config=config(bf16={"enabled": True}))[0]
-    store = engine._store
+    store = engine.module_view.store
     with torch._C.DisableTorchFunctionSubclass():
         nn.init.zeros_(engine.module.first.bias)
     with Kernels() as kernels:
@@ -297,7 +297,7 @@ def test_engines_one_after_the_other_on_one_model() -> None:
 def run_leaf(rank: int) -> tuple[str, ...]:
     settings = config()
     settings["zero_optimization"]["leaf_module"] = {"classes": ["LlamaModel"]}
-    return tuple(unit.name for unit in initialize(model=tiny_llama(), config=settings)[0]._store.units)
+    return tuple(unit.name for unit in initialize(model=tiny_llama(), config=settings)[0].module_view.store.units)
 
 
 def test_leaf_modules_of_the_config_are_units() -> None:

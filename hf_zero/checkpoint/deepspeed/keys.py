@@ -30,6 +30,8 @@ FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
 LR_SCHEDULER = "lr_scheduler"
 DATA_SAMPLER = "data_sampler"
 RANDOM_LTD = "random_ltd"
+TRAINING_FEATURES = "training_features"
+"""Ours: states of the features that have no key of their own in DeepSpeed's file."""
 SKIPPED_STEPS = "skipped_steps"
 GLOBAL_STEPS = "global_steps"
 GLOBAL_SAMPLES = "global_samples"
@@ -53,6 +55,7 @@ NOT_CLIENT_STATE = frozenset(
         MP_WORLD_SIZE,
         DATA_SAMPLER,
         RANDOM_LTD,
+        TRAINING_FEATURES,
         "hf_zero",
     }
 )

@@ -32,6 +32,7 @@ class RunState:
     lr_scheduler: Mapping[str, Any] | None
     config: Mapping[str, Any]
     client_state: Mapping[str, Any] = field(default_factory=dict)
+    features: Mapping[str, Any] = field(default_factory=dict)  # states by feature
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,7 @@ def model_states(
         ds.SHARED_PARAMS: dict(weights.shared),
         ds.FROZEN_PARAM_FRAGMENTS: None if weights.frozen is None else OrderedDict(weights.frozen),
         ds.LR_SCHEDULER: plain(run.lr_scheduler),
-        ds.DATA_SAMPLER: None,
-        ds.RANDOM_LTD: None,
+        **_features(run.features),
         ds.SKIPPED_STEPS: run.skipped_steps,
         ds.GLOBAL_STEPS: run.global_steps,
         ds.GLOBAL_SAMPLES: run.global_samples,
@@ -129,6 +129,13 @@ def model_states(
         ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION},
     }
     return {**states, **plain(dict(run.client_state))}
+
+
+def _features(states: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's two entries, and one of ours for all other features, where there are any."""
+    entries = {key: plain(states.get(key)) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}
+    others = {name: plain(state) for name, state in states.items() if name not in entries}
+    return {**entries, ds.TRAINING_FEATURES: others} if others else entries
 
 
 def optimizer_states_1_2(

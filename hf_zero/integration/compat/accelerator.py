@@ -10,10 +10,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from hf_zero.device.kinds import BACKENDS
 from hf_zero.integration.compat.host_runtime import HostRuntime
 from hf_zero.integration.compat.op_builders import builder_named
 
-_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "cpu": "gloo"}
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
 
@@ -152,7 +152,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "device": lambda self, device_index=None: torch.device(self.device_name(device_index)),
     "current_device_name": lambda self: self.device_name(self.current_device()),
     "on_accelerator": lambda self, tensor: tensor.device.type == self._kind,
-    "communication_backend_name": lambda self: _BACKENDS.get(self._kind, "gloo"),
+    "communication_backend_name": lambda self: BACKENDS.get(self._kind, "gloo"),
     # Environment variables: those that say which devices a process may see, and prefixes that a launcher hands on.
     "visible_devices_envs": lambda self: [_VISIBLE.get(self._kind, "CUDA_VISIBLE_DEVICES")],
     "export_envs": lambda self: ["NCCL", "LD_LIBRARY", "PATH"] if self._is_cuda else [],

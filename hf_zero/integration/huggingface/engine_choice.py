@@ -125,7 +125,7 @@ class EngineChoice:
                 if prepared is not None and prepared.engine.optimizer is not None:
                     prepared.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         chosen.backward(loss, **options)
-        reached = (prepared_by(engine.optimizer) for engine in chosen.engine.take_reached())
+        reached = (prepared_by(optimizer) for optimizer in chosen.engine.take_reached())
         for prepared in (chosen, *reached):
             if prepared is not None:
                 prepared.finish_backward(sync_gradients)

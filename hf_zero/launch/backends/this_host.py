@@ -12,6 +12,7 @@ from hf_zero.launch import LaunchError
 from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
 from hf_zero.launch.job import Job
 from hf_zero.launch.ranks import report_to_user, run_node
+from hf_zero.launch.world import VISIBLE_DEVICES
 
 
 class Torchrun(Backend):
@@ -41,7 +42,7 @@ class Torchrun(Backend):
         elif job.program.is_module:
             words += ["--module"]
         environment = {**launcher_environment(), **(job.variables or {})}
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(node.slots)
+        environment[VISIBLE_DEVICES] = ",".join(node.slots)
         return Command([*words, job.program.script, *job.program.arguments], environment)
 
 

@@ -1,0 +1,25 @@
+"""Which training-time features a config asks for, made for a model before its optimizer exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from hf_zero.config import Resolved
+from hf_zero.features import Features, TrainingFeature
+
+Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
+
+# In the order in which they see a forward.
+MAKERS: tuple[Maker, ...] = ()
+
+
+def features_of(model: nn.Module, resolved: Resolved) -> Features:
+    """The features that are switched on. Each may change the model: what it adds is there before the optimizer.
+
+    Raises:
+        ConfigError: a feature does not fit the model.
+    """
+    made = (make(model, resolved) for make in MAKERS)
+    return Features(feature for feature in made if feature is not None)

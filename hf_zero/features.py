@@ -1,0 +1,120 @@
+"""Training-time features: what an engine tells them while it trains, and what they keep in its checkpoints.
+
+    engine                      every feature, in the order in which they were made
+    forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
+    step() at a boundary ->     before_step(progress)                 gradients are there, nothing is clipped yet
+                        ->      after_step(progress, applied)         weights and counters are new
+    save_checkpoint     ->      state_dict()                          under its name, in the model's file
+    load_checkpoint     ->      load_state_dict(state, progress)      also without a state: the counters say a lot
+    destroy             ->      close()
+
+A feature acts on the model by itself (hooks, a forward of its own): the engine only says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where training stands.
+
+    Attributes:
+        step: updates so far.
+        micro_step: forwards of training since the last update.
+        accumulation_steps: forwards per update.
+        training: the engine is in train mode.
+    """
+
+    step: int
+    micro_step: int = 0
+    accumulation_steps: int = 1
+    training: bool = True
+
+
+class TrainingFeature:
+    """One feature; every verb does nothing unless a subclass says otherwise.
+
+    Attributes:
+        name: key of its state in checkpoints; also what `Features.named` finds it by.
+    """
+
+    name = ""
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The keywords that the model's forward gets; called for evaluation, too."""
+        return keywords
+
+    def before_step(self, progress: Progress) -> None:
+        """An update is about to be made of reduced gradients."""
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        """An update has been made; not `applied`: it was skipped on all ranks (overflow)."""
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Plain values and CPU tensors, equal on all ranks; None: nothing has to be kept."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
+        """Go on from a checkpoint; `state` is None where it holds none of this feature."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
+class Features:
+    """The features of one engine, told as one."""
+
+    def __init__(self, features: Iterable[TrainingFeature] = ()) -> None:
+        self._all = list(features)
+
+    def __iter__(self) -> Iterator[TrainingFeature]:
+        return iter(self._all)
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, feature: TrainingFeature) -> None:
+        """One more, after the others; its name must be its own.
+
+        Raises:
+            ValueError: there is one of this name.
+        """
+        if self.named(feature.name) is not None:
+            raise ValueError(f"the engine already has a training feature named {feature.name!r}; close that one first")
+        self._all.append(feature)
+
+    def named(self, name: str) -> Any:
+        """The feature of this name, or None."""
+        return next((feature for feature in self._all if feature.name == name), None)
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        for feature in self._all:
+            keywords = feature.before_forward(progress, keywords)
+        return keywords
+
+    def before_step(self, progress: Progress) -> None:
+        for feature in self._all:
+            feature.before_step(progress)
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        for feature in self._all:
+            feature.after_step(progress, applied=applied)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name, of those that keep something."""
+        found = {feature.name: feature.state_dict() for feature in self._all}
+        return {name: dict(state) for name, state in found.items() if state is not None}
+
+    def load_state_dict(self, states: Mapping[str, Any], progress: Progress) -> None:
+        for feature in self._all:
+            state = states.get(feature.name)
+            feature.load_state_dict(state if isinstance(state, Mapping) else None, progress)
+
+    def close(self) -> None:
+        for feature in reversed(self._all):
+            feature.close()
+        self._all.clear()
