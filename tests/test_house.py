@@ -30,7 +30,6 @@ _GROWN = "more than one concern by now: to be divided"
 # File -> the most lines it may have, and why.
 LONG_FILES = {
     "comm/cpu/shared_memory.py": (460, _GROWN),
-    "params/coordinator.py": (412, _GROWN),
 }
 
 # Class -> the most methods it may have, and why.
@@ -40,8 +39,6 @@ LARGE_CLASSES = {
     "grads/bucket.py: BucketGradients": (21, _GROWN),
     "grads/reducer.py: GradientReducer": (24, _GROWN),
     "optim/adafactor.py: AdafactorUpdater": (23, _GROWN),
-    "params/coordinator.py: ParameterCoordinator": (35, _GROWN),
-    "params/sharded.py: ShardedParameters": (35, _GROWN),
     "step/optimizer.py: ZeroOptimizer": (38, _GROWN),
 }
 
@@ -51,8 +48,6 @@ _LEAF = "imported from below by what cannot know each other"
 
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
-    "api/external_parameters.py": "a module of DeepSpeed's names",
-    "api/generation.py": "a context of its own, of stage 3 and of the engine",
     "api/training_features.py": "a table that every feature enters itself in",
     "checkpoint/errors.py": _LEAF,
     "checkpoint/opening.py": "where every reader begins",
@@ -68,7 +63,6 @@ SMALL_FILES = {
     "kernels/gpu/norm.py": _PER_KERNEL,
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
-    "params/buffers.py": "of buffers: everything else here is of parameters",
     "step/minimum_loss_scale.py": "an error's long text and what it needs",
     "versions.py": _LEAF,
 }

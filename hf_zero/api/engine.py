@@ -25,8 +25,8 @@ from hf_zero.config import Resolved
 from hf_zero.device.phases import PhaseTimer
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
-from hf_zero.params.buffers import broadcast_buffers
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.consolidation import broadcast_buffers
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark

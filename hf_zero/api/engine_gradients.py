@@ -20,7 +20,7 @@ from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
 from hf_zero.device.phases import PhaseTimer
 from hf_zero.errors import WrongMoment
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 

@@ -139,7 +139,6 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
-    store.connect(reducer)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     peers = peers_of(store, collectives) if sharding.shards_optimizer else None

@@ -309,7 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _refuse_overwritten(self) -> NoReturn:
         """All ranks come here together; those that have overwritten something name it."""
         self._clear()
-        self._store.refuse_overwritten()
+        self._store.edits.refuse_lost()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 
     def _held_gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
