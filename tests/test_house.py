@@ -38,8 +38,6 @@ LARGE_CLASSES = {
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
     "grads/bucket.py: BucketGradients": (21, _GROWN),
     "grads/reducer.py: GradientReducer": (24, _GROWN),
-    "optim/adafactor.py: AdafactorUpdater": (23, _GROWN),
-    "step/optimizer.py: ZeroOptimizer": (38, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"
@@ -63,7 +61,6 @@ SMALL_FILES = {
     "kernels/gpu/norm.py": _PER_KERNEL,
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
-    "step/minimum_loss_scale.py": "an error's long text and what it needs",
     "versions.py": _LEAF,
 }
 
