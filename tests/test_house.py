@@ -36,8 +36,6 @@ LONG_FILES = {
 LARGE_CLASSES = {
     "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
-    "grads/bucket.py: BucketGradients": (21, _GROWN),
-    "grads/reducer.py: GradientReducer": (24, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"

@@ -107,7 +107,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
     updater.stager = OffloadStager(
         updater.optimizer,
         updater.sub_groups,
-        lambda sub_group: reducer.buckets[sub_group.bucket].reduced,
+        lambda sub_group: reducer.buckets[sub_group.bucket].reduced.vector,
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )
@@ -117,7 +117,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
         updater.stager.reserve(sub_group, names, getattr(updater.optimizer, "state_dtype", None), updater.form_of)
     for bucket in reducer.buckets:
-        bucket.reserve()
+        bucket.reduced.reserve()
 
 
 def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
