@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.errors import ConfigError, Other, Problem
 from hf_zero.config.policies import (
     AutocastPolicy,
@@ -24,7 +25,14 @@ from hf_zero.config.policies import (
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config
-from hf_zero.config.resolve import Findings, examine, resolve, resolve_offload, resolve_precision
+from hf_zero.config.resolve import (
+    Findings,
+    examine,
+    resolve,
+    resolve_compression,
+    resolve_offload,
+    resolve_precision,
+)
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
 
@@ -34,6 +42,7 @@ __all__ = [
     "BatchPolicy",
     "CheckpointPolicy",
     "CompatibilityPolicy",
+    "CompressionPolicy",
     "ConfigDict",
     "ConfigError",
     "FilePolicy",
@@ -61,6 +70,7 @@ __all__ = [
     "examine",
     "load_config",
     "resolve",
+    "resolve_compression",
     "resolve_offload",
     "resolve_precision",
 ]

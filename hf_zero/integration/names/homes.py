@@ -102,6 +102,8 @@ _EXPERTS = _from(
     "split_params_into_shared_and_expert_params",
 )
 
+_COMPRESS = _from("hf_zero.compression.entry", "init_compression redundancy_clean student_initialization")
+
 HOMES: dict[str, Homes] = {
     "": {
         **_ENGINE,
@@ -135,6 +137,10 @@ HOMES: dict[str, Homes] = {
     "checkpoint.constants": _CHECKPOINT_KEYS,
     "checkpoint.ds_to_universal": _from("hf_zero.ds_to_universal", "main parse_arguments"),
     "checkpoint.utils": _from(f"{_COMPAT}.utils", "clone_tensors_for_torch_save"),
+    "compression": _COMPRESS,
+    "compression.compress": _COMPRESS,
+    "compression.helper": _from("hf_zero.compression.entry", "convert_conv1d_to_linear"),
+    "compression.scheduler": _from("hf_zero.compression.entry", "compression_scheduler"),
     "comm": _COMM,
     "comm.comm": _COMM,
     "comm.reduce_op": _from("hf_zero.comm.mirror", "ReduceOp"),
