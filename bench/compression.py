@@ -150,7 +150,7 @@ def report(results: list[dict[str, Any]], options: argparse.Namespace, parts: tu
         f"{len(parts[0])} samples to train on: {options.epochs} epochs, then {options.more_epochs} more for each line. "
         "Differences are to the same encoder trained on without compression, seed by seed. Cleaned: after "
         "redundancy_clean, when activations are exact again.\n",
-        "| technique | accuracy by seed | mean | difference by seed | mean | allowed | cleaned | bytes on disk / before |",
+        "| technique | accuracy by seed | mean | difference by seed | mean | allowed | cleaned | bytes / before |",
         "|---|---|---|---|---|---|---|---|",
     ]
     base = [result["techniques"][NONE]["accuracy"] for result in results]

@@ -110,7 +110,7 @@ def _update(arguments: argparse.Namespace) -> dict[str, float]:
         "aio": {"block_size": arguments.block, "queue_depth": arguments.depth},
     }
     engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    [drive] = engine._assembly.placements.drives
+    [drive] = engine.gradients.assembly.placements.drives
     for _ in range(2):  # the first step writes blocks for the first time
         engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
         drive_traffic = drive.requests.traffic

@@ -133,7 +133,7 @@ def _step(engine: Any, tokens: torch.Tensor) -> dict[str, Any]:
 
 def _traffic(engine: Any) -> dict[str, float]:
     total = {"bytes_read": 0.0, "bytes_written": 0.0, "waited_s": 0.0}
-    for drive in engine._assembly.placements.drives:
+    for drive in engine.gradients.assembly.placements.drives:
         for key in total:
             total[key] += getattr(drive.requests.traffic, key)
     return total
@@ -141,10 +141,10 @@ def _traffic(engine: Any) -> dict[str, float]:
 
 def _allowance(engine: Any) -> dict[str, float]:
     """Megabytes that the plan allows: the buffers, the largest unit (its weights), and what is always gathered."""
-    units = engine._store.units if hasattr(engine._store, "units") else ()
+    units = engine.module_view.store.units if hasattr(engine.module_view.store, "units") else ()
     largest = max((unit.numel for unit in units), default=0) * 2
     persistent = sum(unit.numel for unit in units if unit.is_persistent) * 2
-    buffers = sum(drive.buffer_bytes for drive in engine._assembly.placements.drives)
+    buffers = sum(drive.buffer_bytes for drive in engine.gradients.assembly.placements.drives)
     return {"buffers": buffers / meters.MB, "unit": largest / meters.MB, "persistent": persistent / meters.MB}
 
 

@@ -37,7 +37,7 @@ class Timeline:
 def recorded(engine: Any) -> Iterator[Timeline]:
     """Watch the updates of `engine`, whose optimizer is on one drive and works sub-group by sub-group."""
     timeline, updater = Timeline(), engine.optimizer.updater
-    [drive] = engine._assembly.placements.drives
+    [drive] = engine.gradients.assembly.placements.drives
     stager, trace, marks = updater.stager, [], []
     fetch, update = stager._fetch, updater.update_sub_group
 

@@ -45,7 +45,7 @@ def engines() -> list[hf_zero.ZeroEngine]:
 
 def verdict(name: str, things: Sequence[object], surface: Surface) -> tuple[str, str]:
     """(verdict, what to know about it)."""
-    if name in surface:
+    if name in surface and name not in surface.parts:
         function = surface.values.get(name) or surface.methods[name]
         return "thin", (function.__doc__ or "").partition("\n")[0]
     if name in surface.refused:

@@ -12,12 +12,13 @@ from typing import Any
 
 
 class Surface:
-    """Three tables of names.
+    """Tables of names.
 
     Attributes:
         values: read as attributes; each is computed from the object when it is asked for.
         methods: functions that take the object first.
         refused: name -> what to use instead.
+        parts: name -> attribute under which the object has the part that answers it.
     """
 
     def __init__(
@@ -26,18 +27,26 @@ class Surface:
         values: Mapping[str, Callable[[Any], Any]],
         methods: Mapping[str, Callable[..., Any]],
         refused: Mapping[str, str],
+        parts: Mapping[str, str] | None = None,
     ) -> None:
-        """`refused`: names, separated by blanks -> what to use instead of them."""
+        """
+        Args:
+            refused: names, separated by blanks -> what to use instead of them.
+            parts: attribute of the object -> names, separated by blanks, that this part of it answers.
+        """
         self._owner = owner
         self.values = values
         self.methods = methods
         self.refused = {name: instead for names, instead in refused.items() for name in names.split()}
+        self.parts = {name: part for part, names in (parts or {}).items() for name in names.split()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.values or name in self.methods
+        return name in self.values or name in self.methods or name in self.parts
 
     def get(self, thing: Any, name: str) -> Any:
         """What `name` stands for on `thing`; only for names that are in here."""
+        if name in self.parts:
+            return getattr(getattr(thing, self.parts[name]), name)
         if name in self.values:
             return self.values[name](thing)
         method = self.methods[name]

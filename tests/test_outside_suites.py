@@ -180,7 +180,7 @@ def test_parameters_offloaded_below_stage_3_stop_no_run(caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, logger="hf_zero"):
         engine = hf_zero.initialize(model=nn.Linear(1, 1), config=config)[0]
     assert "zero_optimization.offload_param: no effect at stage 2" in caplog.text
-    assert engine.zero_offload_param().device == "cpu" and engine._resolved.zero.offload_param is None
+    assert engine.zero_offload_param().device == "cpu" and engine.settings.resolved.zero.offload_param is None
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
+from hf_zero.api.engine_module import ModuleView
+from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engine_surface import SURFACE
-from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.background import BackgroundSave
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
-from hf_zero.comm import collectives_for
+from hf_zero.comm import collectives_for, get_world_size
 from hf_zero.config import Resolved
-from hf_zero.errors import WrongMoment
+from hf_zero.device.phases import PhaseTimer
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
-from hf_zero.params.buffers import broadcast_buffers
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.consolidation import broadcast_buffers
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
-from hf_zero.timing import PhaseTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class EngineParts:
     features: Features
 
 
-class ZeroEngine(EngineGradients):
+class ZeroEngine(nn.Module):
     """A model whose `backward` reduces gradients and whose `step` updates a sharded optimizer.
 
         outputs = engine(**batch)
@@ -60,36 +60,45 @@ class ZeroEngine(EngineGradients):
         engine.step()                    # acts once per gradient_accumulation_steps
 
     The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
-    (updates, skipped ones included), `skipped_steps`, `micro_steps`, `global_samples`.
+    (updates, skipped ones included), `skipped_steps`, `micro_steps`, `global_samples`. What else DeepSpeed's engine
+    answers is in `hf_zero.api.engine_surface`.
+
+    Attributes:
+        settings: the config, and the batch sizes.
+        module_view: where the model is, and its whole weights.
+        gradients: from a loss to reduced gradients, and when a step is due.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.resolved, parts.assembly, FirstNan(parts.store, parts.device))
+        super().__init__()
+        resolved, assembly = parts.resolved, parts.assembly
+        self._first_nan = FirstNan(parts.store, parts.device)
+        self._timer = PhaseTimer(enabled=resolved.logging.wall_clock_breakdown, device=parts.device)
+        self.settings = EngineSettings(resolved)
+        self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero)
+        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self._timer)
         self.module = parts.module
-        self.config = parts.resolved.raw
+        self.config = resolved.raw
         self.device = parts.device
         # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
-        self.optimizer: Any = parts.assembly.optimizer if parts.assembly else parts.parameter_offload
-        if parts.assembly is not None:
-            parts.assembly.optimizer.engine = weakref.proxy(self)
-            parts.assembly.optimizer.names = OPTIMIZER_NAMES
+        self.optimizer: Any = assembly.optimizer if assembly else parts.parameter_offload
+        if assembly is not None:
+            assembly.optimizer.engine = weakref.proxy(self)
         self.lr_scheduler = parts.lr_scheduler
         self.client_optimizer = parts.client_optimizer
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
         self.training_features = parts.features
-        self._store = parts.store
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self._background_save = BackgroundSave()
         self._is_destroyed = False
-        self._forward_precision = ForwardPrecision(parts.resolved.precision, parts.device)
-        self._timer = PhaseTimer(enabled=parts.resolved.logging.wall_clock_breakdown, device=parts.device)
+        self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
 
     # Training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; its output is returned untouched."""
-        self._note_forward()
+        self.gradients.note_forward()
         kwargs = self.training_features.before_forward(self.training_progress, kwargs)
         with self._timer.phase("forward"), self._forward_precision.context():
             inputs = self._forward_precision.cast(args)
@@ -99,35 +108,49 @@ class ZeroEngine(EngineGradients):
             self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
         return output
 
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute gradients of `loss` and reduce them over ranks as the stage demands.
+
+        Other engines whose parameters the loss depends on get their gradients, too: call their `step` to apply them,
+        or their `zero_grad` to drop them.
+
+        Args:
+            loss: 0-dim tensor.
+            scale_wrt_gas: divide the loss by gradient_accumulation_steps; False when the caller has done so.
+
+        Returns:
+            The loss, divided if it was, without the loss scale.
+        """
+        return self.gradients.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those already reduced or accumulated."""
+        self.gradients.drop()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
     def step(self) -> None:
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
-        optimizer = self._training_parts("step").optimizer
-        self.reload_states()
-        if not self._syncs:
-            raise WrongMoment(
-                "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
-                "the last micro-batch of a step"
-            )
-        at_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        if not at_boundary:
+        if not self.gradients.begin_step():
             return
-        self._check_scaled(optimizer)
+        parts, resolved = self.gradients.parts("step"), self.settings.resolved
+        optimizer = parts.optimizer
         self._background_save.check()
         scale = optimizer.loss_scale
-        AT_WORK.end(self)
+        AT_WORK.end(self.gradients)
         self.rates_of_last_update = self.get_lr()
         self.training_features.before_step(self.training_progress)
         with self._timer.phase("step"):
             optimizer.step()
-            if self._resolved.compatibility.broadcast_buffers:
+            if resolved.compatibility.broadcast_buffers:
                 broadcast_buffers(self.module, collectives_for(self.device))
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        assert optimizer.outcome is not None
-        self._follow(optimizer.outcome, optimizer, scale)
+        self.global_samples += self.settings.train_batch_size()
+        outcome = parts.step.outcome
+        assert outcome is not None
+        self._follow(outcome, optimizer, scale)
         if self.training_features:
-            self.training_features.after_step(self.training_progress, applied=not optimizer.outcome.skipped)
+            self.training_features.after_step(self.training_progress, applied=not outcome.skipped)
         self._report()
         timer = self.__dict__.get("tput_timer")
         if timer is not None:
@@ -151,59 +174,34 @@ class ZeroEngine(EngineGradients):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            self._report_skip(optimizer, number, outcome.norm, scale)
+            _report_skip(optimizer, number, outcome.norm, scale)
 
         outcome.when_skipped(count_skip)
 
     @property
     def training_progress(self) -> Progress:
         """Where training stands, for its features."""
-        micro_step = self.micro_steps % self._accumulation_steps
-        return Progress(self.global_steps, micro_step, self._accumulation_steps, self.training)
+        accumulation_steps = self.settings.gradient_accumulation_steps()
+        return Progress(self.global_steps, self.micro_steps % accumulation_steps, accumulation_steps, self.training)
 
     @property
     def skipped_steps(self) -> int:
         """Updates so far that changed nothing because a gradient was not finite; waits for the last one's outcome."""
-        self._settle()
+        self.gradients.settle()
         return self._num_skipped
 
     @skipped_steps.setter
     def skipped_steps(self, number: int) -> None:
         self._num_skipped = number
 
-    def _settle(self) -> None:
-        """Learn what became of the last step, where the host has run ahead."""
-        if self._assembly is not None:
-            self._assembly.optimizer.settle()
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches that a `step` has followed."""
+        return self.gradients.micro_steps
 
-    def _check_scaled(self, optimizer: ZeroOptimizer) -> None:
-        if optimizer.loss_factor != 1.0 and not self._has_scaled:
-            raise RuntimeError(
-                "step() without a scaled loss: with fp16, or a division before the reduction, call "
-                "engine.backward(loss), or engine.scale(loss).backward(); a plain loss.backward() makes gradients "
-                f"that step() would divide by {optimizer.loss_factor:g}"
-            )
-        self._has_scaled = False
-
-    def _report_skip(self, optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
-        if self._resolved.precision.loss_scale is None:
-            logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
-            return
-        after = optimizer.loss_scale
-        logger.info(
-            "step %d skipped on all ranks: overflow at loss scale %g, %s",
-            number,
-            scale,
-            f"now {after:g}" if after != scale else "which stays",
-        )
-
-    def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
-        return self._assembly.optimizer.grad_norm if self._assembly is not None else None
-
-    def was_step_applied(self) -> bool:
-        """Whether the last boundary changed the weights; waits for the device."""
-        return self._assembly is not None and self.global_steps > 0 and not self._assembly.optimizer.overflow
+    @micro_steps.setter
+    def micro_steps(self, number: int) -> None:
+        self.gradients.micro_steps = number
 
     # Module surface
 
@@ -212,8 +210,17 @@ class ZeroEngine(EngineGradients):
         self.training = mode
         return self
 
-    def eval(self) -> ZeroEngine:
-        return self.train(False)
+    def to(self, *args: Any, **kwargs: Any) -> ZeroEngine:
+        """Accepts what is already true. Moving or casting weights that live in flat buffers raises RuntimeError."""
+        self.module_view.to(*args, **kwargs)
+        return self
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the wrapped model in place with torch.compile."""
+        options = dict(compile_kwargs or {})
+        if backend is not None:
+            options["backend"] = backend
+        self.module.compile(**options)
 
     def __getattr__(self, name: str) -> Any:
         """Names of DeepSpeed that an engine needs not itself, then those of the wrapped model."""
@@ -232,17 +239,13 @@ class ZeroEngine(EngineGradients):
     def destroy(self) -> None:
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
         self._background_save.wait()
-        self.reload_states()
-        self._settle()
-        AT_WORK.end(self)
-        if self._assembly is not None:
-            self._assembly.reducer.clear()
-            self._assembly.reducer.remove_hooks()
-        if self._store is not None:
-            self._store.release()
-        if self._assembly is not None:
-            self._assembly.placements.close()
-        self._assembly = self._store = None
+        assembly, store = self.gradients.assembly, self.module_view.store
+        self.gradients.end()
+        if store is not None:
+            store.release()
+        if assembly is not None:
+            assembly.placements.close()
+        self.module_view.store = None
         self.training_features.close()
         self._is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
@@ -274,8 +277,8 @@ class ZeroEngine(EngineGradients):
             save_dir, tag or f"global_step{self.global_steps}", save_latest, exclude_frozen_parameters
         )
         run = checkpoint.RunState(
-            stage=self._resolved.zero.stage,
-            world=self.dp_world_size,
+            stage=self.settings.resolved.zero.stage,
+            world=get_world_size(),
             global_steps=self.global_steps,
             skipped_steps=self.skipped_steps,
             global_samples=self.global_samples,
@@ -285,7 +288,7 @@ class ZeroEngine(EngineGradients):
             features=self.training_features.state_dict(),
         )
         with self._timer.phase("save"):
-            policy = self._resolved.checkpoint
+            policy = self.settings.resolved.checkpoint
             checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self._background_save)
         return True
 
@@ -318,7 +321,7 @@ class ZeroEngine(EngineGradients):
         self._background_save.wait()
         everything = not load_module_only
         request = checkpoint.LoadRequest(load_dir, tag, load_module_strict, load_optimizer_states and everything)
-        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self._resolved.checkpoint)
+        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self.settings.resolved.checkpoint)
         if view is None:
             return None, None
         if everything:
@@ -326,37 +329,51 @@ class ZeroEngine(EngineGradients):
         return str(view.folder.path), view.client_state()
 
     def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
-        counters = checkpoint.Counters.of(view, self.train_batch_size())
+        counters = checkpoint.Counters.of(view, self.settings.train_batch_size())
         self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
         self.global_samples = counters.global_samples
-        self.micro_steps = self.global_steps * self._accumulation_steps
-        if view.scaler and self._assembly is not None:
-            self._assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
+        self.micro_steps = self.global_steps * self.settings.gradient_accumulation_steps()
+        if view.scaler and self.gradients.assembly is not None:
+            self.gradients.assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
         state = checkpoint.scheduler_state(view)
         if with_schedule and self.lr_scheduler is not None and state is not None:
             self.lr_scheduler.load_state_dict(state)
         self.training_features.load_state_dict(checkpoint.feature_states(view), self.training_progress)
 
     def _subject(self, caller: str) -> ModelSubject:
-        self.reload_states()
+        self.gradients.bring_back()
         if self._is_destroyed:
             raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
-        self._settle()
+        self.gradients.settle()
+        assembly, store = self.gradients.assembly, self.module_view.store
         collectives = collectives_for(self.device)
-        if self._assembly is None:
-            return ModelSubject(self.module, self._store, collectives, self._resolved)
-        return Subject(self.module, self._store, collectives, self._resolved, self._assembly)
+        if assembly is None:
+            return ModelSubject(self.module, store, collectives, self.settings.resolved)
+        return Subject(self.module, store, collectives, self.settings.resolved, assembly)
 
     def _report(self) -> None:
-        every = self._resolved.logging.steps_per_print
+        every = self.settings.resolved.logging.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",
                 self.global_steps,
-                self.skipped_steps,
+                self._num_skipped,  # as far as the host knows: a line in the log is not worth a wait
                 self.get_lr(),
                 self.get_mom(),
             )
         times = self._timer.report()
         if times:
             logger.info(times)
+
+
+def _report_skip(optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
+    if optimizer.rules.loss_scale is None:
+        logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
+        return
+    after = optimizer.loss_scale
+    logger.info(
+        "step %d skipped on all ranks: overflow at loss scale %g, %s",
+        number,
+        scale,
+        f"now {after:g}" if after != scale else "which stays",
+    )

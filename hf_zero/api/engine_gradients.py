@@ -14,99 +14,150 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hf_zero.api.engine_module import EngineModule
+from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engines_at_work import EnginesAtWork
+from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
-from hf_zero.config import Resolved
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.device.phases import PhaseTimer
+from hf_zero.errors import WrongMoment
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
-from hf_zero.timing import PhaseTimer
+from hf_zero.step.optimizer import ZeroOptimizer
 
 _numbers = iter(range(1 << 62))
 AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()
 
 
-class EngineGradients(EngineModule):
-    """What an engine does with a loss. Names are DeepSpeed's and torch's."""
+class EngineGradients:
+    """The gradients part of an engine: what it does with a loss. Names are DeepSpeed's and torch's.
 
-    _timer: PhaseTimer  # of the engine
+    Attributes:
+        assembly: what is trained; None: nothing is, or the engine has been destroyed.
+        micro_steps: micro-batches that a `step` has followed.
+        offloaded: the states that have been sent to host memory for a while.
+        syncs: whether a boundary may be reached: not inside `no_sync`.
+        number: of the engine among those of this process; the same on all ranks.
+    """
 
-    def __init__(self, resolved: Resolved, assembly: Assembly | None, first_nan: FirstNan) -> None:
-        super().__init__(resolved, assembly)
+    def __init__(
+        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, timer: PhaseTimer
+    ) -> None:
+        self.assembly = assembly
         self.micro_steps = 0
+        self.offloaded = OffloadStates(assembly.optimizer, assembly.reducer) if assembly is not None else None
+        self.number = next(_numbers)
+        self._settings = settings
         self._first_nan = first_nan
+        self._timer = timer
         self._explicit_boundary: bool | None = None
-        self._syncs = True
+        self.syncs = True
         self._has_scaled = False
         self._reached: Sequence[EngineGradients] = ()
-        self.number = next(_numbers)  # the same on all ranks
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute gradients of `loss` and reduce them over ranks as the stage demands.
+    def parts(self, caller: str) -> Assembly:
+        """The assembly, for a method of the engine that trains."""
+        if self.assembly is None:
+            raise RuntimeError(
+                f"engine.{caller}() needs an optimizer: give initialize() an optimizer, or an `optimizer` section in "
+                "the config (or the engine has been destroyed)"
+            )
+        return self.assembly
 
-        Other engines whose parameters the loss depends on get their gradients, too: call their `step` to apply them,
-        or their `zero_grad` to drop them.
-
-        Args:
-            loss: 0-dim tensor.
-            scale_wrt_gas: divide the loss by gradient_accumulation_steps; False when the caller has done so.
-
-        Returns:
-            The loss, divided if it was, without the loss scale.
-        """
-        parts = self._training_parts("backward")
+    def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
+        """`ZeroEngine.backward`."""
+        parts, accumulation_steps = self.parts("backward"), self._settings.gradient_accumulation_steps()
         self._first_nan.look(loss, f"backward {self.micro_steps + 1}")
-        if scale_wrt_gas and self._accumulation_steps > 1:
-            loss = loss / self._accumulation_steps
+        if scale_wrt_gas and accumulation_steps > 1:
+            loss = loss / accumulation_steps
         others = AT_WORK.others(self)
         with self._timer.phase("backward"), ledger.phase("backward"):
-            self._begin_backward()
+            self._begin()
             parts.store.begin_backward()
-            arrived = self._run_backward(self._scaled(loss), others, retain_graph=retain_graph)
+            arrived = self._run(self.scale(loss), others, retain_graph=retain_graph)
             parts.reducer.finish()
             parts.store.end_backward()
             if others:
                 self._reached = self._reduce_others(others, arrived)
         return loss
 
-    def take_reached(self) -> Sequence[EngineGradients]:
-        """The other engines that the last backward has brought gradients to; once, so that nobody keeps them alive."""
+    def take_reached(self) -> Sequence[ZeroOptimizer]:
+        """Of the other engines that the last backward has brought gradients to; once, so that nobody keeps them."""
         reached, self._reached = self._reached, ()
-        return reached
+        return [engine.assembly.optimizer for engine in reached if engine.assembly is not None]
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss for a `backward()` of the caller's own; with a loss scale, only this or `backward` will do."""
-        self._training_parts("scale")
-        return self._scaled(loss)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        optimizer = self._training_parts("backward").optimizer
-        factor = optimizer.loss_factor
-        self._has_scaled = True
-        optimizer.expect_factor(factor)
+        factor = self.parts("scale").step.factors.next
+        self._expect(factor)
         # In fp32, because a scale of 65536 is more than fp16 holds.
         return loss if factor == 1.0 else loss.float() * factor
 
-    def _begin_backward(self) -> None:
-        parts = self._training_parts("backward")
-        self.reload_states()
+    def begin_step(self) -> bool:
+        """Whether a step is due. Counts the micro-batch."""
+        factors = self.parts("step").step.factors
+        self.bring_back()
+        if not self.syncs:
+            raise WrongMoment(
+                "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
+                "the last micro-batch of a step"
+            )
+        at_boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not at_boundary:
+            return False
+        if factors.next != 1.0 and not self._has_scaled:
+            raise RuntimeError(
+                "step() without a scaled loss: with fp16, or a division before the reduction, call "
+                "engine.backward(loss), or engine.scale(loss).backward(); a plain loss.backward() makes gradients "
+                f"that step() would divide by {factors.next:g}"
+            )
+        self._has_scaled = False
+        return True
+
+    def bring_back(self) -> None:
+        """Let states that were sent away be where training needs them."""
+        if self.offloaded is not None:
+            self.offloaded.bring_back()
+
+    def settle(self) -> None:
+        """Learn what became of the last step, where the host has run ahead."""
+        if self.assembly is not None:
+            self.assembly.step.settle()
+
+    def end(self) -> None:
+        """Of training: what was trained stays as it is."""
+        self.bring_back()
+        self.settle()
+        AT_WORK.end(self)
+        if self.assembly is not None:
+            self.assembly.reducer.clear()
+            self.assembly.reducer.remove_hooks()
+        self.assembly = self.offloaded = None
+
+    def _expect(self, factor: float) -> None:
+        self._has_scaled = True
+        self.parts("backward").step.expect(factor)
+
+    def _begin(self) -> None:
+        parts = self.parts("backward")
+        self.bring_back()
         parts.placements.release_buffers()
         parts.reducer.begin(boundary=self._is_at_boundary)
 
     @property
     def _is_at_boundary(self) -> bool:
-        return self._syncs and self.is_gradient_accumulation_boundary()
+        return self.syncs and self.is_gradient_accumulation_boundary()
 
     # Several engines
 
-    def _note_forward(self) -> None:
+    def note_forward(self) -> None:
         """A forward has run; where gradients are recorded, a loss may depend on it until the next step."""
-        if self._assembly is not None and torch.is_grad_enabled():
-            AT_WORK.begin(self, has_peers=self.dp_world_size > 1)
+        if self.assembly is not None and torch.is_grad_enabled():
+            AT_WORK.begin(self, has_peers=self.assembly.optimizer.sharding.world > 1)
 
-    def _run_backward(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
+    def _run(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
         """Whether gradients have arrived for each of the others."""
-        reducers = [engine._training_parts("backward").reducer for engine in others]
+        reducers = [engine.parts("backward").reducer for engine in others]
         held = [reducer.hold_back() for reducer in reducers]
         try:
             loss.backward(retain_graph=retain_graph)
@@ -116,41 +167,38 @@ class EngineGradients(EngineModule):
 
     def _reduce_others(self, others: Sequence[EngineGradients], arrived: Sequence[bool]) -> Sequence[EngineGradients]:
         """Reduce what other engines have got on any rank; returns these. Collective where one reduces at all now."""
-        optimizer = self._training_parts("backward").optimizer
+        step = self.parts("backward").step
         if any(engine._reduces_now for engine in others):
-            arrived = optimizer.true_anywhere(arrived)
+            arrived = step.true_anywhere(arrived)
         for engine, is_reached in zip(others, arrived, strict=True):
-            parts = engine._training_parts("backward")
+            parts = engine.parts("backward")
             if is_reached:
-                parts.optimizer.expect_factor(optimizer.loss_factor)
-                engine._has_scaled = True
-                engine._begin_backward()
+                engine._expect(step.factors.next)
+                engine._begin()
                 parts.reducer.finish()
             parts.store.end_backward()
         return [engine for engine, is_reached in zip(others, arrived, strict=True) if is_reached]
 
     @property
     def _reduces_now(self) -> bool:
-        return self._is_at_boundary or self._training_parts("backward").optimizer.sharding.shards_gradients
+        return self._is_at_boundary or self.parts("backward").optimizer.sharding.shards_gradients
 
     # Gradients
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those already reduced or accumulated."""
-        if self._assembly is not None:
-            self._assembly.optimizer.zero_grad()
+    def drop(self) -> None:
+        """Forget all gradients, also those already reduced or accumulated."""
+        if self.assembly is not None:
+            self.assembly.step.clear()
         AT_WORK.end(self)
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing (stages 0 and 1); stage 2 reduces every micro-batch all the same."""
-        previous, self._syncs = self._syncs, False
+        previous, self.syncs = self.syncs, False
         try:
             yield
         finally:
-            self._syncs = previous
+            self.syncs = previous
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward is the last of its step; from then on nothing is counted."""
@@ -160,4 +208,4 @@ class EngineGradients(EngineModule):
         """Whether the backward under way, or the next one, is followed by an update."""
         if self._explicit_boundary is not None:
             return self._explicit_boundary
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
+        return (self.micro_steps + 1) % self._settings.gradient_accumulation_steps() == 0

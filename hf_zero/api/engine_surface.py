@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.engine_gradients import EngineGradients
+from hf_zero.api.inputs import data_loader
+from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.timers import ThroughputTimer
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.comm import get_rank
+from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
+from hf_zero.device.kinds import BACKENDS
+from hf_zero.step.assemble import Assembly
+from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,51 +147,11 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
     return engine.module_state_dict(exclude_frozen_parameters) if get_rank() == 0 else None
 
 
-def _load_module_state_dict(
-    engine: Any,
-    checkpoint: Mapping[str, Any],
-    strict: bool = True,
-    custom_load_fn: Callable[..., Any] | None = None,
-    fetch_z3_params: bool = False,
-) -> None:
-    """Put `checkpoint["module"]` (whole weights, the same on all ranks) into the model; masters follow. Collective.
-
-    At stage 3 parameters are gathered module by module, whatever `fetch_z3_params` says.
-    """
-    weights, module = checkpoint["module"], engine.module
-    if custom_load_fn is not None:
-        custom_load_fn(src=weights, dst=module)
-        return
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= set(dict(module.named_buffers(remove_duplicate=False)))
-    missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known)
-    needed = [name for name in missing if name not in _unsaved(module)]
-    if strict and (needed or unexpected):
-        raise RuntimeError(
-            f"load_module_state_dict(strict=True): missing {needed or 'nothing'}, unexpected {unexpected or 'nothing'}"
-        )
-    for prefix, inner in module.named_modules():
-        own = list(inner.parameters(recurse=False))
-        with GatheredParameters(own, modifier_rank=0), torch.no_grad():
-            for name, target in [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]:
-                value = weights.get(f"{prefix}.{name}" if prefix else name)
-                if value is not None:
-                    target.copy_(value)
-
-
-def _unsaved(module: torch.nn.Module) -> set[str]:
-    """Buffers that no state dict holds."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, inner in module.named_modules(remove_duplicate=False)
-        for name in inner._non_persistent_buffers_set
-    }
-
-
 def _empty_partition_cache(engine: Any) -> None:
     """At stage 3 every rank goes back to its shards, except of parameters that always stay gathered. Collective."""
-    if engine._store is not None:
-        engine._store.prepare_update()
+    store = engine.module_view.store
+    if store is not None:
+        store.prepare_update()
 
 
 # Ranks and groups
@@ -199,18 +164,80 @@ def _coalesce_grad_reduction(engine: Any) -> AbstractContextManager[None]:
 
 def _get_data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
     """(dtype of the model, dtype in which gradients are accumulated)."""
-    policy = engine._resolved.precision
+    policy = engine.settings.resolved.precision
     return _DTYPES[policy.model], _DTYPES[policy.accumulation or policy.model]
 
 
 def _communication_data_type(engine: Any) -> torch.dtype:
-    policy = engine._resolved.precision
+    policy = engine.settings.resolved.precision
     return _DTYPES[policy.communication or policy.model]
+
+
+# What is trained
+
+
+def _optimizer(engine: Any, caller: str) -> ZeroOptimizer:
+    gradients: EngineGradients = engine.gradients
+    return gradients.parts(caller).optimizer
+
+
+def _trained(engine: Any) -> ZeroOptimizer | None:
+    assembly: Assembly | None = engine.gradients.assembly
+    return assembly.optimizer if assembly is not None else None
+
+
+def _get_lr(engine: Any) -> list[float | None]:
+    """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
+    rates = [group["lr"] for group in _optimizer(engine, "get_lr").param_groups]
+    return [None if rate is None else float(rate) for rate in rates]
+
+
+def _get_mom(engine: Any) -> list[Any]:
+    """Momentum, or betas, of every param group."""
+    return [group.get("betas", group.get("momentum")) for group in _optimizer(engine, "get_mom").param_groups]
+
+
+def _get_global_grad_norm(engine: Any) -> float | None:
+    """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
+    optimizer = _trained(engine)
+    return optimizer.grad_norm if optimizer is not None else None
+
+
+def _was_step_applied(engine: Any) -> bool:
+    """Whether the last boundary changed the weights; waits for the device."""
+    optimizer = _trained(engine)
+    return optimizer is not None and engine.global_steps > 0 and not optimizer.overflow
+
+
+def _offload_states(
+    engine: Any, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+) -> None:
+    """Send to host memory what forward does not need, to make room for generation; the next step brings it back.
+
+    Args:
+        include: members of `OffloadStateTypeEnum`; default: all but the weights of the model.
+        non_blocking: accepted; the copies are complete when this returns.
+    """
+    if str(getattr(device, "value", device)) != "cpu":
+        raise ValueError(f"offload_states(device={device!r}): only host memory (cpu) serves")
+    engine.gradients.parts("offload_states")
+    engine.gradients.offloaded.send(include, pinned=pin_memory)
+
+
+def _reload_states(engine: Any, non_blocking: bool = False) -> None:
+    """Bring back what `offload_states` has sent away; nothing if there is nothing."""
+    engine.gradients.bring_back()
+
+
+def _deepspeed_io(engine: Any, dataset: Any, collate_fn: Any = None) -> Any:
+    """A DataLoader over this rank's part of `dataset`, in micro-batches."""
+    size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
+    return data_loader(dataset, size, collate_fn=collate_fn, drop_last=drop_last)
 
 
 def _get_type(engine: Any) -> list[Any]:
     """`type` of every param group."""
-    return [group.get("type") for group in engine._training_parts("get_type").optimizer.param_groups]
+    return [group.get("type") for group in _optimizer(engine, "get_type").param_groups]
 
 
 def _throughput_timer(engine: Any) -> ThroughputTimer:
@@ -227,30 +254,31 @@ def _offloads(engine: Any, name: str, device: str) -> bool:
     return section is not None and section.device == device
 
 
-def _is_first_rank(engine: Any) -> bool:
-    return engine.dp_world_size >= 1 and get_rank() == 0
-
-
 VALUES: dict[str, Callable[[Any], Any]] = {
     "_config": config_of,
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
     "_step_applied": lambda engine: engine.was_step_applied(),
+    "basic_optimizer": lambda engine: getattr(_trained(engine), "optimizer", None),
     "checkpoint_mp_rank": lambda engine: 0,
-    "client_lr_scheduler": lambda engine: engine.lr_scheduler if engine._resolved.scheduler is None else None,
+    "client_lr_scheduler": lambda engine: engine.lr_scheduler if engine.settings.resolved.scheduler is None else None,
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
     "data_parallel_group": lambda engine: get_world_group(),
-    "dist_backend": lambda engine: "nccl" if engine.device.type == "cuda" else "gloo",
+    "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
+    "dp_world_size": lambda engine: get_world_size(),
     "enable_backward_allreduce": lambda engine: True,
     "expert_data_parallel_group": lambda engine: {},
     "expert_parallel_group": lambda engine: {},
-    "gradient_average": lambda engine: engine._resolved.gradients.average,
+    "global_rank": lambda engine: get_rank(),
+    "gradient_average": lambda engine: engine.settings.resolved.gradients.average,
     "has_moe_layers": lambda engine: False,
-    "inside_no_sync_ctxt": lambda engine: not engine._syncs,
+    "inside_no_sync_ctxt": lambda engine: not engine.gradients.syncs,
     "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
+    "local_rank": lambda engine: get_local_rank(),
     "mesh_device": lambda engine: None,
     "moe_layers": lambda engine: [],
+    "mp_world_size": lambda engine: 1,
     "mpu": lambda engine: None,
     "num_experts": lambda engine: [],
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
@@ -265,6 +293,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
     "training_dataloader": lambda engine: None,
     "use_ds_comm": lambda engine: False,
+    "world_size": lambda engine: get_world_size(),
 }
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
@@ -272,31 +301,53 @@ METHODS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_NEVER, _never),
     "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,
     "_get_ckpt_name": _get_ckpt_name,
-    "_get_zero_ckpt_name": _get_zero_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
+    "_get_zero_ckpt_name": _get_zero_ckpt_name,
     "autotp_size": lambda engine: 0,
+    "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
+    "deepspeed_io": _deepspeed_io,
+    "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
+    "fp16_enabled": lambda engine: engine.settings.resolved.precision.model == "fp16",
     "get_data_parallel_rank": lambda engine: get_rank(),
     "get_data_types": _get_data_types,
+    "get_global_grad_norm": _get_global_grad_norm,
+    "get_lr": _get_lr,
     "get_model_parallel_rank": lambda engine: 0,
+    "get_mom": _get_mom,
     "get_sequence_parallel_group": lambda engine: None,
     "get_tensor_parallel_rank": lambda engine: 0,
     "get_type": _get_type,
-    "is_first_weights_partition_group": _is_first_rank,
+    "gradient_clipping": lambda engine: engine.settings.resolved.gradients.clip_norm,
+    "is_first_weights_partition_group": lambda engine: get_rank() == 0,
     "is_iterable_style_dataset": lambda engine, obj: isinstance(obj, IterableDataset),
     "is_map_style_dataset": lambda engine, obj: isinstance(obj, Dataset) and hasattr(obj, "__getitem__"),
-    "load_module_state_dict": _load_module_state_dict,
+    "load_module_state_dict": load_module_state_dict,
+    "loss_scale": lambda engine: float(_optimizer(engine, "loss_scale").loss_scale),
+    "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
+    "reload_states": _reload_states,
+    "steps_per_print": lambda engine: engine.settings.resolved.logging.steps_per_print,
     "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
+    "was_step_applied": _was_step_applied,
     "zenflow_config": lambda engine: None,
     "zero_cpu_offload": lambda engine: _offloads(engine, "offload_optimizer", "cpu"),
     "zero_nvme_offload_optimizer": lambda engine: _offloads(engine, "offload_optimizer", "nvme"),
+    "zero_optimization": lambda engine: engine.settings.resolved.zero.stage > 0,
     "zero_optimization_partition_gradients": lambda engine: engine.zero_optimization_stage() >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
+    "zero_optimization_stage": lambda engine: engine.settings.resolved.zero.stage,
     "zero_partial_offload": lambda engine: getattr(config_of(engine).zero_config.offload_optimizer, "ratio", 1.0),
     "zero_use_cpu_optimizer": lambda engine: _offloads(engine, "offload_optimizer", "cpu"),
+}
+PARTS = {
+    "gradients": "is_gradient_accumulation_boundary no_sync scale set_gradient_accumulation_boundary take_reached",
+    "module_view": "_zero3_consolidated_16bit_state_dict module_state_dict save_16bit_model save_fp16_model "
+    "zero_gather_16bit_weights_on_model_save",
+    "settings": "amp_enabled get_batch_info gradient_accumulation_steps set_train_batch_size "
+    "set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
 }
 _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _COMPILER = "engine.compile() runs the model under torch.compile"
@@ -336,4 +387,4 @@ REFUSED = {
     "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
     "update_interval warn_unscaled_loss": _INSIDE,
 }
-SURFACE = Surface("engine", VALUES, METHODS, REFUSED)
+SURFACE = Surface("engine", VALUES, METHODS, REFUSED, PARTS)

@@ -108,7 +108,7 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
 
 @torch.no_grad()
 def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
-    """Replace transformers' Conv1D layers by nn.Linear with transposed weights, in place. Compression does not need it."""
+    """Replace transformers' Conv1D by nn.Linear with transposed weights, in place. Compression does not need it."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, convert_type):

@@ -1,4 +1,5 @@
 """ds.json in, frozen typed policies out."""
+# ruff: noqa: F401  (what other rooms import from here)
 
 from __future__ import annotations
 
@@ -35,42 +36,3 @@ from hf_zero.config.resolve import (
 )
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
-
-__all__ = [
-    "AcceleratorView",
-    "AutocastPolicy",
-    "BatchPolicy",
-    "CheckpointPolicy",
-    "CompatibilityPolicy",
-    "CompressionPolicy",
-    "ConfigDict",
-    "ConfigError",
-    "FilePolicy",
-    "Findings",
-    "Given",
-    "GatherPolicy",
-    "GradientPolicy",
-    "LoggingPolicy",
-    "LossScalePolicy",
-    "ModelView",
-    "OptimizerOffload",
-    "OptimizerPolicy",
-    "OptimizerSees",
-    "Other",
-    "ParameterOffload",
-    "PrecisionPolicy",
-    "Problem",
-    "Provenance",
-    "Resolved",
-    "SchedulerPolicy",
-    "Source",
-    "TrainingView",
-    "Views",
-    "ZeroPolicy",
-    "examine",
-    "load_config",
-    "resolve",
-    "resolve_compression",
-    "resolve_offload",
-    "resolve_precision",
-]

@@ -16,8 +16,8 @@ def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor],
     """As `train_run`, with states sent away in the middle, as if the CPU were a device to make room on."""
     engine = engine_for(run, 2)
     numbers = train(engine, run, rank, 2, steps=2)
-    parts = engine._assembly
-    engine._offload_states = OffloadStates(parts.optimizer, parts.reducer, home="somewhere else")
+    parts = engine.gradients.assembly
+    engine.gradients.offloaded = OffloadStates(parts.optimizer, parts.reducer, home="somewhere else")
     states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
     expected = sum(value.untyped_storage().nbytes() for value in states)
     expected += sum(shard.master.untyped_storage().nbytes() for shard in engine.optimizer.sub_groups if run.bf16)
@@ -26,7 +26,7 @@ def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor],
     engine.offload_states()  # what is away stays away
     numbers += train(engine, run, rank, 2, first=2, steps=2)
     assert all(value.untyped_storage().nbytes() for value in states)
-    sent = engine._offload_states.send()
+    sent = engine.gradients.offloaded.send()
     engine.reload_states()
     return numbers, weights_of(engine), empty, sent - expected
 

@@ -53,13 +53,13 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
 
         engine.optimizer.updater.step = breaking
     elif where == "backward":
-        begin = engine._store.begin_backward
+        begin = engine.module_view.store.begin_backward
 
         def breaking_now() -> None:
             access.is_broken = rank == 1
             begin()
 
-        engine._store.begin_backward = breaking_now
+        engine.module_view.store.begin_backward = breaking_now
     else:
         access.is_broken = rank == 1
     try:

@@ -42,7 +42,7 @@ def bytes_on_drive(rank: int, runs: list[Run]) -> list[tuple[int, int]]:
     found = []
     for run in runs:
         engine = engine_for(run, 1)
-        [drive] = engine._assembly.placements.drives
+        [drive] = engine.gradients.assembly.placements.drives
         engine.optimizer.updater.stager.flush()
         size = sum(file.stat().st_size for file in drive.folder.path.iterdir())
         found.append((size, drive.requests.traffic.bytes_written))
@@ -78,7 +78,7 @@ def test_sizes_of_the_pools() -> None:
 
 def pools(rank: int, run: Run) -> dict[str, BufferPool]:
     engine = engine_for(run, 1)
-    [drive] = engine._assembly.placements.drives
+    [drive] = engine.gradients.assembly.placements.drives
     return {store.file.path.name: (store.pool._limit, store.pool._limit_numel) for store in drive._stores}
 
 
@@ -121,7 +121,7 @@ def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
     Gradients that backward has left are not meant: on a busy machine they are still being written at the first one.
     """
     engine = engine_for(run, 1)
-    [drive] = engine._assembly.placements.drives
+    [drive] = engine.gradients.assembly.placements.drives
     drive.requests.trace = []
     updater, events, done = engine.optimizer.updater, [], []
     fetch, update = updater.stager._fetch, updater.update_sub_group

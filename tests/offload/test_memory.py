@@ -31,7 +31,7 @@ def levels(rank: int, run: Run) -> list[tuple[int, int, int]]:
     for steps in (5, 20, 20):
         train(engine, run, rank, 2, first=engine.global_steps, steps=steps)
         engine.optimizer.updater.stager.flush()  # how many buffers are under way is a matter of luck; now none is
-        places = engine._assembly.placements
+        places = engine.gradients.assembly.placements
         places.release_buffers()
         for drive in places.drives:
             drive.requests.close()  # threads that are about to let go of a buffer; the next request starts new ones
@@ -105,7 +105,7 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
     requests.os.pwritev = slow
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)  # in which the order of this model's modules is not known yet
-    [drive] = engine._assembly.placements.drives
+    [drive] = engine.gradients.assembly.placements.drives
     for store in drive._stores:
         store.pool._most_bytes = store.pool.bytes_live
     train(engine, run, rank, 2, first=1, steps=3)

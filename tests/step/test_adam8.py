@@ -159,7 +159,7 @@ def wide_engine(stage: int, precision: dict[str, Any] = BF16, **zero: Any) -> An
 def test_bytes_per_parameter(stage: int, precision: dict[str, Any]) -> None:
     engine = wide_engine(stage, precision)
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
-    states = engine._assembly.optimizer.state.values()
+    states = engine.gradients.assembly.optimizer.state.values()
     held = sum(value.untyped_storage().nbytes() for state in states for value in state.values())
     assert 2.0 <= held / numel <= 2.1
 
@@ -168,11 +168,11 @@ def test_bytes_on_a_drive(tmp_path: Path) -> None:
     """Codes and scales travel, not fp32."""
     engine = wide_engine(2, **{**on_drive(tmp_path, parameters=False), **WHOLE_BLOCKS, "sub_group_size": 1 << 16})
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
-    stager = engine._assembly.optimizer.updater.stager
+    stager = engine.gradients.assembly.optimizer.updater.stager
     vectors = [vector for sub_group in stager.sub_groups for vector in sub_group.stored.vectors.values()]
     assert vectors and all(isinstance(vector, SwappedVector) for vector in vectors)
     assert 2.0 <= sum(vector.num_bytes for vector in vectors) / numel <= 2.1
-    for state in engine._assembly.optimizer.state.values():
+    for state in engine.gradients.assembly.optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             away = state[name].contiguous()
             assert bool(dequantize(away, away.numel() // 260 * 256, signed=name == "exp_avg").isnan().all())
@@ -215,7 +215,7 @@ def test_an_unused_parameter_keeps_its_weights() -> None:
         engine.step()
         changed = {name for name in model if not torch.equal(before[name], model[name].weight)}
         assert changed == set(names)
-    states = engine._assembly.optimizer.state.values()
+    states = engine.gradients.assembly.optimizer.state.values()
     form = Adam8Family().form_of("exp_avg_sq")
     assert form is not None
     for state in states:

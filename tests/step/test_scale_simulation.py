@@ -70,12 +70,13 @@ class Seen:
 
 
 def shard_numel(engine: Any) -> int:
-    return sum(part.kept.numel for unit in engine._store.units for part in unit.parts)
+    return sum(part.kept.numel for unit in engine.module_view.store.units for part in unit.parts)
 
 
 def idle_buffers(engine: Any) -> int:
     """Bytes in send and receive buffers that are kept between steps."""
-    pools = [engine._assembly.optimizer._collectives.buffers(), *engine._store.coordinator._buffers._free.values()]
+    kept = engine.module_view.store.coordinator.prefetcher.buffers._free
+    pools = [engine.gradients.assembly.step._collectives.buffers(), *kept.values()]
     return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
 
 
@@ -86,7 +87,8 @@ def seen() -> Iterator[Seen]:
         model = build_70b()
         numels = [parameter.numel() for parameter in model.parameters()]
         engine = world.engine(model, config_for(RELEASED))
-        found = Seen(sum(numels), numels, shard_numel(engine), len(engine._store.units), live_bytes() - before)
+        num_units = len(engine.module_view.store.units)
+        found = Seen(sum(numels), numels, shard_numel(engine), num_units, live_bytes() - before)
         for layer in (1, LAYERS - 2):
             model.model.layers[layer].mlp.register_forward_hook(_note(found, layer, before))
         ledger.reset()
@@ -160,9 +162,9 @@ def test_every_rank_is_like_the_others(seen: Seen, rank: int) -> None:
 def test_small_parameters_persist_by_default() -> None:
     with simulated_world(7, WORLD) as world:
         engine = world.engine(build_70b(), config_for({}))
-        persistent = [unit for unit in engine._store.units if unit.is_persistent]
+        persistent = [unit for unit in engine.module_view.store.units if unit.is_persistent]
         assert [unit.numel for unit in persistent] == [NORMS * HIDDEN]
-        assert len(engine._store.units) == NUM_UNITS  # the last norm's own unit is gone
+        assert len(engine.module_view.store.units) == NUM_UNITS  # the last norm's own unit is gone
         engine.destroy()
 
 
@@ -196,7 +198,7 @@ def test_ranks_beyond_a_small_parameter_hold_padding_only(rank: int, owned: list
         model = Odd()
     with simulated_world(rank, WORLD) as world:
         engine = world.engine(model, config_for(RELEASED))
-        names = [spec.name for spec in engine._store.layout.specs]
+        names = [spec.name for spec in engine.module_view.store.layout.specs]
         held = dict.fromkeys(names, 0)
         for shard in engine.optimizer.sub_groups:
             for piece in shard.pieces:

@@ -116,7 +116,7 @@ def run_memory(rank: int, cases: list[tuple[int, bool]]) -> list[Levels]:
         engine = engine_for(stage, bf16=bf16, accumulation=2)
         for _ in range(3):  # one whole step, then the first half of the next
             micro_step(engine, bf16)
-        engine._assembly.reducer.wait()
+        engine.gradients.assembly.reducer.wait()
         states = live_bytes(shared_blocks()) - before
         levels.append(Levels(states / NUM_PARAMETERS, kept_bytes() / NUM_PARAMETERS))
         engine.destroy()

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero.api import engine, engine_gradients, engine_settings, entry
+from hf_zero.api import engine, engine_gradients, engine_module, engine_settings, engine_surface, entry
 from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.comm import Channel, Collectives
 from hf_zero.comm.cpu.host import HostCollectives
@@ -379,8 +379,8 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
         (entry, "get_world_size", lambda: world.world),
         (entry, "collectives_for", collectives_for),
         (entry, "local_device", lambda: torch.device("cpu")),
-        (engine_settings, "get_world_size", lambda: world.world),
-        (engine_settings, "get_rank", lambda: world.rank),
+        *((room, "get_world_size", lambda: world.world) for room in (engine, engine_settings, engine_surface)),
+        *((room, "get_rank", lambda: world.rank) for room in (engine_module, engine_surface)),
         *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:

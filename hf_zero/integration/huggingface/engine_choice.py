@@ -98,6 +98,7 @@ class EngineChoice:
         self.engines = tuple(engines)
         self.trained = tuple(trained)
         self._latest: Any = engines[-1]
+        self.answers_late = False  # whether `norm_of` may give a norm that nobody has read yet
 
     @property
     def engine(self) -> Any:
@@ -125,7 +126,7 @@ class EngineChoice:
                 if prepared is not None and prepared.engine.optimizer is not None:
                     prepared.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         chosen.backward(loss, **options)
-        reached = (prepared_by(engine.optimizer) for engine in chosen.engine.take_reached())
+        reached = (prepared_by(optimizer) for optimizer in chosen.engine.take_reached())
         for prepared in (chosen, *reached):
             if prepared is not None:
                 prepared.finish_backward(sync_gradients)
@@ -138,6 +139,8 @@ class EngineChoice:
         """The norm, before clipping, of the gradients of the models that these parameters belong to; as last known."""
         wanted = {id(parameter) for parameter in parameters}
         found = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
+        if self.answers_late and len(found) == 1:
+            return found[0].optimizer.late_norm
         norms = [norm for engine in found if (norm := engine.get_global_grad_norm()) is not None]
         if not norms:
             return None if found else self.get_global_grad_norm()

@@ -1,0 +1,79 @@
+"""Ranks on this host, by us or by torchrun: all of a job, or this host's part of one that is started on each.
+
+With torchrun it may be an elastic job, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hf_zero.launch import LaunchError
+from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
+from hf_zero.launch.job import Job
+from hf_zero.launch.ranks import report_to_user, run_node
+from hf_zero.launch.world import VISIBLE_DEVICES
+
+
+class Torchrun(Backend):
+    """What stands in --launcher_args comes last and wins: `--nnodes 1:4 --max-restarts 3 --rdzv-endpoint host`."""
+
+    name = "torchrun"
+    is_remote = False
+    refuses = {
+        "bind_cores_to_rank": "torchrun starts the ranks: it has --numa-binding, for --launcher_args",
+        "bind_core_list": "torchrun starts the ranks: it has --numa-binding, for --launcher_args",
+        "venv_script": "torchrun runs in the environment that is active here",
+        "ssh_port": "torchrun uses no ssh",
+    }
+
+    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+        nodes = job.world.nodes
+        node_rank = 0 if len(nodes) == 1 else own_node_rank(job, request, f"--launcher {self.name}")
+        node = nodes[node_rank]
+        words = [sys.executable, "-m", "torch.distributed.run"]
+        words += [f"--nnodes={len(nodes)}", f"--nproc-per-node={len(node.slots)}", f"--node-rank={node_rank}"]
+        words += [f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
+        if job.log_folder is not None:
+            words += [f"--log-dir={job.log_folder}", "--redirects=3"]
+        words += request.launcher_args
+        if job.program.without_python:
+            words += ["--no-python"]
+        elif job.program.is_module:
+            words += ["--module"]
+        environment = {**launcher_environment(), **(job.variables or {})}
+        environment[VISIBLE_DEVICES] = ",".join(node.slots)
+        return Command([*words, job.program.script, *job.program.arguments], environment)
+
+
+class Standard(Torchrun):
+    """Accelerate's name for it."""
+
+    name = "standard"
+
+
+class NoSsh(Backend):
+    """`--no_ssh --node_rank R`: the same command on every host, with another R."""
+
+    name = "nossh"
+    is_remote = False
+
+    def run(self, job: Job, request: Request) -> int:
+        return run_node(job, own_node_rank(job, request, "--no_ssh"), report=report_to_user)
+
+    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+        raise NotImplementedError("ranks on this host are started without another program")
+
+
+class Local(NoSsh):
+    """All ranks here."""
+
+    name = "local"
+
+    def run(self, job: Job, request: Request) -> int:
+        if len(job.world.nodes) > 1:
+            raise LaunchError(
+                f"--launcher local starts ranks on this machine only, and the job has {len(job.world.nodes)} hosts: "
+                "choose another launcher, or narrow it with --num_nodes 1"
+            )
+        return run_node(job, 0, report=report_to_user)
