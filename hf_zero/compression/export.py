@@ -88,11 +88,13 @@ def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBit
     for one in kept:
         name, rows, columns = one.layer.name, one.layer.num_out, one.layer.num_in
         found = grids[name]
+        key: tuple[str, int | None] = ("channel", None)
+        scale = found.scale
         if one.num_groups <= rows:
-            scale, key = found.scale.repeat_interleave(rows // one.num_groups, dim=0), ("channel", None)
+            scale = scale.repeat_interleave(rows // one.num_groups, dim=0)
         else:
             per_row = one.num_groups // rows
-            scale, key = found.scale.view(rows, per_row), ("group", columns // per_row)
+            scale, key = scale.view(rows, per_row), ("group", columns // per_row)
         strategies.setdefault(key, []).append(name)
         tensors[f"{name}.weight"] = found.codes.view(found.shape)
         tensors[f"{name}.weight_scale"] = scale.contiguous()

@@ -15,7 +15,7 @@ from hf_zero.compression.fake_quantize import quantized
 from hf_zero.errors import WrongArgument
 from tests.compression.models import bert_batches, ds_config, group, technique, tiny_bert
 
-LINEAR = r"query|key|value|dense"
+LINEAR = r"query|key|value|pooler"  # 16 x 16
 
 
 def _config(**shared: Any) -> dict[str, Any]:

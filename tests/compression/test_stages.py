@@ -74,7 +74,9 @@ def run_training(rank: int, stage: int, kind: str, folder: str, resumes: bool, s
     losses = _train(engine, 0, 3)
     if resumes:
         engine.save_checkpoint(folder)
-        engine = initialize(model=tiny_bert(layers, seed=9), config=_config(stage, kind))[0]
+        # A teacher is the model as it is given, after a resume as before.
+        other = tiny_bert(layers, seed=9 if kind == "everything" else 0)
+        engine = initialize(model=other, config=_config(stage, kind))[0]
         engine.load_checkpoint(folder)
     losses += _train(engine, 3, STEPS)
     model = engine.module
