@@ -96,7 +96,7 @@ class WeightShared(Section):
         why="forward sees quantised weights and masters stay exact either way",
         met=True,
     )
-    quantizer_kernel: Flag = ignored(False, "Use a CUDA kernel.", why="results are the same", met=True)
+    quantizer_kernel: Flag = ignored(False, "Use a kernel of the GPU.", why="results are the same", met=True)
 
 
 class WeightQuantization(Section):
