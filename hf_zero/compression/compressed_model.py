@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives
 from hf_zero.compression.activation_bits import ActivationBits, learn_together
 from hf_zero.compression.compressed_layer import CompressedLayer
-from hf_zero.compression.heads import PrunedHeads
 from hf_zero.compression.matching import Match, match_all
 from hf_zero.compression.pruned import Pruned
-from hf_zero.compression.rows import PrunedChannels, PrunedRows
 from hf_zero.compression.sparse import SnipWeights, SparseWeights
+from hf_zero.compression.structured import PrunedChannels, PrunedHeads, PrunedRows
 from hf_zero.compression.weight_bits import WeightBits, check_groups
 from hf_zero.config import CompressionPolicy, ConfigError
 from hf_zero.log import logger

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm import collectives_for, local_device
-from hf_zero.compression.clean import clean
+from hf_zero.compression.cleaning.clean import clean
 from hf_zero.compression.compressed_model import compression_of
 from hf_zero.compression.feature import compress
 from hf_zero.compression.layer_reduction import take_over

@@ -136,7 +136,7 @@ def test_without_related_modules_zeros_stay() -> None:
 def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_bert()
     config = ds_config(row_pruning=ROWS, weight_quantization=EIGHT_BITS)
-    from hf_zero.compression.clean import clean
+    from hf_zero.compression.cleaning.clean import clean
 
     init_compression(model, config)
     compressed = compression_of(model)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_zero.compression.cleaning.export import save_quantized, unpack
 from hf_zero.compression.entry import init_compression
-from hf_zero.compression.export import save_quantized, unpack
 from hf_zero.compression.fake_quantize import quantized
 from hf_zero.errors import WrongArgument
 from tests.compression.models import bert_batches, ds_config, group, technique, tiny_bert

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.compression.cleaning.config_follows import Change, follow
+from hf_zero.compression.cleaning.portable import describe, difference, save_with_code
+from hf_zero.compression.cleaning.report import CleaningReport, size_of
+from hf_zero.compression.cleaning.shrink import cut_heads, cut_rows
 from hf_zero.compression.compressed_model import CompressedModel
-from hf_zero.compression.config_follows import Change, follow
 from hf_zero.compression.matching import Match
-from hf_zero.compression.portable import describe, difference, save_with_code
-from hf_zero.compression.report import CleaningReport, size_of
-from hf_zero.compression.shrink import cut_heads, cut_rows
 from hf_zero.log import logger
 
 

@@ -1,4 +1,4 @@
-"""Head pruning: the inputs of an output projection that come from some of the attention heads become zero."""
+"""Structured pruning: whole rows of linear layers, channels of convolutions and attention heads become zero."""
 
 from __future__ import annotations
 
@@ -8,8 +8,35 @@ from hf_zero.compression.pruned import Pruned, along, sums_along
 from hf_zero.config import Problem
 
 
+class PrunedRows(Pruned):
+    """One score per output of a linear layer."""
+
+    scores_name = "row_mask_scores"
+
+    def sizes(self, weight: Tensor) -> Tensor:
+        return sums_along(weight, self.layer.out_dim)
+
+    def scores_shape(self) -> tuple[int, ...]:
+        return (self.layer.num_out, 1)
+
+    def weight_factor(self, mask: Tensor) -> Tensor:
+        return along(mask, self.layer.out_dim, self.layer.parameter.dim())
+
+    def bias_factor(self, mask: Tensor) -> Tensor | None:
+        return mask.reshape(-1)
+
+
+class PrunedChannels(PrunedRows):
+    """Channel pruning: one score per filter of a convolution."""
+
+    scores_name = "channel_mask_scores"
+
+    def scores_shape(self) -> tuple[int, ...]:
+        return (self.layer.num_out, *[1] * (self.layer.parameter.dim() - 1))
+
+
 class PrunedHeads(Pruned):
-    """One score per head; the inputs of the layer are `num_heads` equal blocks."""
+    """One score per head: what an output projection reads of it, one of `num_heads` equal blocks, becomes zero."""
 
     scores_name = "head_pruning_scores"
 
