@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint",),
+    ("checkpoint", "compression"),
     ("api",),
     ("integration",),
     ("explain",),

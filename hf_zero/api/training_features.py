@@ -6,13 +6,19 @@ from collections.abc import Callable
 
 from torch import nn
 
+from hf_zero.compression.feature import compression_feature
 from hf_zero.config import Resolved
 from hf_zero.features import Features, TrainingFeature
 
 Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
 
+
+def _compression(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    return compression_feature(model, resolved.compression)
+
+
 # In the order in which they see a forward.
-MAKERS: tuple[Maker, ...] = ()
+MAKERS: tuple[Maker, ...] = (_compression,)
 
 
 def features_of(model: nn.Module, resolved: Resolved) -> Features:

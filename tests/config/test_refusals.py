@@ -47,7 +47,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("data_efficiency", {"enabled": True}, "data is left to the script"),
     ("data_efficiency", {"data_routing": {"random_ltd": {"enabled": True}}}, "data is left to the script"),
     ("curriculum_learning", {"enabled": True, "curriculum_type": "seqlen"}, "data is left to the script"),
-    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "not supported"),
     ("elasticity", {"enabled": True, "micro_batch_sizes": [2, 4]}, "batch sizes are taken as written"),
     ("sparse_attention", {"mode": "fixed", "block": 16}, "attention is left to the model"),
     ("progressive_layer_drop", {"enabled": True}, "not supported"),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
+from hf_zero.config.schema.compression import Compression, Distillation
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,
@@ -100,6 +101,7 @@ class HfZero(Section):
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
+    distillation: Distillation | None = detail(None, "A teacher's part in the loss.")
 
 
 class Root(Section):
@@ -188,7 +190,7 @@ class Root(Section):
     sparse_attention: Refused | None = unsupported(
         None, "Sparse attention.", why="attention is left to the model (attn_implementation=...)", switch=""
     )
-    compression_training: Free | None = unsupported(None, "Compression.", why="compression is not supported")
+    compression_training: Compression | None = detail(None, "Quantisation, pruning and layer reduction.")
     elasticity: Refused | None = unsupported(None, "Elastic batch sizes.", why="batch sizes are taken as written")
     progressive_layer_drop: Free | None = unsupported(None, "Layer dropping.", why="it is not supported")
     eigenvalue: Free | None = unsupported(None, "Eigenvalues of the Hessian.", why="it is not supported")

@@ -44,7 +44,7 @@ ALTERNATIVES = {
     ),
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,
-    "compression": "compression is not supported yet: torchao quantises and prunes models of transformers",
+    "compression": "compression is asked for by compression_training in ds.json, see docs/compression.md",
     "datastates": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
     "inference": _INFERENCE,
     "io": _DRIVE,
