@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from torch import nn
 
+from hf_zero.attention.feature import sparse_attention_of
 from hf_zero.config import Resolved
 from hf_zero.features import Features, TrainingFeature
 
 Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
 
 # In the order in which they see a forward.
-MAKERS: tuple[Maker, ...] = ()
+MAKERS: tuple[Maker, ...] = (sparse_attention_of,)
 
 
 def features_of(model: nn.Module, resolved: Resolved) -> Features:

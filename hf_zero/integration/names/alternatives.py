@@ -45,6 +45,7 @@ ALTERNATIVES = {
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,
     "compression": "compression is not supported yet: torchao quantises and prunes models of transformers",
+    "elasticity.DSElasticAgent": "torchrun restarts ranks itself: torchrun --nnodes 1:4 --max-restarts 100 (docs/elasticity.md)",
     "datastates": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
     "inference": _INFERENCE,
     "io": _DRIVE,

@@ -102,6 +102,18 @@ _EXPERTS = _from(
     "split_params_into_shared_and_expert_params",
 )
 
+_ELASTICITY = _from(
+    f"{_COMPAT}.elasticity", "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
+)
+_ELASTICITY_ERRORS = _from(
+    f"{_COMPAT}.elasticity", "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"
+)
+_SPARSITY = _from(
+    "hf_zero.attention.sparsity",
+    "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
+    "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig",
+)
+
 HOMES: dict[str, Homes] = {
     "": {
         **_ENGINE,
@@ -138,6 +150,9 @@ HOMES: dict[str, Homes] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "comm.reduce_op": _from("hf_zero.comm.mirror", "ReduceOp"),
+    "elasticity": {**_ELASTICITY, **_ELASTICITY_ERRORS},
+    "elasticity.config": _ELASTICITY_ERRORS,
+    "elasticity.elasticity": {**_ELASTICITY, **_ELASTICITY_ERRORS},
     "env_report": _from(f"{_COMPAT}.env_report", "cli_main main"),
     "git_version_info": _from(
         _VERSIONS, "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info version"
@@ -165,6 +180,12 @@ HOMES: dict[str, Homes] = {
     "ops.lion": _from("hf_zero.optim", "DeepSpeedCPULion FusedLion"),
     "ops.lion.cpu_lion": _from("hf_zero.optim", "DeepSpeedCPULion"),
     "ops.lion.fused_lion": _from("hf_zero.optim", "FusedLion"),
+    "ops.sparse_attention": {
+        **_SPARSITY,
+        **_from("hf_zero.attention.modules", "BertSparseSelfAttention SparseSelfAttention"),
+        **_from("hf_zero.attention.utils", "SparseAttentionUtils"),
+    },
+    "ops.sparse_attention.sparsity_config": _SPARSITY,
     "runtime.activation_checkpointing.checkpointing": _RECOMPUTE,
     "runtime.base_optimizer": _from(f"{_COMPAT}.kinds", "DeepSpeedOptimizer ZeROOptimizer"),
     "runtime.bf16_optimizer": _from(f"{_COMPAT}.kinds", "BF16_Optimizer"),
