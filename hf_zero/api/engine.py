@@ -22,6 +22,7 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import collectives_for, get_world_size
 from hf_zero.config import Resolved
+from hf_zero.device.phases import PhaseTimer
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.buffers import broadcast_buffers
@@ -32,7 +33,6 @@ from hf_zero.schedules.mark import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
-from hf_zero.timing import PhaseTimer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
+from hf_zero.device.phases import PhaseTimer
 from hf_zero.errors import WrongMoment
 from hf_zero.params.first_nan import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
-from hf_zero.timing import PhaseTimer
 
 _numbers = iter(range(1 << 62))
 AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()

@@ -19,6 +19,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
+from hf_zero.device.kinds import BACKENDS
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
@@ -263,7 +264,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
     "data_parallel_group": lambda engine: get_world_group(),
-    "dist_backend": lambda engine: "nccl" if engine.device.type == "cuda" else "gloo",
+    "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
     "dp_world_size": lambda engine: get_world_size(),
     "enable_backward_allreduce": lambda engine: True,

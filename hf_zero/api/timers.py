@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
-
+from hf_zero.device.kinds import current_device
+from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist, logger
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
@@ -82,7 +82,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        now, peak = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if _has_gpu() else (0, 0)
+        now, peak = runtime_of(current_device()).allocated()
         gib = 1024**3
         return f"mem_allocated: {now / gib:.4f} GB, max_mem_allocated: {peak / gib:.4f} GB"
 
@@ -214,13 +214,8 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 def _now() -> float:
     """Seconds, when the device has done what it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    runtime_of(current_device()).synchronize()
     return time.perf_counter()
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
 
 
 def _check(normalizer: float) -> None:

@@ -36,6 +36,7 @@ from torch.distributed import (
     send,
 )
 
+from hf_zero.device.kinds import kind_of_backend
 from hf_zero.rank_environment import set_rank_environment
 
 __all__ = [
@@ -127,7 +128,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     """torch's device mesh over all ranks. The engine itself does not train on one."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = "cuda" if "nccl" in str(_torch.get_backend_config()) else "cpu"
+    kind = kind_of_backend(str(_torch.get_backend_config())) or "cpu"
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 

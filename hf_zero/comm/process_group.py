@@ -21,6 +21,7 @@ from hf_zero.comm.dead_ranks import remember_ranks
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.torch_backend import NativeCollectives
+from hf_zero.device.kinds import current_device, default_backend, kind_of_backend, set_current_device
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import set_rank_environment
 
@@ -56,9 +57,9 @@ def init_distributed(
     if auto_mpi_discovery and rank < 0 and world_size < 1 and init_method is None:
         set_rank_environment(os.environ, distributed_port)
     rank, world_size = _place_in_world(rank, world_size)
-    backend = dist_backend or _default_backend()
-    if torch.cuda.is_available() and "nccl" in backend:
-        torch.cuda.set_device(get_local_rank())  # NCCL takes its device from here, also for small Python objects
+    backend = dist_backend or default_backend()
+    if kind_of_backend(backend) is not None:
+        set_current_device(get_local_rank())  # NCCL takes its device from here, also for small Python objects
     if world_size == 1 and init_method is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -91,10 +92,6 @@ def _place_in_world(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _default_backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -124,9 +121,10 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 def local_device() -> torch.device:
     """The device this rank computes on: its accelerator when the process group can use one, else the CPU."""
-    if torch.cuda.is_available() and "nccl" in _backend_name():
-        return torch.device("cuda", torch.cuda.current_device() if get_world_size() == 1 else get_local_rank())
-    return torch.device("cpu")
+    kind = kind_of_backend(_backend_name())
+    if kind is None:
+        return torch.device("cpu")
+    return current_device(kind) if get_world_size() == 1 else torch.device(kind, get_local_rank())
 
 
 class Channel(IntEnum):
@@ -251,5 +249,5 @@ _host_groups: dict[int, dist.ProcessGroup] = {}  # what hosts tell each other in
 
 
 def _backend_name() -> str:
-    # The configuration string keeps both halves of "cpu:gloo,cuda:nccl"; get_backend reports one of them only.
-    return str(dist.get_backend_config()) if is_initialized() else _default_backend()
+    # The configuration string keeps both halves of "cpu:gloo,...:nccl"; get_backend reports one of them only.
+    return str(dist.get_backend_config()) if is_initialized() else default_backend()

@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_zero.device.registry import runtime_of
+
 
 def host_runs_ahead(device: torch.device) -> bool:
     """Whether work on `device` is only queued when a call returns, so that reading a number makes the host wait."""
-    return device.type != "cpu"
+    return runtime_of(device).runs_ahead
 
 
 class HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        self._event = None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(values.device))
-        else:
-            self._values = values
+        self._runtime = runtime_of(values.device)
+        self._values, self._arrived = self._runtime.copy_to_host(values)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `read` would return at once."""
+        return self._runtime.has_passed(self._arrived)
 
     def read(self) -> list[float]:
         """The numbers; waits until they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._runtime.host_wait(self._arrived)
         return self._values.tolist()

@@ -1,4 +1,4 @@
-"""How much memory and disk there is to be had, as the kernel and the limits of this process say."""
+"""How much host memory and disk there is to be had, as the kernel and the limits of this process say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 _V2, _V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 _UNLIMITED = 1 << 60
@@ -17,14 +15,6 @@ def host_available(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process could still get: of the machine, of its control groups, of ulimit -d."""
     found = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
     return max(0, min(found))
-
-
-def device_available(device: torch.device) -> int:
-    """Bytes of device memory that nobody uses, PyTorch's cache included."""
-    if device.type != "cuda":
-        return host_available()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def disk_available(folder: str) -> int:

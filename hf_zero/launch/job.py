@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from hf_zero.launch.cores import parse_cores, share_cores, usable_cores
 from hf_zero.launch.errors import LaunchError
-from hf_zero.launch.world import Node, Place, World
+from hf_zero.launch.world import VISIBLE_DEVICES, Node, Place, World
 from hf_zero.rank_environment import LOCAL_ADDRESS
 
 # Linux takes no longer argument than 128 KiB.
@@ -125,7 +125,7 @@ class Job:
             "CROSS_SIZE": str(len(self.world.nodes)),
         }
         if self.gives_devices:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(node.slots)
+            environment[VISIBLE_DEVICES] = ",".join(node.slots)
         cores = self._cores(len(node.slots), place.local_rank)
         if cores:
             environment["OMP_NUM_THREADS"] = str(len(cores))

@@ -15,13 +15,12 @@ from hf_zero.launch.errors import LaunchError, shown
 from hf_zero.launch.filters import exclude, include, limit
 from hf_zero.launch.hostfile import MAX_SLOTS, check_host, read_hostfile
 from hf_zero.launch.options import DEFAULT_HOSTFILE, NO_FILE_OF_ACCELERATE
-from hf_zero.launch.world import Node, World
+from hf_zero.launch.world import VISIBLE_DEVICES, Node, World
 from hf_zero.rank_environment import tasks_per_node
 
 logger = logging.getLogger("hf_zero.launch")
 LOCALHOST = "localhost"
-_DEVICES = "CUDA_VISIBLE_DEVICES"
-_COUNT = "import torch; print(torch.cuda.device_count())"
+_COUNT = "import torch; print(torch.accelerator.device_count())"
 
 
 def listed_world(options: argparse.Namespace, environment: Mapping[str, str]) -> World | None:
@@ -54,7 +53,7 @@ def chosen_world(options: argparse.Namespace, listed: World | None, environment:
 
 
 def _this_machine(options: argparse.Namespace, environment: Mapping[str, str]) -> World:
-    visible = environment.get(_DEVICES, "").strip()
+    visible = environment.get(VISIBLE_DEVICES, "").strip()
     has_filter = bool(options.include or options.exclude or options.num_gpus > 0 or options.num_nodes > 1)
     if visible and not has_filter:
         # Indices or UUIDs: they are handed on as they are.
@@ -62,7 +61,8 @@ def _this_machine(options: argparse.Namespace, environment: Mapping[str, str]) -
         if devices:
             return World((Node(LOCALHOST, tuple(devices)),))
     if visible and has_filter:
-        logger.warning("%s=%s is ignored: what the command line says about devices comes first", _DEVICES, visible)
+        ignored = f"{VISIBLE_DEVICES}={visible}"
+        logger.warning("%s is ignored: what the command line says about devices comes first", ignored)
     if options.num_gpus > 0:
         return World((Node(LOCALHOST, ("0",)),))  # as many as asked for, by the limit that follows
     return World((Node(LOCALHOST, tuple(str(index) for index in range(_count_devices()))),))
@@ -71,7 +71,7 @@ def _this_machine(options: argparse.Namespace, environment: Mapping[str, str]) -
 def _count_devices() -> int:
     """GPUs here as torch counts them, asked in a process of its own; a machine without any has one rank."""
     try:
-        environment = {name: value for name, value in os.environ.items() if name != _DEVICES}
+        environment = {name: value for name, value in os.environ.items() if name != VISIBLE_DEVICES}
         said = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, env=environment, check=True).stdout
         count = min(int(said.split()[-1]), MAX_SLOTS)
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as error:

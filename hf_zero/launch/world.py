@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable that says which of a host's devices a process sees."""
+
 
 @dataclass(frozen=True)
 class Node:

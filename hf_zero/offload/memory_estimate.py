@@ -10,7 +10,8 @@ import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
-from hf_zero.device.limits import device_available, disk_available, host_available
+from hf_zero.device.limits import disk_available, host_available
+from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import announce
@@ -69,9 +70,10 @@ def estimate_memory(
     fp32 = sum(spec.numel for spec in specs if _size(spec) == FP32_BYTES) // parts
     bucket = sizes.longest // parts * max((_size(spec) for spec in specs), default=0)
     place, rest = zero.offload_optimizer, zero.offload_param
+    on_host = not runtime_of(device).has_own_memory
     master_bytes, state_bytes = FP32_BYTES, LP_BYTES if sizes.precision.low_precision_states else FP32_BYTES
     if sizes.precision.low_precision_masters:  # the weights themselves, unless those are wanted on another device
-        master_bytes = LP_BYTES if place is not None and device.type != "cpu" else 0
+        master_bytes = LP_BYTES if place is not None and not on_host else 0
     states = state_bytes * sizes.num_states * numel + master_bytes * (numel - fp32) + round(sizes.stored_bytes * numel)
     kept = states + weights  # gradients are as large as weights
     far = 0 if place is None else round(kept * place.ratio)
@@ -86,13 +88,12 @@ def estimate_memory(
     if rest is not None and rest.device == "nvme":
         share = min(1.0, rest.host_numel / max(1, numel))
         disk += round(weights * (1 - share))
-        host += 0 if device.type == "cpu" else round(weights * share)
+        host += 0 if on_host else round(weights * share)
         if share < 1.0:
             allowed = min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), rest.buffer_count * bucket)
             host += max(allowed, AT_ONCE * bucket)
     elif rest is not None:
-        host += 0 if device.type == "cpu" else weights
-    on_host = device.type == "cpu"
+        host += 0 if on_host else weights
     return MemoryEstimate(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
 
 
@@ -105,7 +106,7 @@ def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.devic
     folders = [place.folder for place in (zero.offload_optimizer, zero.offload_param) if place is not None]
     folder = next((name for name in folders if name is not None), None)
     available = MemoryEstimate(
-        device=device_available(device) if estimate.device else 0,
+        device=runtime_of(device).available() if estimate.device else 0,
         host=host_available(),
         disk=disk_available(folder) if folder is not None and estimate.disk else 0,
     )

@@ -31,7 +31,7 @@ _MUON_LR, _ADAM_LR = 0.02, 3e-4
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """A matrix (or a batch of them) with the same singular vectors, and singular values near 1; in bf16 on a GPU."""
-    x = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix
+    x = matrix if matrix.is_cpu or matrix.is_meta else matrix.to(torch.bfloat16)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -11,10 +11,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from hf_zero.device.kinds import BACKENDS
 from hf_zero.integration.compat.host_runtime import HostRuntime
 from hf_zero.integration.compat.op_builders import builder_named
 
-_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "cpu": "gloo"}
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 
 
@@ -97,7 +97,7 @@ class Accelerator(DeepSpeedAccelerator):
         return tensor.device.type == self._kind
 
     def communication_backend_name(self) -> str:
-        return _BACKENDS.get(self._kind, "gloo")
+        return BACKENDS.get(self._kind, "gloo")
 
     def visible_devices_envs(self) -> list[str]:
         """Environment variables that say which devices a process may see."""

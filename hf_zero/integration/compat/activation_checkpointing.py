@@ -11,6 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hf_zero.config.reading.load import load_config
+from hf_zero.device.kinds import current_device
+from hf_zero.device.registry import runtime_of
 from hf_zero.integration.compat.logs import warning_once
 
 _MODEL_PARALLEL = "model-parallel-rng"
@@ -158,14 +160,11 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def _state() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    return runtime_of(current_device()).random_state()
 
 
 def _set_state(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    runtime_of(current_device()).set_random_state(state)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
 from hf_zero.launch.job import Job
+from hf_zero.launch.world import VISIBLE_DEVICES
 
 
 class Torchrun(Backend):
@@ -36,7 +37,7 @@ class Torchrun(Backend):
         elif job.program.is_module:
             words += ["--module"]
         environment = {**launcher_environment(), **(job.variables or {})}
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(node.slots)
+        environment[VISIBLE_DEVICES] = ",".join(node.slots)
         return Command([*words, job.program.script, *job.program.arguments], environment)
 
 

@@ -1,4 +1,4 @@
-"""Wall-clock times of the engine's phases, for `wall_clock_breakdown`."""
+"""The engine's phases: their names in profiles, and their wall-clock times for `wall_clock_breakdown`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_zero.device.registry import runtime_of
+
 
 class PhaseTimer:
-    """Adds up milliseconds per phase; costs nothing when off."""
+    """Adds up milliseconds per phase where that is wanted; otherwise phases only have names."""
 
     def __init__(self, *, enabled: bool, device: torch.device) -> None:
         self._enabled = enabled
-        self._device = device
+        self._runtime = runtime_of(device)
         self._milliseconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside; on a GPU the device is synchronised on both sides."""
-        if not self._enabled:
-            yield
-            return
-        start = self._now()
-        try:
-            yield
-        finally:
-            self._milliseconds[name] = self._milliseconds.get(name, 0.0) + (self._now() - start) * 1e3
+        """Time what runs inside; an accelerator is synchronised on both sides."""
+        with self._runtime.range(f"hf_zero {name}"):
+            if not self._enabled:
+                yield
+                return
+            start = self._now()
+            try:
+                yield
+            finally:
+                self._milliseconds[name] = self._milliseconds.get(name, 0.0) + (self._now() - start) * 1e3
 
     def report(self) -> str | None:
         """One line with everything since the last report, or None when off."""
@@ -38,6 +41,5 @@ class PhaseTimer:
         return f"time (ms) | {line}"
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._runtime.synchronize()
         return time.perf_counter()

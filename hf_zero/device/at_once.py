@@ -1,0 +1,64 @@
+"""The runtime of a device that does everything before a call returns: the CPU, and the meta device in simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hf_zero.device.limits import host_available
+from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Event, Memory, Runtime
+
+
+class AtOnce(Runtime):
+    """A null object: every event has passed, and nobody ever waits."""
+
+    def __init__(self, device: torch.device = HOST) -> None:
+        is_host = device.type == HOST.type
+        super().__init__(device, HOST_MEMORY if is_host else Memory(device, is_host=False))
+        self.runs_ahead = not is_host  # nothing on the meta device can be read at all
+
+    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+        buffer.copy_(home)
+        return DONE
+
+    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
+        home.copy_(buffer)
+        return DONE
+
+    def record(self, *read: Tensor) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        return None
+
+    def host_wait(self, event: Event) -> None:
+        return None
+
+    def has_passed(self, event: Event) -> bool:
+        return True
+
+    def keep_until(self, event: Event, tensor: Tensor) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def available(self) -> int:
+        return host_available()
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        if torch.autograd._profiler_enabled():
+            with super().range(name):
+                yield
+        else:
+            yield
+
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)

@@ -1,0 +1,41 @@
+"""Which kind of accelerator this machine has, and through which library its kind talks to others."""
+
+from __future__ import annotations
+
+import torch
+
+BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "cpu": "gloo"}
+"""Kind of device (torch's name of it; ROCm's is that of CUDA) -> the library of its collectives."""
+
+
+def accelerator_kind() -> str | None:
+    """Torch's name of the accelerator that is there and can take part in a process group; None: only the CPU."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and found.type in BACKENDS else None
+
+
+def default_backend() -> str:
+    """torch.distributed's name for the libraries that suit this machine."""
+    kind = accelerator_kind()
+    return "gloo" if kind is None else f"cpu:gloo,{kind}:{BACKENDS[kind]}"
+
+
+def kind_of_backend(backend: str) -> str | None:
+    """The accelerator that is there, if process groups of this backend (or several) can use it."""
+    kind = accelerator_kind()
+    return kind if kind is not None and BACKENDS[kind] in backend else None
+
+
+def current_device(kind: str | None = None) -> torch.device:
+    """The one that work goes to if nobody says otherwise: of the accelerator, or the CPU."""
+    kind = kind or accelerator_kind()
+    return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def set_current_device(index: int) -> None:
+    """Work goes to this device of the accelerator from now on, where nobody says otherwise."""
+    # torch 2.6 has the older of the two names only.
+    choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
+    choose(index)

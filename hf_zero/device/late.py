@@ -1,0 +1,325 @@
+"""A device that does everything as late as it may: what a test runs on so that a missing wait fails on a laptop.
+
+Its own memory lies on the CPU, beside the host's, and it computes at once. Only copies are late:
+
+- the target of a copy is poison (NaN) from the moment the copy is asked for until somebody in the target's memory has
+  waited for it: the compute stream for the device's, the host for its own. Now and then one is carried out earlier, in
+  random order, as on a device that happens to be fast
+- the source must not change before somebody in the source's memory knows that the copy has read it
+- memory that is given back while a copy needs it is poison; writing into it is an error
+- two copies that touch the same memory, or a copy into a buffer that the compute stream still reads, must know of one
+  another
+
+Who knows what is counted, as vector clocks: for every lane, up to which of its entries. Waiting for an event takes its
+knowledge over. The verbs that order things are *wait sites*, told apart by the line that calls them; a subclass may
+skip one to see whether any test minds (`skips`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from hf_zero.device.at_once import AtOnce
+from hf_zero.device.runtime import HOST, Event, Memory
+
+_PASSES_AFTER = 2  # ranges: what was asked for before the last forward and backward has long been done
+
+
+class LateError(AssertionError):
+    """Something was read too early, written too late or freed too soon."""
+
+
+class Lane(Enum):
+    """What works beside the others."""
+
+    COMPUTE = "compute"
+    IN = "in"
+    OUT = "out"
+
+
+Clock = Counter[Lane]
+
+
+class LateEvent(Event):
+    """What has happened before it, and when it was made."""
+
+    __slots__ = ("clock", "born")
+
+    def __init__(self, clock: Clock, born: int) -> None:
+        self.clock = clock
+        self.born = born
+
+
+@dataclass(slots=True)
+class _Span:
+    """Bytes of some memory."""
+
+    start: int
+    stop: int
+
+    def overlaps(self, other: _Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A copy that was asked for; forgotten when everybody who minds knows that it is done."""
+
+    lane: Lane
+    number: int
+    site: str
+    source: Tensor
+    target: Tensor
+    before: Tensor  # the source as it was
+    clock: Clock  # of the lane, this copy included
+    is_done: bool = False
+    spans: tuple[_Span, _Span] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = _span(self.source), _span(self.target)
+
+    def is_known(self, clock: Clock) -> bool:
+        return clock[self.lane] >= self.number
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A buffer that the compute stream reads until an entry of its own."""
+
+    span: _Span
+    number: int
+    site: str
+
+
+class Late(AtOnce):
+    """See above. Compute runs at once, on the CPU."""
+
+    def __init__(self, *, early: float = 0.2, seed: int = 0) -> None:
+        """`early`: how often a copy is carried out before anybody waits for it."""
+        super().__init__(HOST)
+        self.own = Memory(HOST, is_host=False)
+        self.runs_ahead = True
+        self._early = early
+        self._random = random.Random(seed)
+        self._clocks: dict[Lane, Clock] = {lane: Counter() for lane in Lane}
+        self._host: Clock = Counter()
+        self._copies: list[_Copy] = []
+        self._leases: list[_Lease] = []
+        self._kept: list[tuple[LateEvent, Tensor]] = []
+        self._num_ranges = 0
+        self.trace: list[tuple[str, str]] | None = None  # of (lane, what), if somebody wants it
+
+    def skips(self, site: str) -> bool:
+        """Whether the ordering asked for at `site` is left out."""
+        return False
+
+    # Copies
+
+    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+        site = _site()
+        clock = self._clocks[Lane.IN]
+        if after is None:
+            _learn(clock, self._clocks[Lane.COMPUTE])
+        elif isinstance(after, LateEvent) and not self.skips(f"{site} after"):
+            _learn(clock, after.clock)
+        return self._copy(Lane.IN, home, buffer, site)
+
+    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
+        _learn(self._clocks[Lane.OUT], self._clocks[Lane.COMPUTE])
+        return self._copy(Lane.OUT, buffer, home, _site())
+
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
+        here = torch.empty_like(values, device=HOST, memory_format=torch.contiguous_format)
+        _learn(self._clocks[Lane.OUT], self._clocks[Lane.COMPUTE])
+        source = values.detach().clone()
+        event = self._copy(Lane.OUT, source, here, _site())
+        self._kept.append((event, source))  # torch keeps it, and the compute stream is in order
+        return here, event
+
+    def _copy(self, lane: Lane, source: Tensor, target: Tensor, site: str) -> LateEvent:
+        assert source.shape == target.shape and source.dtype == target.dtype, "copies move bytes"
+        self._look()
+        clock = self._clocks[lane]
+        _learn(clock, self._host)
+        for other in self._copies:
+            if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
+                self._carry_out(other)
+        copy = _Copy(lane, 0, site, _alias(source), _alias(target), source.detach().clone(), clock)
+        self._refuse_race(copy)
+        clock[lane] += 1
+        copy.number, copy.clock = clock[lane], clock.copy()
+        _poison(copy.target)
+        self._copies.append(copy)
+        self._note(lane.value, f"{_place(site)} {copy.source.numel()}")
+        if self._random.random() < self._early:
+            self._carry_out(self._random.choice(self._copies))
+        return LateEvent(copy.clock, self._num_ranges)
+
+    def _refuse_race(self, copy: _Copy) -> None:
+        source, target = copy.spans
+        for other in self._copies:
+            if other.lane is copy.lane or other.is_known(copy.clock):
+                continue
+            if any(target.overlaps(span) for span in other.spans) or source.overlaps(other.spans[1]):
+                raise LateError(f"{copy.site}: a copy touches what that of {other.site} may still use")
+        for lease in self._leases:
+            if target.overlaps(lease.span) and copy.clock[Lane.COMPUTE] < lease.number:
+                raise LateError(f"{copy.site}: a copy into what the compute stream may still read ({lease.site})")
+
+    # Events
+
+    def record(self, *read: Tensor) -> Event:
+        self._look()
+        clock = self._clocks[Lane.COMPUTE]
+        _learn(clock, self._host)
+        clock[Lane.COMPUTE] += 1
+        self._leases += [_Lease(_span(tensor), clock[Lane.COMPUTE], _site()) for tensor in read]
+        return LateEvent(clock.copy(), self._num_ranges)
+
+    def wait(self, event: Event) -> None:
+        site = _site()
+        if isinstance(event, LateEvent) and not self.skips(site):
+            self._look()
+            _learn(self._clocks[Lane.COMPUTE], event.clock)
+            self._note("compute", f"{_place(site)} waits")
+            self._settle()
+
+    def host_wait(self, event: Event) -> None:
+        site = _site()
+        if isinstance(event, LateEvent) and not self.skips(site):
+            self._look()
+            self.num_host_waits += not self.has_passed(event)
+            self._note("host", f"{_place(site)} waits")
+            self._host_learns(event.clock)
+
+    def has_passed(self, event: Event) -> bool:
+        if not isinstance(event, LateEvent):
+            return True
+        is_old = self._num_ranges - event.born >= _PASSES_AFTER
+        return is_old or all(self._host[lane] >= number for lane, number in event.clock.items())
+
+    def keep_until(self, event: Event, tensor: Tensor) -> None:
+        site = _site()
+        if isinstance(event, LateEvent) and not self.skips(site):
+            self._kept.append((event, tensor))
+
+    def synchronize(self) -> None:
+        self._look()
+        everything: Clock = Counter()
+        for clock in self._clocks.values():
+            _learn(everything, clock)
+        self._host_learns(everything)
+
+    def _host_learns(self, clock: Clock) -> None:
+        _learn(self._host, clock)
+        _learn(self._clocks[Lane.COMPUTE], self._host)  # what the host asks for from now on comes after
+        self._settle()
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        self._num_ranges += 1
+        self._note("compute", name)
+        with super().range(name):
+            yield
+
+    # Carrying out
+
+    def _settle(self) -> None:
+        """Carry out what is known to be done in its target's memory; forget what nobody minds any more."""
+        compute = self._clocks[Lane.COMPUTE]
+        for copy in self._copies:
+            if copy.is_known(self._host if copy.lane is Lane.OUT else compute):
+                self._carry_out(copy)
+        self._copies = [c for c in self._copies if not (c.is_done and c.is_known(self._source_side(c)))]
+        self._leases = [lease for lease in self._leases if self._host[Lane.COMPUTE] < lease.number]
+        self._kept = [(event, tensor) for event, tensor in self._kept if not _covers(self._host, event.clock)]
+
+    def _source_side(self, copy: _Copy) -> Clock:
+        return self._host if copy.lane is Lane.IN else self._clocks[Lane.COMPUTE]
+
+    def _carry_out(self, copy: _Copy) -> None:
+        if copy.is_done:
+            return
+        copy.is_done = True
+        for other in self._copies:
+            if other is not copy and other.is_known(copy.clock):
+                self._carry_out(other)
+        with torch.no_grad():
+            copy.target.copy_(copy.before)
+
+    def _look(self) -> None:
+        """Whether what is under way has been left alone."""
+        aliases = Counter(end.untyped_storage().data_ptr() for copy in self._copies for end in _ends(copy))
+        for copy in self._copies:
+            for end in _ends(copy)[: 1 if copy.is_done else 2]:
+                if end.numel() and _num_uses(end) <= aliases[end.untyped_storage().data_ptr()]:
+                    raise LateError(f"{copy.site}: memory was given back before its copy {copy.lane.value} was done")
+            if not torch.equal(_bytes(copy.source), _bytes(copy.before)) and not copy.is_known(self._source_side(copy)):
+                raise LateError(f"{copy.site}: the source of a copy {copy.lane.value} has changed before it was done")
+
+    def _note(self, lane: str, what: str) -> None:
+        if self.trace is not None:
+            self.trace.append((lane, what))
+
+
+def _ends(copy: _Copy) -> tuple[Tensor, Tensor]:
+    return copy.source, copy.target
+
+
+def _learn(clock: Clock, other: Clock) -> None:
+    for lane, number in other.items():
+        clock[lane] = max(clock[lane], number)
+
+
+def _covers(clock: Clock, other: Clock) -> bool:
+    return all(clock[lane] >= number for lane, number in other.items())
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory, as an object of our own: who else holds it can be counted."""
+    return tensor.detach()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _poison(tensor: Tensor) -> None:
+    with torch.no_grad():
+        _bytes(tensor).fill_(255)
+
+
+def _span(tensor: Tensor) -> _Span:
+    assert tensor.is_contiguous(), "copies are of contiguous memory"
+    return _Span(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+
+
+def _num_uses(tensor: Tensor) -> int:
+    """Of a tensor's storage, by tensors anywhere."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count - _OF_THE_QUESTION
+
+
+_OF_THE_QUESTION = 0
+_OF_THE_QUESTION = _num_uses(torch.empty(1)) - 1
+
+
+def _site() -> str:
+    """The line outside this room that has asked."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/hf_zero/device/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _place(site: str) -> str:
+    return site.rpartition("/")[2]

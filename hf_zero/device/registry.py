@@ -1,0 +1,49 @@
+"""Which runtime a device has: one per device and process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hf_zero.device.accelerator import Accelerator
+from hf_zero.device.at_once import AtOnce
+from hf_zero.device.kinds import accelerator_kind, current_device
+from hf_zero.device.late import Late
+from hf_zero.device.runtime import HOST, Runtime
+
+VARIABLE = "HF_ZERO_LATE_DEVICE"
+"""Set to 1 in the environment: engines on the CPU run on the late device, for tests."""
+
+_runtimes: dict[torch.device, Runtime] = {}
+
+
+def runtime_of(device: torch.device) -> Runtime:
+    """What an engine on `device` asks for copies and events."""
+    if device.index is None and device.type == accelerator_kind():
+        device = current_device(device.type)
+    if device not in _runtimes:
+        _runtimes[device] = _make(device)
+    return _runtimes[device]
+
+
+def _make(device: torch.device) -> Runtime:
+    if device == HOST and os.environ.get(VARIABLE) == "1":
+        return Late()
+    return AtOnce(device) if device.type in ("cpu", "meta") else Accelerator(device)
+
+
+@contextmanager
+def use(runtime: Runtime) -> Iterator[Runtime]:
+    """Engines made inside run on `runtime`, in place of their device's own."""
+    before = _runtimes.get(runtime.device)
+    _runtimes[runtime.device] = runtime
+    try:
+        yield runtime
+    finally:
+        if before is None:
+            del _runtimes[runtime.device]
+        else:
+            _runtimes[runtime.device] = before

@@ -1,0 +1,152 @@
+"""What an engine asks of the machine it computes on: copies to and from host memory, and who waits for them.
+
+    host       queues work, and goes on
+    compute    ----- forward ----- backward --------------- forward -----     the current stream of the device
+    in                 [unit 1]  [unit 2]        [weights]                    host memory -> device
+    out                              [gradients]                              device -> host memory
+
+Each row is a *lane*: what is asked of it is done in order, beside the others. A copy returns an event at once; whoever
+needs its result waits for that, a stream (`wait`) or the host (`host_wait`). The rules by which nothing is read too
+early or overwritten too late:
+
+- a copy in begins after `after`, which is when its buffer has been read for the last time; without it, after
+  everything that has been asked of the compute stream
+- a copy out begins after everything that has been asked of the compute stream: its source has just been computed
+- the source of a copy stays as it is, and stays allocated (`keep_until`), until the copy's event has passed
+
+Three implementations: the accelerator's own (`accelerator.py`), the CPU's, where everything is done at once
+(`at_once.py`), and one for tests that does everything as late as it may (`late.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A place for tensors.
+
+    Attributes:
+        device: what tensors there say of themselves.
+        is_host: whether it is the host's; the late device's own memory lies on the CPU, too, and is another one.
+    """
+
+    device: torch.device
+    is_host: bool = True
+
+
+HOST_MEMORY = Memory(HOST)
+
+
+class Event:
+    """Something that has been asked of a lane, and will have been done at some time."""
+
+    __slots__ = ()
+
+
+DONE = Event()
+
+
+class Runtime(ABC):
+    """One device, as an engine sees it.
+
+    Attributes:
+        device: where it computes.
+        own: the memory it computes in; the host's for a CPU.
+        runs_ahead: whether work is only queued when a call returns, so that reading a number makes the host wait.
+        num_host_waits: how often the host has stood still for something that had not been done yet.
+    """
+
+    runs_ahead = False
+
+    def __init__(self, device: torch.device, own: Memory) -> None:
+        self.device = device
+        self.own = own
+        self.num_host_waits = 0
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether host memory is another place."""
+        return self.own != HOST_MEMORY
+
+    # Copies
+
+    @abstractmethod
+    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+        """Begin to copy `home` in host memory to `buffer` (same shape) in the device's.
+
+        Args:
+            after: when the buffer may be written to; None: after everything asked of the compute stream so far.
+        """
+
+    @abstractmethod
+    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
+        """Begin to copy `buffer`, as everything asked of the compute stream so far leaves it, to `home` in host
+        memory."""
+
+    @abstractmethod
+    def record(self, *read: Tensor) -> Event:
+        """The event after which everything asked of the compute stream so far is done.
+
+        Args:
+            read: buffers that somebody will copy into after the event. Only the late device looks at them.
+        """
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """What is asked of the compute stream from now on begins after `event`. The host goes on."""
+
+    @abstractmethod
+    def host_wait(self, event: Event) -> None:
+        """Return when `event` has passed."""
+
+    @abstractmethod
+    def has_passed(self, event: Event) -> bool:
+        """Whether `host_wait` would return at once."""
+
+    @abstractmethod
+    def keep_until(self, event: Event, tensor: Tensor) -> None:
+        """Keep the memory of `tensor` from being given to others before `event`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when everything asked of any lane is done."""
+
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
+        """A few numbers on their way to host memory: where they will be, and when."""
+        return values, DONE
+
+    # Figures
+
+    @abstractmethod
+    def available(self) -> int:
+        """Bytes of the device's memory that nobody uses, PyTorch's cache included."""
+
+    def allocated(self) -> tuple[int, int]:
+        """Bytes of the device's memory that tensors take: now, and at most so far."""
+        return 0, 0
+
+    # The rest
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """What is asked for inside appears under `name` in a profile."""
+        with torch.profiler.record_function(name):
+            yield
+
+    @abstractmethod
+    def random_state(self) -> Tensor:
+        """Of the device's default generator."""
+
+    @abstractmethod
+    def set_random_state(self, state: Tensor) -> None:
+        """Take back what `random_state` gave."""

@@ -1,0 +1,182 @@
+"""Which runtime a device has, what the CPU's does, and what the accelerator's asks of its streams and events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_zero.device import registry
+from hf_zero.device.accelerator import Accelerator
+from hf_zero.device.at_once import AtOnce
+from hf_zero.device.host_copy import HostCopy, host_runs_ahead
+from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
+from hf_zero.device.late import Late
+from hf_zero.device.phases import PhaseTimer
+from hf_zero.device.registry import VARIABLE, runtime_of, use
+from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
+
+META = torch.device("meta")
+
+
+def test_the_cpu_does_everything_at_once() -> None:
+    runtime = AtOnce()
+    source, target = torch.ones(4), torch.zeros(4)
+    event = runtime.copy_in(source, target)
+    assert target.eq(1).all() and event is DONE and runtime.has_passed(event)
+    runtime.copy_out(target.mul_(2), source)
+    for ask in (runtime.wait, runtime.host_wait):
+        ask(runtime.record(target))
+    runtime.keep_until(event, target)
+    runtime.synchronize()
+    assert source.eq(2).all() and runtime.num_host_waits == 0
+    assert runtime.own == HOST_MEMORY and not runtime.has_own_memory and not runtime.runs_ahead
+    assert runtime.available() > 0 and runtime.allocated() == (0, 0)
+    state = runtime.random_state()
+    first = torch.rand(3)
+    runtime.set_random_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_one_runtime_per_device() -> None:
+    with mock.patch.dict(registry._runtimes, clear=True):
+        assert runtime_of(HOST) is runtime_of(torch.device("cpu"))
+        assert runtime_of(META).runs_ahead and runtime_of(META).has_own_memory
+        late = Late()
+        with use(late):
+            assert runtime_of(HOST) is late and host_runs_ahead(HOST)
+        assert not host_runs_ahead(HOST)
+
+
+@pytest.mark.parametrize(("value", "kind"), [("1", Late), ("0", AtOnce)])
+def test_the_environment_chooses_the_late_device(value: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    with mock.patch.dict(registry._runtimes, clear=True):
+        assert type(runtime_of(HOST)) is kind
+
+
+def test_numbers_on_their_way_to_the_host() -> None:
+    with use(Late(early=0.0)) as runtime:
+        copy = HostCopy(torch.arange(3.0))
+        assert not copy.has_arrived
+        assert copy.read() == [0.0, 1.0, 2.0] and runtime.num_host_waits == 1
+        assert copy.has_arrived
+
+
+def test_phases_have_names_in_a_profile() -> None:
+    timer = PhaseTimer(enabled=True, device=HOST)
+    with torch.profiler.profile() as profile, timer.phase("forward"):
+        torch.ones(3).sum()
+    assert "hf_zero forward" in {event.name for event in profile.events()}
+    report = timer.report()
+    assert report is not None and "forward: " in report
+    assert PhaseTimer(enabled=False, device=HOST).report() is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_machine_without_accelerator() -> None:
+    assert default_backend() == "gloo" and kind_of_backend("cpu:gloo,cuda:nccl") is None
+    assert current_device() == HOST
+
+
+class Stream:
+    """A stream of a device that is not there: notes what it is asked."""
+
+    device = META
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> Event:
+        self.log.append(f"{self.name}: record")
+        return Event(self.name, self.log)
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name}: waits for {event.name}")
+
+
+class Event:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.is_done = name, log, False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.log.append(f"host: waits for {self.name}")
+        self.is_done = True
+
+
+class FakeAccelerator:
+    """torch.accelerator's streams; the current one is `compute`."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = Stream("compute", self.log)
+        self._names = iter(("in", "out"))
+
+    def make_stream(self, device: Any) -> Stream:
+        return Stream(next(self._names), self.log)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.current
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+        self.log.append(f"on {stream.name}")
+
+
+@contextmanager
+def fake_accelerator() -> Iterator[tuple[Accelerator, list[str]]]:
+    fake = FakeAccelerator()
+    with (
+        mock.patch.object(torch, "Stream", fake.make_stream),
+        mock.patch.object(torch.accelerator, "current_stream", fake.current_stream),
+        mock.patch.object(torch.accelerator, "set_stream", fake.set_stream),
+    ):
+        yield Accelerator(META), fake.log
+
+
+def test_a_copy_in_waits_for_what_reads_its_buffer() -> None:
+    with fake_accelerator() as (runtime, log):
+        home, buffer = torch.ones(4), torch.zeros(4)
+        free = runtime.record(buffer)
+        arrived = runtime.copy_in(home, buffer, after=free)
+        runtime.wait(arrived)
+    assert log == [
+        "compute: record",
+        "in: waits for compute",
+        "on in",
+        "on compute",
+        "in: record",
+        "compute: waits for in",
+    ]
+    assert buffer.eq(1).all()
+
+
+def test_copies_wait_for_the_compute_stream_where_nothing_else_is_said() -> None:
+    with fake_accelerator() as (runtime, log):
+        buffer, home = torch.ones(4), torch.zeros(4)
+        runtime.copy_in(home, torch.empty(4))
+        assert log[:2] == ["compute: record", "in: waits for compute"]
+        log.clear()
+        left = runtime.copy_out(buffer, home)
+        assert log == ["compute: record", "out: waits for compute", "on out", "on compute", "out: record"]
+        log.clear()
+        for _ in range(2):
+            runtime.host_wait(left)
+    assert log == ["host: waits for out"] and runtime.num_host_waits == 1, "what has passed is not waited for"
+
+
+def test_memory_is_kept_until_its_event() -> None:
+    with fake_accelerator() as (runtime, _):
+        left = runtime.copy_out(torch.ones(4), torch.zeros(4))
+        runtime.keep_until(left, torch.ones(4))
+        assert len(runtime._kept) == 1 and not runtime.has_passed(left)
+        runtime.host_wait(left)
+        runtime.copy_out(torch.ones(4), torch.zeros(4))
+        assert not runtime._kept
