@@ -1,6 +1,7 @@
 """Training-time features: what an engine tells them while it trains, and what they keep in its checkpoints.
 
     engine                      every feature, in the order in which they were made
+    a loader's batch    ->      on_batch(progress, batch)             a training batch, before anything is counted
     forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
     step() at a boundary ->     before_step(progress)                 gradients are there, nothing is clipped yet
                         ->      after_step(progress, applied)         weights and counters are new
@@ -44,6 +45,10 @@ class TrainingFeature:
 
     name = ""
 
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        """What the loop gets instead of a training batch, before anything in it is counted."""
+        return batch
+
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keywords that the model's forward gets; called for evaluation, too."""
         return keywords
@@ -53,6 +58,10 @@ class TrainingFeature:
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
         """An update has been made; not `applied`: it was skipped on all ranks (overflow)."""
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        """Whether the learning-rate schedule stays where it is after the update that was just made."""
+        return False
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Plain values and CPU tensors, equal on all ranks; None: nothing has to be kept."""
@@ -95,6 +104,14 @@ class Features:
         for feature in self._all:
             keywords = feature.before_forward(progress, keywords)
         return keywords
+
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        for feature in self._all:
+            batch = feature.on_batch(progress, batch)
+        return batch
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        return any(feature.holds_schedule(progress) for feature in self._all)
 
     def before_step(self, progress: Progress) -> None:
         for feature in self._all:

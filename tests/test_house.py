@@ -57,7 +57,6 @@ SMALL_FILES = {
     "api/external_parameters.py": "a module of DeepSpeed's names",
     "api/generation.py": "a context of its own, of stage 3 and of the engine",
     "api/loader.py": "a loader, not an engine",
-    "api/training_features.py": "a table that every feature enters itself in",
     "api/model_view.py": "the only place where the resolver's view meets torch",
     "checkpoint/errors.py": _LEAF,
     "checkpoint/opening.py": "where every reader begins",

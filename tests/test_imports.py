@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention"),
+    ("checkpoint", "attention", "data", "routing"),
     ("api",),
     ("integration",),
     ("explain",),

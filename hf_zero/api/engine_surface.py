@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.loader import data_loader
+from hf_zero.api.loader import training_loader
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.timers import ThroughputTimer
 from hf_zero.checkpoint.deepspeed import keys as ds
@@ -91,8 +91,8 @@ _ZERO_KEYS = {
 }
 # Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
-    "autotuning_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled "
-    "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion random_ltd_enabled "
+    "autotuning_enabled "
+    "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion "
     "super_offload checkpoint_writer_enabled"
 ).split()
 
@@ -231,8 +231,40 @@ def _reload_states(engine: Any, non_blocking: bool = False) -> None:
 
 def _deepspeed_io(engine: Any, dataset: Any, collate_fn: Any = None) -> Any:
     """A DataLoader over this rank's part of `dataset`, in micro-batches."""
-    size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
-    return data_loader(dataset, size, collate_fn=collate_fn, drop_last=drop_last)
+    return training_loader(engine, dataset, collate_fn)
+
+
+def _has(engine: Any, feature: str) -> bool:
+    return engine.training_features.named(feature) is not None
+
+
+def _section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = (engine.config.get("data_efficiency") or {}).get(name) or {}
+    return section
+
+
+def _sampling_section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = _section(engine, "data_sampling").get(name) or {}
+    return section
+
+
+def _sampled_curriculum(engine: Any, caller: str) -> Any:
+    feature = engine.training_features.named("data_sampler")
+    if feature is None:
+        raise RuntimeError(
+            f"engine.{caller}() needs data_efficiency.data_sampling.curriculum_learning to be switched on in the config"
+        )
+    return feature
+
+
+def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
+    """Functions from an update's number to a difficulty, by metric; before the first batch."""
+    _sampled_curriculum(engine, "set_custom_curriculum_learning_schedule").set_custom(schedule_func_dict)
+
+
+def _set_post_process(engine: Any, post_process_func: Any) -> None:
+    """A function of (batch, {"current_difficulties": {metric: difficulty}}) that makes the batch to train on."""
+    _sampled_curriculum(engine, "set_data_post_process_func").post_process = post_process_func
 
 
 def _get_type(engine: Any) -> list[Any]:
@@ -273,6 +305,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "global_rank": lambda engine: get_rank(),
     "gradient_average": lambda engine: engine.settings.resolved.gradients.average,
     "has_moe_layers": lambda engine: False,
+    "curriculum_scheduler_legacy": lambda engine: engine.training_features.named("curriculum_learning"),
     "inside_no_sync_ctxt": lambda engine: not engine.gradients.syncs,
     "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
     "local_rank": lambda engine: get_local_rank(),
@@ -283,6 +316,8 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda engine: [],
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
     "pipeline_parallelism": lambda engine: False,
+    "progressive_layer_drop": lambda engine: engine.training_features.named("progressive_layer_drop"),
+    "random_ltd_scheduler": lambda engine: engine.training_features.named("random_ltd"),
     "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or get_rank() == 0,
     "save_zero_checkpoint": lambda engine: engine.zero_optimization(),
     "seq_data_parallel_group": lambda engine: get_world_group(),
@@ -307,6 +342,13 @@ METHODS: dict[str, Callable[..., Any]] = {
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
+    "curriculum_enabled_legacy": lambda engine: _has(engine, "curriculum_learning"),
+    "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
+    "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
+    "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},
+    "data_efficiency_enabled": lambda engine: _has(engine, "data_sampler") or _has(engine, "random_ltd"),
+    "data_sampling_config": lambda engine: _section(engine, "data_sampling"),
+    "data_sampling_enabled": lambda engine: _has(engine, "data_sampler"),
     "deepspeed_io": _deepspeed_io,
     "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
@@ -317,6 +359,9 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_lr": _get_lr,
     "get_model_parallel_rank": lambda engine: 0,
     "get_mom": _get_mom,
+    "get_pld_theta": lambda engine: getattr(
+        engine.training_features.named("progressive_layer_drop"), "get_theta", lambda: None
+    )(),
     "get_sequence_parallel_group": lambda engine: None,
     "get_tensor_parallel_rank": lambda engine: 0,
     "get_type": _get_type,
@@ -329,6 +374,12 @@ METHODS: dict[str, Callable[..., Any]] = {
     "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
     "reload_states": _reload_states,
+    "pld_enabled": lambda engine: _has(engine, "progressive_layer_drop"),
+    "random_ltd_config": lambda engine: _section(engine, "data_routing").get("random_ltd") or {},
+    "random_ltd_enabled": lambda engine: _has(engine, "random_ltd"),
+    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is made
+    "set_custom_curriculum_learning_schedule": _set_custom_curriculum,
+    "set_data_post_process_func": _set_post_process,
     "steps_per_print": lambda engine: engine.settings.resolved.logging.steps_per_print,
     "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
     "was_step_applied": _was_step_applied,
@@ -351,7 +402,6 @@ PARTS = {
 }
 _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _COMPILER = "engine.compile() runs the model under torch.compile"
-_DATA = "data efficiency is not supported: sample and shorten in the data loader or collator"
 _PROFILER = "the flops profiler is not supported: torch.utils.flop_counter.FlopCounterMode counts operations"
 _INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
 _EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
@@ -368,8 +418,6 @@ REFUSED = {
     "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
     "uses_parallelization_pass_only": _COMPILER,
     "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
-    "curriculum_learning_config data_efficiency_config data_sampling_config random_ltd_config random_ltd_initialize "
-    "random_ltd_scheduler set_custom_curriculum_learning_schedule set_data_post_process_func": _DATA,
     "flops flops_profiler flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file "
     "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules": _PROFILER,
     "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",

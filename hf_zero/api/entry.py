@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.loader import data_loader
+from hf_zero.api.loader import training_loader
 from hf_zero.api.model_view import model_view
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
@@ -90,12 +90,7 @@ def initialize(
     with suspended():
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device)
     if training_data is not None:
-        engine.training_dataloader = data_loader(
-            training_data,
-            resolved.batch.micro_batch_size,
-            collate_fn=collate_fn,
-            drop_last=resolved.batch.drop_last,
-        )
+        engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -74,7 +74,7 @@ def sparse_attention_of(model: nn.Module, resolved: Resolved) -> TrainingFeature
     if policy is None:
         return None
     base = getattr(model, "get_base_model", lambda: model)()  # of PEFT
-    config = getattr(base, "config", None)
+    config: Any = getattr(base, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     try:

@@ -104,6 +104,6 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | No
     """[B, H, S, D] -> [B, H, S, D] under a BlockMask; key and value may have fewer heads."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    call = _compiled() if compiles else flex_attention
+    call: Any = _compiled() if compiles else flex_attention
     found: Tensor = call(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     return found

@@ -55,7 +55,8 @@ def gathered_attention(query: Tensor, key: Tensor, value: Tensor, plan: BlockPla
     found = torch.cat([_heads(blocks, part) for part in plan.parts], dim=1)
     if heads != sorted(heads):
         found = found.index_select(1, _inverse(heads, found.device))
-    return found.flatten(2, 3)[:, :, :length]
+    whole: Tensor = found.flatten(2, 3)[:, :, :length]
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ class _Blocks:
 def _in_blocks(tensor: Tensor, plan: BlockPlan) -> Tensor:
     missing = plan.num_blocks * plan.block - tensor.shape[2]
     padded = functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
-    return padded.unflatten(2, (plan.num_blocks, plan.block))
+    blocks: Tensor = padded.unflatten(2, (plan.num_blocks, plan.block))
+    return blocks
 
 
 def _heads(blocks: _Blocks, part: HeadGroup) -> Tensor:
@@ -97,13 +99,13 @@ def _rows(
     chosen = keys.clamp(min=0).flatten()
     # sdpa's kernels want four dimensions: rows of blocks go with the batch.
     mine = query.index_select(2, rows).transpose(1, 2).reshape(batch * num_rows, num_heads, block, size)
-    wanted = [
+    their_keys, their_values = (
         tensor.index_select(2, chosen)
         .unflatten(2, (num_rows, width))
         .permute(0, 2, 1, 3, 4, 5)
         .reshape(batch * num_rows, num_heads, width * block, tensor.shape[-1])
         for tensor in (key, value)
-    ]
+    )
     offsets = torch.arange(block, device=device)
     of_query = (rows[:, None] * block + offsets)[:, :, None]
     of_key = (keys[:, :, None] * block + offsets).flatten(1)[:, None, :]
@@ -115,12 +117,13 @@ def _rows(
     else:
         mask = kept[id(group)]
     found = functional.scaled_dot_product_attention(
-        mine, *wanted, attn_mask=mask, dropout_p=blocks.rules.dropout, scale=blocks.rules.scale
+        mine, their_keys, their_values, attn_mask=mask, dropout_p=blocks.rules.dropout, scale=blocks.rules.scale
     )
     if mask is not None:
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         found = found.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    return found.unflatten(0, (batch, num_rows)).transpose(1, 2)
+    by_row: Tensor = found.unflatten(0, (batch, num_rows)).transpose(1, 2)
+    return by_row
 
 
 def _mask(of_query: Tensor, of_key: Tensor, heads: tuple[int, ...], blocks: _Blocks, batch: int) -> Tensor | None:

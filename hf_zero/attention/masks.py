@@ -96,12 +96,13 @@ class SparseMask:
         step = max(1, _AT_ONCE // (block * block * self.batch))
         for start in range(0, len(pairs), step):
             some = torch.tensor(pairs[start : start + step], device=self.device)
-            queries, keys = (
-                (some[:, side, None] * block + offsets).clamp(max=self.length - 1) for side in (0, 1)
+            queries, keys = ((some[:, side, None] * block + offsets).clamp(max=self.length - 1) for side in (0, 1))
+            used += (
+                self.allowed(queries[:, :, None], keys[:, None, :])
+                .expand(-1, -1, len(some), block, block)
+                .any(dim=(0, 1, 3, 4))
+                .tolist()
             )
-            used += self.allowed(queries[:, :, None], keys[:, None, :]).expand(-1, -1, len(some), block, block).any(
-                dim=(0, 1, 3, 4)
-            ).tolist()
         return used
 
 

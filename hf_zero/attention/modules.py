@@ -82,7 +82,9 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention: query {tuple(query.shape)}, key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)} must have one shape (attention of a sequence to itself)"
             )
-        added = [table for table in (rpe, self._padding(key_padding_mask), self._tokens(attn_mask)) if table is not None]
+        added = [
+            table for table in (rpe, self._padding(key_padding_mask), self._tokens(attn_mask)) if table is not None
+        ]
         rules = Rules(added=_sum(added, query.dtype) if added else None)
         return gathered_attention(query, key, value, self._plan(query.shape[1], query.shape[2]), rules)
 

@@ -109,6 +109,7 @@ def sparse_mask(
     function = _shifted(mask_function, int(q_offset))
     if attention_mask is not None and not bool(attention_mask.all()):
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        assert padding is not None, "made of a mask"
         function = and_masks(function, padding_mask_function(padding))
     return SparseMask(function, batch_size, q_length, torch.device(device))
 

@@ -117,7 +117,7 @@ class FixedSparsityConfig(SparsityConfig):
         _check_direction(attention, horizontal_global_attention)
         if num_different_global_patterns > 1 and not different_layout_per_head:
             raise ValueError(
-                f"num_different_global_patterns = {num_different_global_patterns} needs different_layout_per_head = true"
+                f"num_different_global_patterns = {num_different_global_patterns} needs different_layout_per_head"
             )
         most = num_local_blocks // num_global_blocks
         if num_different_global_patterns > most:

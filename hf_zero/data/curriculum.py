@@ -17,7 +17,7 @@ KEYWORD = "curriculum_seqlen"
 
 
 class LengthCurriculum(TrainingFeature):
-    """Cuts batches where they leave the loader (`cut`) and, for loops of one's own, before the model's forward.
+    """Cuts batches where they leave the loader and, for loops of one's own, before the model's forward.
 
     A model whose forward takes `curriculum_seqlen` gets the length and cuts by itself, as with DeepSpeed.
     """
@@ -32,16 +32,17 @@ class LengthCurriculum(TrainingFeature):
         """Tokens per row in the update that is being made."""
         return self.difficulty.at(progress.step + 1)
 
-    def cut(self, batch: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-        """A training batch of the update that is being made."""
-        return dict(batch) if self._model_cuts else truncate(batch, self.length(progress))
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        if self._model_cuts or not isinstance(batch, Mapping):
+            return batch
+        return truncate(batch, self.length(progress))
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         if not progress.training:
             return keywords
         if self._model_cuts:
             return {**keywords, KEYWORD: self.length(progress)}
-        return self.cut(keywords, progress)
+        return truncate(keywords, self.length(progress))
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
         """The function of a custom schedule."""

@@ -28,7 +28,7 @@ def difficulty(policy: DifficultyPolicy, step: int) -> int:
         return _discrete(policy, step)
     assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has a function of its own"
     share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
-    found = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
+    found: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
     found -= found % policy.multiple
     first = -(-policy.minimum // policy.multiple) * policy.multiple
     return min(max(found, first), policy.maximum)

@@ -1,8 +1,8 @@
 """Megatron's indexed files: rows of integers of different lengths, NAME.bin beside NAME.idx, read through a mapping.
 
-    .idx   "MMIDIDX\\0\\0"  uint64 version 1  uint8 dtype  uint64 rows N  uint64 documents D
-           N x int32 lengths   N x int64 offsets in bytes   D x int64 documents (rows at which they begin)
-    .bin   the rows, little endian
+.idx   "MMIDIDX\\0\\0"  uint64 version 1  uint8 dtype  uint64 rows N  uint64 documents D
+       N x int32 lengths   N x int64 offsets in bytes   D x int64 documents (rows at which they begin)
+.bin   the rows, little endian
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ class SampledCurriculumFeature(TrainingFeature):
         self.streams.append(made)
         return made
 
-    def cut(self, batch: Mapping[str, Any], progress: Progress) -> Any:
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
         """What the metrics of lengths, and then the user's function, make of a training batch."""
         now = self.current(progress)
-        if TRUNCATE in now:
+        if TRUNCATE in now and isinstance(batch, Mapping):
             batch = truncate(batch, now[TRUNCATE])
-        if RESHAPE in now:
+        if RESHAPE in now and isinstance(batch, Mapping):
             batch = reshape(batch, now[RESHAPE])
         if self.post_process is not None:
             return self.post_process(batch, {"current_difficulties": now})

@@ -115,7 +115,8 @@ class SampleStream:
             raise ValueError(f"no such metric: {', '.join(unknown)}; there are {', '.join(self.difficulties)}")
         for name, function in functions.items():
             self.difficulties[name].custom = function
-        step, _ = self.step, self._restart()
+        step = self.step
+        self._restart()
         self.seek(step)
 
     def current(self, step: int) -> dict[str, int]:
@@ -157,7 +158,9 @@ class SampleStream:
         self._last = now
         admitted = np.ones(self.num_samples, bool) if not self._admissions else self._easy_enough(now)
         order = self._admissions[0].samples(now[self._admissions[0].metric.name]) if self._admissions else None
-        new = np.flatnonzero(admitted & ~self._admitted) if order is None else order[(admitted & ~self._admitted)[order]]
+        new = (
+            np.flatnonzero(admitted & ~self._admitted) if order is None else order[(admitted & ~self._admitted)[order]]
+        )
         self._admitted |= admitted
         if len(new):
             self._clusters.append(Cluster(len(self._clusters), new.astype(np.int64), self.policy.seed))

@@ -2,7 +2,7 @@
 
     hidden [B, S, h] --gather--> [B, r, h] --layer--> [B, r, h] --scatter--> [B, S, h]     other tokens pass unchanged
 
-    kept tokens   r(t) = floor(t / T * (max - min) + min), down to a multiple of d, at most max       (t: updates so far)
+    kept tokens   r(t) = floor(t / T * (max - min) + min), down to a multiple of d, at most max   (t: updates so far)
 
 Kept tokens stay in order, so that a causal mask over them is causal. Positions and masks are gathered with the same
 numbers. What is drawn depends on (seed, update, micro-step, layer, rank) alone: a recomputed layer and a resumed run
@@ -47,6 +47,7 @@ class RandomLTD(TrainingFeature):
         self.consumed_layer_tokens = 0
         for number, layer in enumerate(layers):
             self._wrapped.wrap(layer, self._around(number))
+        self.layers = tuple(layers)
         self.num_layers = len(layers)
 
     def current(self) -> int:
@@ -71,6 +72,14 @@ class RandomLTD(TrainingFeature):
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         self._progress = progress
         return keywords
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        """With layer_token_lr_schedule: until the layer tokens of a whole update have come together."""
+        if not self.policy.scales_schedule:
+            return False
+        whole = self._batch_size * self.policy.max_tokens * self.policy.num_layers
+        after = self.consumed_layer_tokens + self.layer_tokens(progress.step - 1)
+        return after // whole == self.consumed_layer_tokens // whole
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
         self.consumed_layer_tokens += self.layer_tokens(progress.step - 1)
@@ -190,3 +199,26 @@ def random_ltd_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
         raise ConfigError([Problem(f"{_SECTION}.total_layer_num", policy.num_layers, rule, f"write {len(layers)}")])
     chosen = [layers[number] for number in policy.layer_ids]
     return RandomLTD(policy, chosen, resolved.batch.train_batch_size)
+
+
+def convert_to_random_ltd(engine: Any, convert_type: type[nn.Module]) -> Any:
+    """DeepSpeed's call after `initialize`; the layers were found when the engine was made, so it only looks at them.
+
+    Raises:
+        RuntimeError: random_ltd is not switched on in the config; ValueError: its layers are of another class.
+    """
+    feature = engine.training_features.named(RandomLTD.name)
+    if feature is None:
+        raise RuntimeError(f"convert_to_random_ltd: {_SECTION}.enabled is not set in the config of the engine")
+    others = {type(layer).__name__ for layer in feature.layers if not isinstance(layer, convert_type)}
+    if others:
+        raise ValueError(
+            f"convert_to_random_ltd(..., {convert_type.__name__}): the layers of the model are {', '.join(others)}"
+        )
+    return engine
+
+
+def save_without_random_ltd(model: Any) -> dict[str, Any]:
+    """The weights of an engine or a model by their names, which token dropping never changes."""
+    weights: dict[str, Any] = getattr(model, "module", model).state_dict()
+    return weights

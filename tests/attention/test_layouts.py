@@ -59,9 +59,7 @@ WORKED: dict[str, tuple[SparsityConfig, int, Rows]] = {
     ),
     "variable": (VariableSparsityConfig(1), 0, four(FIRST, [0, 4, 5, 6, 7])),
     "variable, two windows": (
-        VariableSparsityConfig(
-            1, local_window_blocks=[1, 2], global_block_indices=[0, 5], attention="unidirectional"
-        ),
+        VariableSparsityConfig(1, local_window_blocks=[1, 2], global_block_indices=[0, 5], attention="unidirectional"),
         0,
         [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 5], [0, 5, 6], [0, 5, 7]],
     ),
@@ -145,7 +143,9 @@ def variable_cell(i: int, j: int, n: int, head: int, c: VariableSparsityConfig) 
     causal = c.attention == "unidirectional"
     if in_one_window(i, j, c.local_window_blocks) and (j <= i or not causal):
         return True
-    for start, end in zip(c.global_block_indices, c.global_block_end_indices or [s + 1 for s in c.global_block_indices]):
+    for start, end in zip(
+        c.global_block_indices, c.global_block_end_indices or [s + 1 for s in c.global_block_indices]
+    ):
         if start <= j < end and (i >= start or not causal):
             return True
         if start <= i < end and c.horizontal_global_attention:
@@ -261,8 +261,14 @@ def test_random_blocks_are_added_to_the_pattern_and_follow_the_seed(
             lambda: FixedSparsityConfig(2, attention="unidirectional", horizontal_global_attention=True),
             "horizontal_global_attention",
         ),
-        (lambda: VariableSparsityConfig(2, global_block_indices=[1, 2], global_block_end_indices=[3]), "2: give one end"),
-        (lambda: BSLongformerSparsityConfig(2, global_block_indices=[3], global_block_end_indices=[3]), "3 must be less"),
+        (
+            lambda: VariableSparsityConfig(2, global_block_indices=[1, 2], global_block_end_indices=[3]),
+            "2: give one end",
+        ),
+        (
+            lambda: BSLongformerSparsityConfig(2, global_block_indices=[3], global_block_end_indices=[3]),
+            "3 must be less",
+        ),
         (lambda: BigBirdSparsityConfig(2, num_random_blocks=2, attention="unidirectional"), "one block to draw from"),
         (lambda: BigBirdSparsityConfig(2, num_sliding_window_blocks=5).make_layout(64), "fewer than the pattern's 5"),
         (lambda: FixedSparsityConfig(2).make_layout(100), "multiple of block = 16"),

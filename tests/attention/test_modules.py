@@ -83,7 +83,11 @@ def test_position_tables_grow_by_repeating() -> None:
 
 def test_robertas_reserved_rows_stay() -> None:
     config = RobertaConfig(
-        vocab_size=90, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=24,
+        vocab_size=90,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        intermediate_size=24,
         max_position_embeddings=34,
     )
     model = RobertaModel(config)

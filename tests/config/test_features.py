@@ -74,9 +74,6 @@ def test_policies() -> None:
     assert (ltd.num_layers, ltd.layer_ids, ltd.is_decoder, ltd.sequence_first) == (4, (1, 2), True, False)
     drop = {"enabled": True, "theta": 0.5}
     assert features(progressive_layer_drop=drop).layer_drop == LayerDropPolicy(theta=0.5, gamma=0.001)
-    tokens = {"data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 100, "lr_scaling_method": "sqrt"}}}
-    batching = features(data_efficiency=tokens).dynamic_batching
-    assert (batching.max_tokens, batching.lr_scaling, batching.picking) == (100, "sqrt", "dataloader")
 
 
 @pytest.mark.parametrize("section", ["sparse_attention", "curriculum_learning", "data_efficiency"])
@@ -103,8 +100,13 @@ def test_an_outer_switch_that_says_false_switches_off_and_tells() -> None:
         ({"curriculum_learning": {**LEGACY, "min_difficulty": 99}}, "more than max_difficulty = 64"),
         ({"curriculum_learning": {**LEGACY, "schedule_type": "cubic"}}, "schedule_type"),
         (
-            {"curriculum_learning": {**LEGACY, "schedule_type": "fixed_discrete", "schedule_config": {
-                "difficulty": [8, 64], "max_step": [1, 2]}}},
+            {
+                "curriculum_learning": {
+                    **LEGACY,
+                    "schedule_type": "fixed_discrete",
+                    "schedule_config": {"difficulty": [8, 64], "max_step": [1, 2]},
+                }
+            },
             "one entry less than difficulty",
         ),
         (sampling({}), "write at least one metric"),
@@ -120,7 +122,7 @@ def test_an_outer_switch_that_says_false_switches_off_and_tells() -> None:
         (routing(random_ltd_schedule=None), "random_ltd_schedule.min_value"),
         ({**routing(), "progressive_layer_drop": {"enabled": True}}, "switch one off"),
         ({"progressive_layer_drop": {"enabled": True, "theta": 2}}, "progressive_layer_drop.theta"),
-        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}, "max_tokens"),
+        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}, "group_by_length"),
         ({"eigenvalue": {"enabled": True}}, "periods of MoQ"),
         ({"sparse_attention": {"num_global_blocks": 3}}, "must divide num_local_blocks = 4"),
         ({"sparse_attention": {"num_different_global_patterns": 2}}, "different_layout_per_head to true"),
@@ -156,8 +158,10 @@ def test_the_published_section_is_taken_and_its_idle_keys_are_named() -> None:
     resolved = resolve({**BASE, "sparse_attention": section}, world_size=1)
     assert resolved.features.sparse_attention is not None and not resolved.warnings
     idle = [note.split(":")[0] for note in resolved.notes if "no effect with mode fixed" in note]
-    assert idle == [f"sparse_attention.{name}" for name in sorted(set(section) - PATTERN_KEYS["fixed"] - {
-        "mode", "block", "different_layout_per_head"})]
+    assert idle == [
+        f"sparse_attention.{name}"
+        for name in sorted(set(section) - PATTERN_KEYS["fixed"] - {"mode", "block", "different_layout_per_head"})
+    ]
 
 
 PATHS = [
@@ -172,8 +176,24 @@ likely = st.one_of(
     st.booleans(),
     st.lists(numbers, max_size=4),
     st.sampled_from(
-        [*PATTERN_KEYS, "unidirectional", "bidirectional", "fixed_linear", "fixed_root", "fixed_discrete", "custom",
-         "seqlen", "decoder", "encoder", "batch_seq_dim", "value", "percentile", 0.1, 0.2, "auto"]
+        [
+            *PATTERN_KEYS,
+            "unidirectional",
+            "bidirectional",
+            "fixed_linear",
+            "fixed_root",
+            "fixed_discrete",
+            "custom",
+            "seqlen",
+            "decoder",
+            "encoder",
+            "batch_seq_dim",
+            "value",
+            "percentile",
+            0.1,
+            0.2,
+            "auto",
+        ]
     ),
     trees,
 )

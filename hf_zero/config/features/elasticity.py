@@ -82,7 +82,9 @@ def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], boo
     except ElasticProblem as error:
         paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
         fix = "start a number of ranks that goes with it, or change the section"
-        return ElasticSizes(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),), is_on=True)
+        return ElasticSizes(
+            problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),), is_on=True
+        )
     assert found.micro is not None, "asked for a number of ranks"
     sizes = BatchPolicy(
         train_batch_size=found.batch,

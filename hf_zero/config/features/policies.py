@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
-Picking = Literal["dataloader", "random", "seqlen"]
-LrScaling = Literal["linear", "sqrt", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +68,6 @@ class SamplingPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicBatchingPolicy:
-    """Batches of about equally many tokens."""
-
-    max_tokens: int
-    seed: int
-    lr_scaling: LrScaling = "linear"
-    min_batch_size: int = 1
-    max_batch_size: int | None = None
-    picking: Picking = "dataloader"
-    metrics_path: str | None = None
-    num_workers: int = 0
-    pin_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLTDPolicy:
     """Tokens left out of some layers, fewer and fewer."""
 
@@ -116,6 +99,5 @@ class FeaturesPolicy:
     sparse_attention: SparseAttentionPolicy | None = None
     sequence_length: DifficultyPolicy | None = None  # of the older section, curriculum_learning
     sampling: SamplingPolicy | None = None
-    dynamic_batching: DynamicBatchingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
     layer_drop: LayerDropPolicy | None = None

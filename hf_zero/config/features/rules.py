@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
 from hf_zero.config.features.policies import (
     DifficultyPolicy,
-    DynamicBatchingPolicy,
     FeaturesPolicy,
     LayerDropPolicy,
     MetricPolicy,
@@ -26,7 +25,6 @@ from hf_zero.config.schema.data import (
     DataEfficiency,
     DataRouting,
     DataSampling,
-    DynamicBatching,
     LtdSchedule,
     LtdScheduleConfig,
     RandomLTD,
@@ -79,7 +77,6 @@ def resolve_features(config: Root) -> FeatureFindings:
         sparse_attention=_sparse_attention(config.sparse_attention, found),
         sequence_length=_sequence_length(config.curriculum_learning, found),
         sampling=_sampling(sampling, efficiency.seed, found),
-        dynamic_batching=_dynamic_batching(sampling, efficiency.seed, found),
         random_ltd=_random_ltd(routing, efficiency.seed, found),
         layer_drop=_layer_drop(config),
     )
@@ -97,11 +94,11 @@ def _switched_on(section: DataEfficiency, found: FeatureFindings) -> tuple[DataS
     inner: list[tuple[str, Any]] = []
     if sampling is not None:
         inner += [("data_sampling.curriculum_learning", sampling.curriculum_learning)]
-        inner += [("data_sampling.dynamic_batching", sampling.dynamic_batching)]
     if routing is not None:
         inner += [("data_routing.random_ltd", routing.random_ltd)]
     for path, part in inner:
-        outer = {"data_efficiency": section.enabled, "data_efficiency.data_sampling": sampling and sampling.enabled}
+        outer: dict[str, Any] = {"data_efficiency": section.enabled}
+        outer["data_efficiency.data_sampling"] = sampling and sampling.enabled
         outer["data_efficiency.data_routing"] = routing and routing.enabled
         whole = f"data_efficiency.{path}"
         off = [name for name, is_on in outer.items() if is_on is False and whole.startswith(name)]
@@ -127,10 +124,10 @@ def _sparse_attention(section: SparseAttention | None, found: FeatureFindings) -
     found.problems += problems
     if problems:
         return None
-    values = {name: getattr(section, name) for name in read}
-    return SparseAttentionPolicy(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    )
+    values: dict[str, Any] = {name: getattr(section, name) for name in read}
+    for name in (name for name, value in values.items() if isinstance(value, list)):
+        values[name] = tuple(values[name])
+    return SparseAttentionPolicy(**values)
 
 
 def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
@@ -309,31 +306,6 @@ def _worded(error: ValidationError, value: Mapping[Any, Any], path: str) -> Iter
         yield Problem(place, given, rule, f"a metric has {names}" if unknown else "correct it")
 
 
-def _dynamic_batching(section: DataSampling | None, seed: int, found: FeatureFindings) -> DynamicBatchingPolicy | None:
-    path = "data_efficiency.data_sampling.dynamic_batching"
-    if section is None or section.dynamic_batching is None or not section.dynamic_batching.enabled:
-        return None
-    own: DynamicBatching = section.dynamic_batching
-    if own.max_tokens is None:
-        found.problems.append(_missing(f"{path}.max_tokens", "write the tokens that a forward has room for"))
-        return None
-    if own.max_batch_size is not None and own.max_batch_size < own.min_batch_size:
-        rule = f"is less than min_batch_size = {own.min_batch_size}"
-        found.problems.append(Problem(f"{path}.max_batch_size", own.max_batch_size, rule, "raise it, or remove it"))
-        return None
-    return DynamicBatchingPolicy(
-        max_tokens=own.max_tokens,
-        seed=seed,
-        lr_scaling=own.lr_scaling_method or "none",
-        min_batch_size=own.min_batch_size,
-        max_batch_size=own.max_batch_size,
-        picking=own.sequence_picking_order,
-        metrics_path=own.metrics_path,
-        num_workers=section.num_workers,
-        pin_memory=section.pin_memory,
-    )
-
-
 def _random_ltd(section: DataRouting | None, seed: int, found: FeatureFindings) -> RandomLTDPolicy | None:
     path = "data_efficiency.data_routing.random_ltd"
     if section is None or section.random_ltd is None or not section.random_ltd.enabled:
@@ -342,8 +314,7 @@ def _random_ltd(section: DataRouting | None, seed: int, found: FeatureFindings) 
     schedule = own.random_ltd_schedule or LtdSchedule()
     numbers = schedule.schedule_config or LtdScheduleConfig()
     required: dict[str, Any] = {
-        name: getattr(own, name)
-        for name in "total_layer_num random_ltd_layer_id model_type hidden_state_order".split()
+        name: getattr(own, name) for name in "total_layer_num random_ltd_layer_id model_type hidden_state_order".split()
     }
     inner = {name: getattr(schedule, name) for name in ("min_value", "max_value", "schedule_type")}
     inner |= {f"schedule_config.{name}": getattr(numbers, name) for name in ("require_steps", "seq_per_step")}

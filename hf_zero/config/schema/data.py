@@ -14,16 +14,18 @@ from hf_zero.config.schema.fields import (
     PathText,
     Positive,
     PositiveNumber,
+    Refused,
     Section,
     Whole,
     check,
     detail,
     ignored,
     supported,
+    unsupported,
 )
 
 _MEMORY = "clusters are worked out from the index files by every rank, in memory"
-_WORKERS = "batches come from the DataLoader of the script, which has workers of its own"
+_WORKERS = "only dynamic batching reads it, in DeepSpeed, too"
 
 
 def _lowered(value: object) -> object:
@@ -115,32 +117,19 @@ class SampledCurriculum(Section):
     )
 
 
-class DynamicBatching(Section):
-    """Batches of about equally many tokens, through `initialize(training_data=...)` or a call."""
-
-    enabled: Flag = supported(False, "Pack samples by their lengths.")
-    max_tokens: Positive | None = supported(None, "Tokens of one pack at most; must be given.", unit="tokens")
-    metrics_path: PathText | None = supported(None, "Folder of the analyzer: seqlen/seqlen_sample_to_metric there.")
-    lr_scaling_method: Annotated[Literal["linear", "sqrt", "none"] | None, BeforeValidator(_lowered)] = supported(
-        "linear", "How the rate follows the number of samples in a batch."
-    )
-    min_batch_size: Positive = supported(1, "Samples of a pack at least.", unit="samples")
-    max_batch_size: Positive | None = supported(None, "Samples of a pack at most.", unit="samples")
-    sequence_picking_order: Annotated[Literal["dataloader", "random", "seqlen"], BeforeValidator(_lowered)] = supported(
-        "dataloader", "Order in which samples are packed."
-    )
-    verbose: Flag = supported(False, "Log the packs.")
-
-
 class DataSampling(Section):
     """Which samples are seen when."""
 
     enabled: Flag | None = supported(None, "false switches off all that is in the section.")
     num_epochs: Positive = supported(1000, "A loader of ours ends after so many times the data.", unit="epochs")
     num_workers: Count = supported(0, "Workers of a loader of ours.")
-    pin_memory: Flag = supported(False, "A loader of ours copies batches to pinned memory.")
+    pin_memory: Flag = ignored(False, "Only for dynamic batching.", why=_WORKERS)
     curriculum_learning: SampledCurriculum | None = detail(None, "By metrics.")
-    dynamic_batching: DynamicBatching | None = detail(None, "By tokens.")
+    dynamic_batching: Refused | None = unsupported(
+        None,
+        "Batches by tokens.",
+        why="batches have a number of samples; train_sampling_strategy=group_by_length keeps their padding small",
+    )
 
 
 class LtdScheduleConfig(Section):
@@ -223,5 +212,3 @@ class Elasticity(Section):
     ignore_non_elastic_batch_info: Flag = supported(False, "Batch sizes written beside the section do not matter.")
     num_gpus_per_node: Positive = supported(1, "0.2: ranks that come and go together.")
     model_parallel_size: Positive = supported(1, "0.2: ranks per model.")
-
-

@@ -195,7 +195,9 @@ class Root(Section):
     elasticity: Elasticity | None = detail(None, "Batch sizes for many numbers of ranks (docs/elasticity.md).")
     progressive_layer_drop: ProgressiveLayerDrop | None = detail(None, "Layers left out (docs/data_efficiency.md).")
     eigenvalue: Free | None = unsupported(
-        None, "Eigenvalues of the Hessian.", why="they only stretched periods of MoQ, and DeepSpeed never reads the section"
+        None,
+        "Eigenvalues of the Hessian.",
+        why="they only stretched periods of MoQ, and DeepSpeed never reads the section",
     )
     quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not supported")
     weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")

@@ -122,6 +122,6 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
     for name in ("max_batch", "micro_batches", "by_nodes"):
         if getattr(scheduled, name) != getattr(ours, name):
             raise ElasticityConfigError(
-                f"{_SCHEDULERS} says {name} = {getattr(scheduled, name)}, and the config {getattr(ours, name)}: both must "
-                "have one elasticity section"
+                f"{_SCHEDULERS} says {name} = {getattr(scheduled, name)}, and the config {getattr(ours, name)}: "
+                "both must have one elasticity section"
             )

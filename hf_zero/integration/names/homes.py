@@ -122,7 +122,7 @@ HOMES: dict[str, Homes] = {
         **_from(f"{_COMPAT}.arguments", "add_config_arguments add_tuning_arguments"),
         **_from(f"{_COMPAT}.utils", "OnDevice set_optimizer_flags"),
         **_from(f"{_COMPAT}.kinds", "DeepSpeedOptimizer"),
-        **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="DataLoader"),
+        **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="TrainingLoader"),
         **_from(
             _VERSIONS,
             "git_branch git_hash version",
@@ -194,7 +194,13 @@ HOMES: dict[str, Homes] = {
     "runtime.checkpoint_engine.torch_checkpoint_engine": _from(f"{_COMPAT}.checkpoint_files", "TorchCheckpointEngine"),
     "runtime.compiler": _from(f"{_COMPAT}.utils", "is_compile_supported is_compiling", disable="disable_compile"),
     "runtime.config": {**_CONFIG, **_PRECISION, **_ZERO_CONFIG},
-    "runtime.dataloader": {**_LOADERS, **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="DataLoader")},
+    "runtime.data_pipeline.curriculum_scheduler": _from("hf_zero.data.difficulty", "CurriculumScheduler"),
+    "runtime.data_pipeline.data_routing.helper": _from(
+        "hf_zero.routing.random_ltd", "convert_to_random_ltd save_without_random_ltd"
+    ),
+    "runtime.data_pipeline.data_sampling.data_analyzer": _from("hf_zero.data.analyzer", "DataAnalyzer"),
+    "runtime.data_pipeline.data_sampling.data_sampler": _from("hf_zero.data.sampling", "DeepSpeedDataSampler"),
+    "runtime.dataloader": {**_LOADERS, **_from("hf_zero.api.loader", "", DeepSpeedDataLoader="TrainingLoader")},
     "runtime.engine": _ENGINE,
     "runtime.fp16.fused_optimizer": _from(f"{_COMPAT}.kinds", "FP16_Optimizer"),
     "runtime.fp16.loss_scaler": _from("hf_zero.checkpoint.deepspeed.classes", "DynamicLossScaler LossScaler"),
