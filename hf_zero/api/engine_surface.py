@@ -15,6 +15,7 @@ from hf_zero.api.engine_gradients import EngineGradients
 from hf_zero.api.loader import training_loader
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.timers import ThroughputTimer
+from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.comm.mirror import get_world_group
@@ -234,39 +235,6 @@ def _deepspeed_io(engine: Any, dataset: Any, collate_fn: Any = None) -> Any:
     return training_loader(engine, dataset, collate_fn)
 
 
-def _has(engine: Any, feature: str) -> bool:
-    return engine.training_features.named(feature) is not None
-
-
-def _section(engine: Any, name: str) -> dict[str, Any]:
-    section: dict[str, Any] = (engine.config.get("data_efficiency") or {}).get(name) or {}
-    return section
-
-
-def _sampling_section(engine: Any, name: str) -> dict[str, Any]:
-    section: dict[str, Any] = _section(engine, "data_sampling").get(name) or {}
-    return section
-
-
-def _sampled_curriculum(engine: Any, caller: str) -> Any:
-    feature = engine.training_features.named("data_sampler")
-    if feature is None:
-        raise RuntimeError(
-            f"engine.{caller}() needs data_efficiency.data_sampling.curriculum_learning to be switched on in the config"
-        )
-    return feature
-
-
-def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
-    """Functions from an update's number to a difficulty, by metric; before the first batch."""
-    _sampled_curriculum(engine, "set_custom_curriculum_learning_schedule").set_custom(schedule_func_dict)
-
-
-def _set_post_process(engine: Any, post_process_func: Any) -> None:
-    """A function of (batch, {"current_difficulties": {metric: difficulty}}) that makes the batch to train on."""
-    _sampled_curriculum(engine, "set_data_post_process_func").post_process = post_process_func
-
-
 def _get_type(engine: Any) -> list[Any]:
     """`type` of every param group."""
     return [group.get("type") for group in _optimizer(engine, "get_type").param_groups]
@@ -305,7 +273,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "global_rank": lambda engine: get_rank(),
     "gradient_average": lambda engine: engine.settings.resolved.gradients.average,
     "has_moe_layers": lambda engine: False,
-    "curriculum_scheduler_legacy": lambda engine: engine.training_features.named("curriculum_learning"),
     "inside_no_sync_ctxt": lambda engine: not engine.gradients.syncs,
     "is_compiled": lambda engine: engine.module._compiled_call_impl is not None,
     "local_rank": lambda engine: get_local_rank(),
@@ -316,7 +283,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda engine: [],
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
     "pipeline_parallelism": lambda engine: False,
-    "progressive_layer_drop": lambda engine: engine.training_features.named("progressive_layer_drop"),
     "random_ltd_scheduler": lambda engine: engine.training_features.named("random_ltd"),
     "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or get_rank() == 0,
     "save_zero_checkpoint": lambda engine: engine.zero_optimization(),
@@ -334,6 +300,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
     **{f"zero_{name}": _key(f"zero_config.{path}") for name, path in _ZERO_KEYS.items()},
     **dict.fromkeys(_NEVER, _never),
+    **FEATURE_METHODS,
     "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
@@ -342,13 +309,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
-    "curriculum_enabled_legacy": lambda engine: _has(engine, "curriculum_learning"),
-    "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
-    "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
-    "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},
-    "data_efficiency_enabled": lambda engine: _has(engine, "data_sampler") or _has(engine, "random_ltd"),
-    "data_sampling_config": lambda engine: _section(engine, "data_sampling"),
-    "data_sampling_enabled": lambda engine: _has(engine, "data_sampler"),
     "deepspeed_io": _deepspeed_io,
     "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
@@ -359,9 +319,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_lr": _get_lr,
     "get_model_parallel_rank": lambda engine: 0,
     "get_mom": _get_mom,
-    "get_pld_theta": lambda engine: getattr(
-        engine.training_features.named("progressive_layer_drop"), "get_theta", lambda: None
-    )(),
     "get_sequence_parallel_group": lambda engine: None,
     "get_tensor_parallel_rank": lambda engine: 0,
     "get_type": _get_type,
@@ -374,12 +331,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
     "reload_states": _reload_states,
-    "pld_enabled": lambda engine: _has(engine, "progressive_layer_drop"),
-    "random_ltd_config": lambda engine: _section(engine, "data_routing").get("random_ltd") or {},
-    "random_ltd_enabled": lambda engine: _has(engine, "random_ltd"),
-    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is made
-    "set_custom_curriculum_learning_schedule": _set_custom_curriculum,
-    "set_data_post_process_func": _set_post_process,
     "steps_per_print": lambda engine: engine.settings.resolved.logging.steps_per_print,
     "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
     "was_step_applied": _was_step_applied,

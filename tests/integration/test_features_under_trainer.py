@@ -75,7 +75,7 @@ def test_batches_are_shorter_and_their_tokens_are_counted_after_that(tmp_path: P
     notes = trainer.notes  # type: ignore[attr-defined]
     lengths = [shape[1] for step, shape, _, _ in notes]
     engine = trainer.model_wrapped
-    schedule = engine.curriculum_scheduler_legacy.difficulty
+    schedule = engine.training_features.named("curriculum_learning").difficulty
     assert lengths == [schedule.at(step + 1) for step in range(6) for _ in range(2)] and lengths[0] < LENGTH
     assert lengths[0] < lengths[2] and lengths[-1] == LENGTH
     rows = token_rows(ROWS, LENGTH)

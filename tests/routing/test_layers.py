@@ -229,7 +229,9 @@ def test_training_with_layer_drop_resumes(stage: int, tmp_path: Path) -> None:
     )
     engine = initialize(model=tiny_llama(layers=4), config=settings)[0]
     losses_of(engine, 3)
-    assert engine.get_pld_theta() == pytest.approx(0.2 + 0.8 * 2.718281828**-5)
+    assert engine.training_features.named("progressive_layer_drop").get_theta() == pytest.approx(
+        0.2 + 0.8 * 2.718281828**-5
+    )
     engine.save_checkpoint(str(tmp_path))
     expected = losses_of(engine, 3)
     again = initialize(model=tiny_llama(layers=4), config=settings)[0]
