@@ -59,7 +59,7 @@ class SparseMask:
         if known is None:
             if sparsity.different_layout_per_head and sparsity.num_heads != num_heads:
                 raise ValueError(
-                    f"the sparsity's layouts are for {sparsity.num_heads} heads, and the model has {num_heads} heads of "
+                    f"the layouts are for {sparsity.num_heads} heads, and the model has {num_heads} heads of "
                     "queries: set num_heads, or switch different_layout_per_head off"
                 )
             found = sparsity.head_rows(-(-self.length // sparsity.block))
