@@ -30,42 +30,26 @@ _GROWN = "more than one concern by now: to be divided"
 # File -> the most lines it may have, and why.
 LONG_FILES = {
     "comm/cpu/shared_memory.py": (460, _GROWN),
-    "params/coordinator.py": (412, _GROWN),
 }
 
 # Class -> the most methods it may have, and why.
 LARGE_CLASSES = {
-    "integration/compat/accelerator.py: Accelerator": (47, "thin surface: DeepSpeed's accelerator, a line each"),
     "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
-    "grads/bucket.py: BucketGradients": (21, _GROWN),
-    "grads/reducer.py: GradientReducer": (24, _GROWN),
-    "optim/adafactor.py: AdafactorUpdater": (23, _GROWN),
-    "params/coordinator.py: ParameterCoordinator": (35, _GROWN),
-    "params/sharded.py: ShardedParameters": (35, _GROWN),
-    "step/optimizer.py: ZeroOptimizer": (38, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"
 _PER_MODULE = "one file for each foreign module that is patched"
-_PER_LAUNCHER = "one file per launcher"
 _LEAF = "imported from below by what cannot know each other"
-_PER_NAME = "one file for each module of DeepSpeed's"
 
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
-    "api/external_parameters.py": "a module of DeepSpeed's names",
-    "api/generation.py": "a context of its own, of stage 3 and of the engine",
-    "api/loader.py": "a loader, not an engine",
-    "api/model_view.py": "the only place where the resolver's view meets torch",
     "checkpoint/errors.py": _LEAF,
     "checkpoint/opening.py": "where every reader begins",
     "checkpoint/plain.py": _LEAF,
     "checkpoint/script.py": "goes into checkpoint folders as a program",
     "device/host_copy.py": _LEAF,
     "errors.py": _LEAF,
-    "integration/compat/config_objects.py": _PER_NAME,
-    "integration/compat/versions.py": _PER_NAME,
     "integration/huggingface/output_folder.py": "no part of the patch that asks it",
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
@@ -73,17 +57,7 @@ SMALL_FILES = {
     "integration/patches/transformers_generation_utils.py": _PER_MODULE,
     "kernels/gpu/norm.py": _PER_KERNEL,
     "kernels/norm.py": _PER_KERNEL,
-    "launch/backends/local.py": _PER_LAUNCHER,
-    "launch/backends/slurm.py": _PER_LAUNCHER,
-    "launch/errors.py": _LEAF,
-    "launch/executables.py": "the commands that an installation puts on the path",
-    "layout/intervals.py": _LEAF,
-    "layout/memory.py": "the counterpart of layout/partitions.py",
-    "layout/sub_groups.py": "one way of cutting, as each file of layout is",
     "optim/sgd.py": "one file per optimizer",
-    "params/buffers.py": "of buffers: everything else here is of parameters",
-    "schedules/range_test.py": "one file per schedule",
-    "step/minimum_loss_scale.py": "an error's long text and what it needs",
     "versions.py": _LEAF,
 }
 

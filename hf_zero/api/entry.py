@@ -12,8 +12,9 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
+from hf_zero.api.inputs import model_view
 from hf_zero.api.loader import training_loader
-from hf_zero.api.model_view import model_view
+from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
@@ -38,7 +39,7 @@ from hf_zero.step.assemble import (
     shard_for_inference,
     synchronise_unmanaged,
 )
-from hf_zero.step.optimizer import StepRules
+from hf_zero.step.loss_factors import StepRules
 from hf_zero.versions import announcement
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -78,7 +79,7 @@ def initialize(
     """
     listen()
     if model is None:
-        raise WrongArgument("initialize() needs model=, a torch.nn.Module")
+        raise WrongArgument("initialize requires a model: it needs model=, a torch.nn.Module")
     _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
@@ -109,7 +110,7 @@ def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngin
     features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
     base = _base_optimizer(resolved, model, given.optimizer, given.model_parameters)
     _prepare_model(model, base, plan, device)
-    assembly = assemble(model, base, plan) if base is not None else None
+    assembly = assemble(model, base, plan, OPTIMIZER_NAMES) if base is not None else None
     store = assembly.store if assembly is not None else None
     if assembly is not None:
         attach_fragments(assembly, plan.channels.access)
@@ -139,28 +140,12 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     from_args = getattr(args, "deepspeed_config", None)
     given = config if config is not None else config_params
     if given is not None and from_args is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "args.deepspeed_config",
-                    from_args,
-                    "the config is given twice: here and as config=",
-                    "give it in one place",
-                )
-            ]
-        )
+        rule = "the config is given twice: here and as config="
+        raise ConfigError(Problem("args.deepspeed_config", from_args, rule, "give it in one place"))
     source = given if given is not None else from_args
     if source is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "config",
-                    None,
-                    "no config was given",
-                    "pass config= (dict, path, JSON text or base64) or args.deepspeed_config",
-                )
-            ]
-        )
+        fix = "pass config= (dict, path, JSON text or base64) or args.deepspeed_config"
+        raise ConfigError(Problem("config", None, "no config was given", fix))
     return source
 
 

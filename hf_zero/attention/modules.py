@@ -115,7 +115,8 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         if config.hidden_size % config.num_attention_heads:
             raise ValueError(
-                f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}"
+                f"hidden_size {config.hidden_size} is not a multiple of "
+                f"num_attention_heads {config.num_attention_heads}"
             )
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.hidden_size // config.num_attention_heads

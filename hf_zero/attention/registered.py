@@ -163,7 +163,8 @@ def _refuse(module: nn.Module, arguments: dict[str, Any]) -> None:
     if _SPARSITY not in vars(module):
         raise RuntimeError(
             f'{type(module).__name__} has attn_implementation="{NAME}" and no pattern: write a sparse_attention '
-            "section in the config, or call hf_zero.attention.registered.attach(model, FixedSparsityConfig(num_heads=...))"
+            "section in the config, or call "
+            "hf_zero.attention.registered.attach(model, FixedSparsityConfig(num_heads=...))"
         )
     given = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
     if given:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives
 from hf_zero.config import OptimizerOffload
 from hf_zero.layout import Bucket, Interval
-from hf_zero.layout.sub_groups import cut_sub_groups
+from hf_zero.layout.buckets import cut_sub_groups
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.requests import StorageError

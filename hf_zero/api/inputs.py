@@ -1,4 +1,4 @@
-"""A torch model as the resolver sees it: its configuration and the shapes of its parameters."""
+"""What the resolver sees of a model that is given to `initialize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIASES = ("hidden_size", "hidden_sizes", "text_config")
 
 
 def model_view(model: nn.Module | None) -> ModelView | None:
-    """The view of any module; a configuration is one that can become a dict."""
+    """Configuration and shapes of any module; a configuration is what can become a dict."""
     if model is None:
         return None
     shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())

@@ -1,0 +1,133 @@
+"""The owned part of one bucket's gradients, summed over ranks: wherever the placement keeps it.
+
+         place_for_result              add
+NONE -----------------------> AWAITED -----> SUMMED     (without a place that stays: NONE ---> SUMMED)
+ ^                                             |  ^
+ |  clear, after a step                        |  |  add: the next micro-batch
+ +---------------------------------------------+--+
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from hf_zero.kernels.accumulate import add_into
+from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.layout import Interval
+from hf_zero.offload.vector import Vector
+from hf_zero.params.store import TrainedBucket
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDtypes:
+    """Dtype in which a bucket's gradients travel, and dtype in which they are added up."""
+
+    communication: torch.dtype
+    accumulation: torch.dtype
+
+    @property
+    def are_one(self) -> bool:
+        return self.communication == self.accumulation
+
+
+class ReducedState(Enum):
+    """Of the sum."""
+
+    NONE = auto()  # since the last step
+    AWAITED = auto()  # a collective writes it where it stays
+    SUMMED = auto()
+
+
+class ReducedGradient:
+    """1-D, as long as the owned interval, in the accumulation dtype; for one bucket."""
+
+    def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes) -> None:
+        self._trained = trained
+        self._dtypes = dtypes
+        self._state = ReducedState.NONE
+        self._vector: Vector | None = None
+        self._squares: Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything has been summed since the last step."""
+        return self._state is ReducedState.SUMMED
+
+    @property
+    def vector(self) -> Vector:
+        """Made at first use and kept, so that steps do not page it in."""
+        if self._vector is None:
+            self._vector = self._new_vector()
+        return self._vector
+
+    def _new_vector(self) -> Vector:
+        bucket, placement = self._trained.bucket, self._trained.placement
+        name = f"gradients of bucket {bucket.index} (parameter {bucket.slots[0].parameter} and following)"
+        return placement.gradients.keep(name, self._trained.owned.numel, self._dtypes.accumulation)
+
+    def reserve(self) -> None:
+        """Take room on a drive at the start, so that one that is too small shows then."""
+        if self._trained.placement.gradients.can_fail:
+            self._vector = self._new_vector()
+
+    @property
+    def at_hand(self) -> Tensor | None:
+        """The sum, where it need not be fetched; None without one."""
+        return self._vector.tensor if self.is_there and self._vector is not None else None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a collective may work where the sum stays."""
+        at_hand = self.vector.tensor
+        return at_hand is not None and at_hand.device == self._trained.device
+
+    def place_for_result(self) -> Tensor:
+        """1-D, on the training device: where the sum over ranks may be written; give it to `add` then."""
+        if not self.is_there and self._dtypes.are_one and self._trained.device == self._trained.placement.work:
+            self.vector.fetch(reads=False)
+            self._state = ReducedState.AWAITED
+            return self.vector.take()
+        return torch.empty(self._trained.owned.numel, dtype=self._dtypes.communication, device=self._trained.device)
+
+    def add(self, part: Tensor) -> None:
+        """Count `part` in (owned interval, summed over ranks); it may be the place for the result, or the vector."""
+        was_there = self.is_there
+        if self._state is not ReducedState.AWAITED:
+            self.vector.fetch(reads=was_there)
+        total = self.vector.take()
+        if was_there:
+            add_into(total, part.to(total.device))
+        elif part.data_ptr() != total.data_ptr():
+            total.copy_(part)
+        if self.vector.tensor is None:
+            self._squares = sum_of_squares(total)  # while they are here
+        self.vector.release(changed=True)
+        self._state = ReducedState.SUMMED
+
+    def squares(self, part: Interval) -> Tensor:
+        """Sum of squares of what lies in `part` of the owned interval: 0-dim, fp64."""
+        if self.vector.tensor is None and part.numel == self._trained.owned.numel and self._squares is not None:
+            return self._squares
+        with self.opened() as total:
+            return sum_of_squares(total.narrow(0, part.start, part.numel))
+
+    def opened(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """The sum for the length of a `with`; with `changes` it is overwritten."""
+        if changes:
+            self._squares = None
+        return self.vector.opened(changes=changes)
+
+    def clear(self) -> None:
+        """Forget the sum. Its room stays."""
+        self._state = ReducedState.NONE
+        self._squares = None
+
+    def give_up_room(self) -> None:
+        """Free the memory it has at hand, while there is no sum."""
+        if not self.is_there and self._vector is not None and self._vector.tensor is not None:
+            self._vector = None
