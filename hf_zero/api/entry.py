@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.inputs import model_view
-from hf_zero.api.loader import training_loader
+from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
