@@ -145,7 +145,7 @@ def sparse_attention_forward(
     if sparsity is None or mask is None:
         return _dense(module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, more)
     heads = query.shape[1]
-    if query.is_cuda and not dropout and position_bias is None and flex.fits(sparsity.block):
+    if query.device.type not in ("cpu", "meta") and not dropout and position_bias is None and flex.fits(sparsity.block):
         found = flex.flex(query, key, value, mask.flex(sparsity, heads), scaling)
     else:
         rules = Rules(
