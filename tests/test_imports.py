@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "data", "routing"),
+    ("checkpoint", "attention", "compression", "data", "routing"),
     ("api",),
     ("integration",),
     ("explain",),

@@ -101,7 +101,9 @@ class ZeroEngine(nn.Module):
         self.gradients.note_forward()
         kwargs = self.training_features.before_forward(self.training_progress, kwargs)
         with self._timer.phase("forward"), self._forward_precision.context():
-            output = self.module(*self._forward_precision.cast(args), **kwargs)
+            inputs = self._forward_precision.cast(args)
+            output = self.module(*inputs, **kwargs)
+            output = self.training_features.after_forward(self.training_progress, inputs, kwargs, output)
         if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
             self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
         return output

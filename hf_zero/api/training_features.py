@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.attention.feature import sparse_attention_of
+from hf_zero.compression.feature import compression_feature
 from hf_zero.config import Resolved
 from hf_zero.data.curriculum import length_curriculum_of
 from hf_zero.data.sampling import sampled_curriculum_of
@@ -17,6 +18,11 @@ from hf_zero.routing.random_ltd import random_ltd_of
 
 Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
 
+
+def _compression(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    return compression_feature(model, resolved.compression)
+
+
 # In the order in which they see a forward.
 MAKERS: tuple[Maker, ...] = (
     length_curriculum_of,
@@ -24,6 +30,7 @@ MAKERS: tuple[Maker, ...] = (
     sparse_attention_of,
     random_ltd_of,
     layer_drop_of,
+    _compression,
 )
 
 

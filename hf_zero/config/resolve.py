@@ -13,6 +13,7 @@ from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
+from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.features.elasticity import elastic_sizes
 from hf_zero.config.features.policies import FeaturesPolicy
@@ -187,6 +188,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
         features=findings.features,
+        compression=compression_policy(config),
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
@@ -208,6 +210,15 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffloa
     config = examine(raw, Views(world_size=1), complete=False).config
     zero = config.zero_optimization or Zero()
     return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
+
+
+def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
+    """Only what is compressed, from a config that may still have open ends (before Trainer fills them)."""
+    findings = examine(raw, Views(world_size=1), complete=False)
+    wrong = [problem for problem in findings.problems if problem.path.startswith((ROOT, "hf_zero.distillation"))]
+    if wrong:
+        raise ConfigError(wrong)
+    return compression_policy(findings.config)
 
 
 def compatibility(config: Root) -> policies.CompatibilityPolicy:

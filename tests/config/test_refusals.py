@@ -44,7 +44,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("flops_profiler", {"enabled": True, "profile_step": 1}, "not available"),
     ("comms_logger", {"enabled": True}, "not available"),
     ("autotuning", {"enabled": True, "fast": False}, "not available"),
-    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "not supported"),
     ("compile", {"deepcompile": True}, "not supported"),
     ("hybrid_engine", {"enabled": True}, "not supported"),
     ("dump_state", True, "not available"),

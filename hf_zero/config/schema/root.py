@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
+from hf_zero.config.schema.compression import Compression, Distillation
 from hf_zero.config.schema.data import (
     CurriculumLearning,
     DataEfficiency,
@@ -107,6 +108,7 @@ class HfZero(Section):
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
+    distillation: Distillation | None = detail(None, "A teacher's part in the loss.")
 
 
 class Root(Section):
@@ -191,7 +193,7 @@ class Root(Section):
     data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")
     curriculum_learning: CurriculumLearning | None = detail(None, "Short sequences first (docs/data_efficiency.md).")
     sparse_attention: SparseAttention | None = detail(None, "Sparse attention (docs/sparse_attention.md).")
-    compression_training: Free | None = unsupported(None, "Compression.", why="compression is not supported")
+    compression_training: Compression | None = detail(None, "Quantisation, pruning and layer reduction.")
     elasticity: Elasticity | None = detail(None, "Batch sizes for many numbers of ranks (docs/elasticity.md).")
     progressive_layer_drop: ProgressiveLayerDrop | None = detail(None, "Layers left out (docs/data_efficiency.md).")
     eigenvalue: Free | None = unsupported(

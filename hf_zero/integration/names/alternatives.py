@@ -44,7 +44,7 @@ ALTERNATIVES = {
     ),
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,
-    "compression": "compression is not supported yet: torchao quantises and prunes models of transformers",
+    "compression": "compression is asked for by compression_training in ds.json, see docs/compression.md",
     "elasticity.DSElasticAgent": (
         "torchrun restarts ranks itself: torchrun --nnodes 1:4 --max-restarts 100 (docs/elasticity.md)"
     ),

@@ -19,6 +19,7 @@ ROOT = "deepspeed"
 # Gone from DeepSpeed 0.19.8, and still imported by programs.
 REMOVED: dict[str, dict[str, Any]] = {
     "compression.compress": {"functions": "init_compression redundancy_clean student_initialization"},
+    "compression.scheduler": {"classes": "compression_scheduler"},
     "elasticity": {"package": True, "classes": "DSElasticAgent"},
     "elasticity.config": {"errors": ""},
     "elasticity.elasticity": {"functions": ""},
