@@ -82,6 +82,7 @@ class _Copy:
     before: Tensor  # the source as it was
     clock: Clock  # of the lane, this copy included
     is_done: bool = False
+    may_change: bool = False  # the source, which a later copy has been told to overwrite
     spans: tuple[_Span, _Span] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,9 +151,7 @@ class Late(AtOnce):
         self._look()
         clock = self._clocks[lane]
         _learn(clock, self._host)
-        for other in self._copies:
-            if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
-                self._carry_out(other)
+        self._pass_on(clock, source, target)
         copy = _Copy(lane, 0, site, _alias(source), _alias(target), source.detach().clone(), clock)
         self._refuse_race(copy)
         clock[lane] += 1
@@ -163,6 +162,15 @@ class Late(AtOnce):
         if self._random.random() < self._early:
             self._carry_out(self._random.choice(self._copies))
         return LateEvent(copy.clock, self._num_ranges)
+
+    def _pass_on(self, clock: Clock, source: Tensor, target: Tensor) -> None:
+        """What a copy that is asked for knows of is done before it."""
+        for other in self._copies:
+            if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
+                self._carry_out(other)
+            if other.is_known(clock) and _span(target).overlaps(other.spans[0]):
+                self._carry_out(other)
+                other.may_change = True
 
     def _refuse_race(self, copy: _Copy) -> None:
         source, target = copy.spans
@@ -263,7 +271,8 @@ class Late(AtOnce):
             for end in _ends(copy)[: 1 if copy.is_done else 2]:
                 if end.numel() and _num_uses(end) <= aliases[end.untyped_storage().data_ptr()]:
                     raise LateError(f"{copy.site}: memory was given back before its copy {copy.lane.value} was done")
-            if not torch.equal(_bytes(copy.source), _bytes(copy.before)) and not copy.is_known(self._source_side(copy)):
+            is_free = copy.may_change or copy.is_known(self._source_side(copy))
+            if not is_free and not torch.equal(_bytes(copy.source), _bytes(copy.before)):
                 raise LateError(f"{copy.site}: the source of a copy {copy.lane.value} has changed before it was done")
 
     def _note(self, lane: str, what: str) -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_zero.device.registry import runtime_of
 from hf_zero.kernels.accumulate import add_into
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.rows import add_rows, write_rows
 from hf_zero.layout import Interval, Slot
+from hf_zero.offload.departures import Departures
 from hf_zero.offload.vector import Vector
 from hf_zero.params.store import TrainedBucket
 
@@ -39,6 +41,9 @@ class BucketGradients:
         self.has_reduced = False
         self.used: set[int] = set()
         self._gaps = flat.bucket.gaps()
+        self._memory = runtime_of(flat.device).own
+        self._departures = flat.placement.departures
+        self._has_counted = False  # whether `reduced` holds anything yet; what has been sent may be on its way
         self._reduced: Vector | None = None
         self._is_open_for_result = False
         self._squares: Tensor | None = None
@@ -56,6 +61,20 @@ class BucketGradients:
     @property
     def reduced(self) -> Vector:
         """Owned interval, accumulation dtype; made at first use and kept, so that steps do not page it in."""
+        self._await_departures()
+        return self._place
+
+    @property
+    def on_its_way(self) -> Vector:
+        """`reduced`, before anybody needs its values: what is on its way to host memory may arrive until then."""
+        return self.reduced if self._place.tensor is None else self._place
+
+    def _await_departures(self) -> None:
+        if self._departures is not None:
+            self._departures.settle(self._count_in)
+
+    @property
+    def _place(self) -> Vector:
         if self._reduced is None:
             self._reduced = self._new_reduced()
         return self._reduced
@@ -88,14 +107,13 @@ class BucketGradients:
     @property
     def reduces_in_place(self) -> bool:
         """Whether a collective may leave its result where reduced gradients stay."""
-        at_hand = self.reduced.tensor
-        return at_hand is not None and at_hand.device == self.flat.device
+        return self._place.tensor is not None and self._place.memory == self._memory
 
     def place_for_result(self) -> Tensor:
         """1-D, owned interval, on the training device: where the sum over ranks may be written; give it to
         `add_reduced` then."""
         same_dtype = self.dtypes.communication == self.dtypes.accumulation
-        if not self.has_reduced and same_dtype and self.flat.device == self.flat.placement.work:
+        if not self.has_reduced and same_dtype and self._memory == self.flat.placement.work:
             self.reduced.fetch(reads=False)
             self._is_open_for_result = True
             return self.reduced.take()
@@ -167,22 +185,41 @@ class BucketGradients:
 
     def add_reduced(self, part: Tensor) -> None:
         """Count `part` (owned interval, summed over ranks) in; it may be the place for the result, or `reduced`."""
+        if self._departures is None:
+            self._count_in(part)
+        else:
+            self._depart(part, self._departures)
+        self.has_reduced = True
+
+    def _depart(self, part: Tensor, departures: Departures) -> None:
+        """Send `part` to host memory; autograd's thread does not wait for it."""
+        is_first, place = not self.has_reduced, self._place
+        self._squares = None
+        if is_first and part.numel() < self.bucket.numel:
+            self._squares = sum_of_squares(part)  # on the device, so that the norm need not wait for the copy
+        stays = is_first and place.tensor is not None and place.dtype == part.dtype
+        departures.send(part, self._count_in, place.tensor if stays else None)
+
+    def _count_in(self, part: Tensor) -> None:
+        place = self._place
         if not self._is_open_for_result:
-            self.reduced.fetch(reads=self.has_reduced)
+            place.fetch(reads=self._has_counted)
         self._is_open_for_result = False
-        total = self.reduced.take()
-        if self.has_reduced:
-            add_into(total, part.to(total.device))
+        total = place.take()
+        if self._has_counted:
+            add_into(total, part)
         elif part.data_ptr() != total.data_ptr():
             total.copy_(part)
-        if self.reduced.tensor is None:
+        if place.tensor is None:
             self._squares = sum_of_squares(total)  # while they are here
-        self.reduced.release(changed=True)
-        self.has_reduced = True
+        place.release(changed=True)
+        self._has_counted = True
 
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares of the reduced gradients in `part` of the owned interval: 0-dim, fp64."""
-        if self.reduced.tensor is None and part.numel == self.flat.owned.numel and self._squares is not None:
+        if self._squares is None:
+            self._await_departures()
+        if self._squares is not None and part.numel == self.flat.owned.numel:
             return self._squares
         with self.reduced.opened() as total:
             return sum_of_squares(total.narrow(0, part.start, part.numel))
@@ -199,9 +236,10 @@ class BucketGradients:
         is_in_the_way = self._kept_local and self.flat.owned.numel < self.bucket.numel
         if is_in_the_way and self._reduced is not None and self._reduced.tensor is not None:
             self._reduced = None
+        self._await_departures()
         self._kept_local = False
         self.local = None
-        self.has_reduced = False
+        self.has_reduced = self._has_counted = False
         self._squares = None
         self.used.clear()
         self.open()
