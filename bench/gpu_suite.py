@@ -31,7 +31,6 @@ from hf_zero.kernels.lion import LionRule, lion
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.quantize import dequantize, quantize
 from hf_zero.kernels.signs import pack_signs, unpack_signs
-from hf_zero.kernels.unscale import unscale_and_check
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels import adam8_cases, cases
 
@@ -67,7 +66,6 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for dtype in cases.DTYPES:
         for numel in SIZES:
             yield f"sum of squares {numel} {dtype}", lambda s=numel, d=dtype: cases.check_sum_of_squares(s, d, FORM)
-            yield f"unscale {numel} {dtype}", lambda s=numel, d=dtype: cases.check_unscale(s, d, 1 / 3, FORM)
         for numel in (8, 1000, (1 << 20) + 24):
             yield f"signs {numel} {dtype}", lambda s=numel, d=dtype: cases.check_signs(s, d, FORM)
         for bits in (8, 4):
@@ -156,14 +154,13 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
         ratios = lamb_rule.trust_ratios(lamb_moments(two, lamb_rule, segments))
         lamb_apply(two, lamb_rule, ratios * 1e-3, segments)
 
-    flag, packed = torch.zeros(1, device="cuda"), torch.empty(numel // 8, dtype=torch.uint8, device="cuda")
+    packed = torch.empty(numel // 8, dtype=torch.uint8, device="cuda")
     states = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8, device="cuda") for _ in range(2))
     eight = BlockVectors(weight, gradient, states, lp_param)
     yield "adam with 8-bit states", 16.06, lambda: adam8(eight, RULE, 5)
     yield "lion", 20, lambda: lion(one, lion_rule)
     yield "lamb, 64 tensors", 40, lamb
     yield "sum of squares, bf16", 2, lambda: sum_of_squares(gradient)
-    yield "unscale and check, bf16", 4, lambda: unscale_and_check(gradient, 1.0, flag)
     yield "pack signs (with its norm)", 24.125, lambda: pack_signs(gradient, m, packed)
     yield "unpack signs", 4.125, lambda: unpack_signs(packed, 0.5, m)
     for bits in (8, 4):

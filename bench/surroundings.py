@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -50,3 +51,10 @@ def machine() -> dict[str, Any]:
         "system": platform.system(),
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def keep(run: dict[str, Any], markdown: str, name: str) -> None:
+    """Write bench/results/DATE-NAME.json with everything, and .md."""
+    stem = RESULTS / f"{run['date'][:10]}-{name}"
+    stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(markdown, encoding="utf-8")

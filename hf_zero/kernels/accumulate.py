@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.chunks import chunks, scratch_like
+from hf_zero.kernels.vectors import chunks, scratch_like
 
 
 def sum_parts_reference(parts: Sequence[Tensor], out: Tensor) -> None:

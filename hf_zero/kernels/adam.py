@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 _STEP_WITHOUT_BIAS = 1e9  # beta ** step is 0 for every beta < 1, so both corrections are exactly 1

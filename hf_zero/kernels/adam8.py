@@ -13,8 +13,6 @@ from torch import Tensor
 
 from hf_zero.kernels import vectors as walking
 from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
-from hf_zero.kernels.chunks import chunk_numel
-from hf_zero.kernels.dispatch import runs_on_gpu
 from hf_zero.kernels.dynamic8 import (
     BLOCK,
     Coder,
@@ -23,7 +21,8 @@ from hf_zero.kernels.dynamic8 import (
     num_blocks,
     quantize_reference,
 )
-from hf_zero.kernels.vectors import Vectors, fp32_chunks
+from hf_zero.kernels.gpu.devices import runs_on_gpu
+from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks
 
 _TIMES = 2  # a chunk takes some twenty calls, of a few microseconds each beside the vectorised work
 

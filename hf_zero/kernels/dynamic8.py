@@ -30,7 +30,7 @@ from torch import Tensor
 BLOCK = 256  # elements that share a scale
 BLOCK_BYTES = BLOCK + 4
 TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
-_DECADES = 7
+DECADES = 7
 _BLOCKS_AT_ONCE = 1 << 10
 _WORTH_A_THREAD = 1 << 15
 _CPU = torch.device("cpu")
@@ -78,9 +78,9 @@ def blocks_of(packed: Tensor) -> Blocks:
 def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
     """fp32 value by code (256)."""
     positive: list[float] = []
-    for decade in range(_DECADES):
+    for decade in range(DECADES):
         count = 2**decade if signed else 2 ** (decade + 1)
-        low = 10.0 ** (decade - _DECADES)
+        low = 10.0 ** (decade - DECADES)
         positive += [low * (1 + 9 * (step + 0.5) / count) for step in range(count)]
     negative = [-value for value in reversed(positive)] if signed else []
     return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float64).to(device, torch.float32)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 Segments = Sequence[tuple[int, int]]  # (start, length) of each tensor's part in the vectors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.chunks import chunks, scratch_like
-from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.gpu.devices import runs_on_gpu
+from hf_zero.kernels.vectors import chunks, scratch_like
 
 
 def sum_of_squares_reference(flat: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.gpu.devices import runs_on_gpu
 
 LIMIT = {8: 127, 4: 7}
 _BLOCKS_PER_CHUNK_NUMEL = 1 << 18
@@ -54,7 +54,7 @@ def quantize(flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
     if runs_on_gpu(flat):
         from hf_zero.kernels.gpu.quantize import quantize_on_gpu
 
-        quantize_on_gpu(flat, quantized, scales, bits)
+        quantize_on_gpu(flat, quantized, scales, bits, LIMIT[bits])
         return quantized, scales
     step = _chunk(block)
     for start in range(0, flat.numel(), step):

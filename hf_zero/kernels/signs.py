@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.chunks import chunks
-from hf_zero.kernels.dispatch import runs_on_gpu
+from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.kernels.vectors import chunks
 
 PER_BYTE = 8
 

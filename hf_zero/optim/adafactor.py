@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.chunks import chunks
+from hf_zero.kernels.vectors import chunks
 from hf_zero.layout import Piece
 from hf_zero.layout.matrices import MatrixShape, MatrixSlice
 from hf_zero.optim.adafactor_flavours import AdafactorRule, Flavour

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.kernels.gpu.devices import on_device
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
-from hf_zero.kernels.numbers import on_device
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back

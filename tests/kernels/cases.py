@@ -19,10 +19,9 @@ from hf_zero.kernels.frozen_adam import frozen_adam, frozen_adam_reference
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments, lamb_reference
 from hf_zero.kernels.lion import LionRule, lion, lion_reference
 from hf_zero.kernels.norm import sum_of_squares
-from hf_zero.kernels.quantize import dequantize, dequantize_reference, quantize, quantize_reference
+from hf_zero.kernels.quantize import LIMIT, dequantize, dequantize_reference, quantize, quantize_reference
 from hf_zero.kernels.sgd import SgdRule, sgd, sgd_reference
 from hf_zero.kernels.signs import pack_signs, pack_signs_reference, unpack_signs, unpack_signs_reference
-from hf_zero.kernels.unscale import unscale_and_check, unscale_and_check_reference
 from hf_zero.kernels.vectors import Vectors
 
 STEPS = 3
@@ -301,24 +300,6 @@ def check_sum_of_squares(numel: int, dtype: torch.dtype, form: Form) -> None:
         assert not torch.isfinite(run(flat))
 
 
-def check_unscale(numel: int, dtype: torch.dtype, scale: Tensor | float, form: Form) -> None:
-    run = _gpu("unscale").unscale_and_check_on_gpu if form.interpreted else unscale_and_check
-    flat = randn(numel + 1, dtype, 3).to(form.device)[1:]
-    for bad, place in ((None, 0), (float("inf"), 0), (float("nan"), -1), (float("-inf"), numel // 2)):
-        ours, theirs = flat.clone(), flat.cpu().clone()
-        if bad is not None:
-            ours[place] = theirs[place] = bad
-        for flag_dtype in (torch.float32, torch.int32):
-            ours_again = ours.clone()
-            flag, expected = torch.zeros(1, dtype=flag_dtype, device=form.device), torch.zeros(1, dtype=flag_dtype)
-            reference = theirs.clone()
-            run(ours_again, scale, flag)
-            unscale_and_check_reference(reference, float(scale), expected)
-            assert flag.item() == expected.item() == float(bad is not None)
-            tolerance = TOLERANCE[dtype]
-            torch.testing.assert_close(ours_again.cpu(), reference, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
 def _packed(form: Form, value: Tensor, error: Tensor, packed: Tensor) -> Tensor:
     if not form.interpreted:
         return pack_signs(value, error, packed)
@@ -400,6 +381,6 @@ def _quantized(form: Form, flat: Tensor, block: int, bits: int) -> tuple[Tensor,
         return quantized, scales, out
     quantized = torch.empty(flat.numel() * bits // 8, dtype=torch.int8)
     scales = torch.empty(flat.numel() // block)
-    _gpu("quantize").quantize_on_gpu(flat, quantized, scales, bits)
+    _gpu("quantize").quantize_on_gpu(flat, quantized, scales, bits, LIMIT[bits])
     _gpu("quantize").dequantize_on_gpu(quantized, scales, out, bits)
     return quantized, scales, out

@@ -1,81 +1,170 @@
-"""Launches of every Triton kernel on CPU tensors, for tests.support.compilation, which compiles and runs nothing."""
+"""Launches of every Triton kernel on CPU tensors, for tests.support.compilation, which compiles and runs nothing.
+
+QUICK has every kernel in the two ways that differ most, ALL every combination of dtypes and options that an engine has:
+
+    masters      fp32 (beside bf16, fp16 or no lp_param), or bf16 alone, rounded to nearest or stochastically
+    gradients    in their own dtype or that of accumulation
+    states       as wide as updates are computed, or bf16
+    outcome      the factor and the skip flag known to the host; the flag on the device; both on the device
+    vectors      that begin and end at multiples of 16 elements, or anywhere
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_zero.kernels.adam import AdamRule
 from hf_zero.kernels.adam8 import BlockVectors
 from hf_zero.kernels.dynamic8 import packed_bytes
+from hf_zero.kernels.gpu.adam import adam_on_gpu
 from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
+from hf_zero.kernels.gpu.lamb import lamb_apply_on_gpu, lamb_moments_on_gpu
 from hf_zero.kernels.gpu.norm import sum_of_squares_on_gpu
 from hf_zero.kernels.gpu.quantize import dequantize_on_gpu, quantize_on_gpu
 from hf_zero.kernels.gpu.signs import pack_signs_on_gpu, unpack_signs_on_gpu
-from hf_zero.kernels.gpu.unscale import unscale_and_check_on_gpu
-from tests.kernels.cases import UPDATES, Types, vectors_for
+from hf_zero.kernels.lamb import LambRule
+from hf_zero.kernels.quantize import LIMIT
+from hf_zero.kernels.vectors import Vectors
+from tests.kernels.cases import UPDATES, Types
+from tests.support.compilation import Launch
 
-NUMEL = 1040
-BLOCK = 130  # of quantisation
+NUMEL = 4096
+ODD = 1  # elements by which a vector that begins anywhere is off
+
+# The same kernel with other numbers.
+SAME = {"adam without bias correction", "adagrad with L2"}
+KERNELS = [name for name in UPDATES if name not in SAME]
+LAMB = {
+    "lamb": LambRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1),
+    "lamb with eps inside": LambRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1, eps_inside_sqrt=True),
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def update(name: str, types: Types, *, flags: bool) -> None:
-    """One optimizer kernel; `flags`: with a scale on the device, an overflow flag and a seed."""
-    vectors = vectors_for(UPDATES[name], NUMEL, types, "cpu")
-    if not flags:
-        UPDATES[name].interpreted(vectors, 1, scale=0.5)
+def _vector(numel: int, dtype: torch.dtype, *, aligned: bool) -> Tensor:
+    return torch.zeros(numel, dtype=dtype) if aligned else torch.zeros(numel + ODD, dtype=dtype)[ODD:]
+
+
+def vectors(states: int, types: Types, *, aligned: bool) -> Vectors:
+    numel = NUMEL if aligned else NUMEL + ODD
+    kept = types.states or torch.promote_types(types.weight, FP32)
+    return Vectors(
+        weight=_vector(numel, types.weight, aligned=aligned),
+        gradient=_vector(numel, types.gradient, aligned=aligned),
+        states=tuple(_vector(numel, kept, aligned=aligned) for _ in range(states)),
+        lp_param=None if types.lp_param is None else _vector(numel, types.lp_param, aligned=aligned),
+    )
+
+
+# (on the device: the factor, the skip flag)
+HOST_KNOWS, FLAG, FLAG_AND_SCALE = (False, False), (False, True), (True, True)
+
+
+def update(name: str, types: Types, known: tuple[bool, bool], seed: int | None = None, *, aligned: bool = True) -> None:
+    """One optimizer kernel."""
+    scale: Any = torch.tensor(0.5) if known[0] else 0.5
+    skip = torch.zeros(1, dtype=torch.int32) if known[1] else None
+    given = vectors(UPDATES[name].states if name != "adam8" else 0, types, aligned=aligned)
+    if name in LAMB:
+        first = NUMEL // 4 if aligned else NUMEL // 4 + ODD
+        segments = [(0, first), (first, given.weight.numel() - first)]
+        squares = lamb_moments_on_gpu(given, LAMB[name], segments, scale, skip)
+        lamb_apply_on_gpu(given, LAMB[name], squares[:, 0], segments, skip, seed)
         return
-    UPDATES[name].interpreted(vectors, 1, scale=torch.tensor(0.5), overflow=torch.zeros(1), seed=7)
-
-
-def adam8(types: Types, *, flags: bool) -> None:
-    """Adam with 8-bit states, with and without decoupled decay."""
-    rule = AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=not flags)
-    states = tuple(torch.zeros(packed_bytes(NUMEL), dtype=torch.uint8) for _ in range(2))
-    plain = vectors_for(UPDATES["adamw"], NUMEL, types, "cpu")
-    vectors = BlockVectors(plain.weight, plain.gradient, states, plain.lp_param)
-    if not flags:
-        adam8_on_gpu(vectors, rule, 1, 0.5, None, None)
+    if name in UPDATES:
+        UPDATES[name].interpreted(given, 1, scale=scale, overflow=skip, seed=seed)
         return
-    adam8_on_gpu(vectors, rule, 1, torch.tensor(0.5), torch.zeros(1), 7)
+    numel, start = given.weight.numel(), 0 if aligned else 40
+    packed = tuple(torch.zeros(packed_bytes(start + numel), dtype=torch.uint8) for _ in range(2))
+    eight = BlockVectors(given.weight, given.gradient, packed, given.lp_param, start)
+    for decoupled in (True, False):
+        rule = AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
+        adam8_on_gpu(eight, rule, 1, scale, skip, seed)
 
 
-def squares(dtype: torch.dtype) -> None:
-    sum_of_squares_on_gpu(torch.ones(NUMEL, dtype=dtype))
+def squares(dtype: torch.dtype, *, aligned: bool = True) -> None:
+    sum_of_squares_on_gpu(_vector(NUMEL if aligned else NUMEL + ODD, dtype, aligned=aligned))
 
 
-def unscale(dtype: torch.dtype) -> None:
-    unscale_and_check_on_gpu(torch.ones(NUMEL, dtype=dtype), torch.tensor(0.5), torch.zeros(1))
-
-
-def signs(*, add: bool) -> None:
+def signs(dtype: torch.dtype, *, add: bool, aligned: bool = True) -> None:
     packed = torch.zeros(NUMEL // 8, dtype=torch.uint8)
-    pack_signs_on_gpu(torch.ones(NUMEL), torch.tensor(0.5), packed)
-    unpack_signs_on_gpu(packed, torch.tensor(0.5), torch.ones(NUMEL), add=add)
+    pack_signs_on_gpu(_vector(NUMEL, FP32, aligned=aligned), torch.tensor(0.5), packed)
+    unpack_signs_on_gpu(packed, torch.tensor(0.5), _vector(NUMEL, dtype, aligned=aligned), add=add)
 
 
-def quantization(bits: int, dtype: torch.dtype) -> None:
-    flat, scales = torch.ones(NUMEL, dtype=dtype), torch.ones(NUMEL // BLOCK)
-    quantized = torch.zeros(NUMEL * bits // 8, dtype=torch.int8)
-    quantize_on_gpu(flat, quantized, scales, bits)
+def quantization(bits: int, dtype: torch.dtype, block: int, *, aligned: bool = True) -> None:
+    flat, scales = _vector(2 * block, dtype, aligned=aligned), torch.ones(2)
+    quantized = torch.zeros(2 * block * bits // 8, dtype=torch.int8)
+    quantize_on_gpu(flat, quantized, scales, bits, LIMIT[bits])
     dequantize_on_gpu(quantized, scales, flat, bits)
 
 
 # fp32 training without any option, and bf16 training with all: every branch of the helpers is compiled.
-PLAIN = Types(torch.float32, None)
-FULL = Types(torch.bfloat16, torch.bfloat16)
+PLAIN = Types(FP32, None)
+FULL = Types(BF16, BF16)
 
-LAUNCHES: list[Callable[[], None]] = [
-    *(partial(update, name, PLAIN, flags=False) for name in UPDATES),
-    *(partial(update, name, FULL, flags=True) for name in UPDATES),
-    partial(adam8, PLAIN, flags=False),
-    partial(adam8, FULL, flags=True),
-    partial(squares, torch.bfloat16),
-    partial(unscale, torch.bfloat16),
-    partial(signs, add=False),
-    partial(signs, add=True),
-    partial(quantization, 8, torch.bfloat16),
-    partial(quantization, 4, torch.bfloat16),
+
+def with_integers() -> None:
+    """Hyper-parameters as a ds.json may have them: "weight_decay": 0, "lr": 1."""
+    for decay, lr, start in ((0, 1, 0), (0.0, 1.0, 0), (1, 1, 0)):
+        given = vectors(2, FULL, aligned=True)
+        rule = AdamRule(lr=lr, beta1=start, beta2=start, eps=1, weight_decay=decay, decoupled=True)
+        adam_on_gpu(given, rule, 1, 1, None, None)
+
+
+def with_seeds() -> None:
+    """Seeds are integers that change with every call: 1, a multiple of 16, and others."""
+    for seed in (1, 16, 17, 0, 2**31 - 1):
+        update("lion", Types(BF16, None, weight=BF16), FLAG, seed)
+
+
+QUICK = [
+    *(Launch(partial(update, name, PLAIN, HOST_KNOWS)) for name in (*KERNELS, "adam8")),
+    *(Launch(partial(update, name, FULL, FLAG_AND_SCALE, 7)) for name in (*KERNELS, "adam8")),
+    Launch(partial(squares, BF16)),
+    Launch(partial(signs, FP32, add=False)),
+    Launch(partial(signs, FP32, add=True)),
+    Launch(partial(quantization, 8, BF16, 2048)),
+    Launch(partial(quantization, 4, BF16, 2048)),
+    Launch(with_integers),
+    Launch(with_seeds),
 ]
+
+
+# What a bf16 run with AdamW and clipping has to wait for at its first step.
+FIRST_STEP = [Launch(partial(squares, BF16)), Launch(partial(update, "adamw", FULL, FLAG_AND_SCALE))]
+
+
+def mixtures(name: str) -> Iterator[tuple[Types, int | None]]:
+    """Dtypes and seeds of one optimizer kernel."""
+    yield from ((types, None) for types in (PLAIN, Types(BF16, None), Types(FP16, None)))
+    for lp_param in (BF16, FP16):
+        yield from ((Types(gradient, lp_param), None) for gradient in (lp_param, FP32))
+    if name.startswith(("lamb", "frozen")):
+        return
+    for gradient, states, seed in product((BF16, FP32), (FP32, BF16), (None, 7)):
+        if states == FP32 or name != "adam8":
+            yield Types(gradient, None, weight=BF16, states=states), seed
+
+
+def _all() -> Iterator[Launch]:
+    for name in (*KERNELS, "adam8"):
+        for types, seed in mixtures(name):
+            for known in (HOST_KNOWS, FLAG, FLAG_AND_SCALE):
+                yield Launch(partial(update, name, types, known, seed))
+            yield Launch(partial(update, name, types, FLAG_AND_SCALE, seed, aligned=False), is_aligned=False)
+    for dtype, aligned in product((FP32, BF16, FP16), (True, False)):
+        yield Launch(partial(squares, dtype, aligned=aligned), aligned)
+        yield from (Launch(partial(signs, dtype, add=add, aligned=aligned), aligned) for add in (False, True))
+        for bits, block in product((8, 4), (128, 2048, 130, 8192)):
+            is_even = aligned and block % 16 == 0
+            yield Launch(partial(quantization, bits, dtype, block, aligned=aligned), is_even)
+
+
+ALL = list(_all())

@@ -10,7 +10,6 @@ import torch
 from hf_zero.kernels import vectors as vectors_module
 from hf_zero.kernels.adam import AdamRule
 from hf_zero.kernels.adam8 import adam8, adam8_reference
-from hf_zero.kernels.chunks import CPU_CHUNK_NUMEL
 from hf_zero.kernels.dynamic8 import (
     BLOCK,
     blocks_of,
@@ -22,6 +21,7 @@ from hf_zero.kernels.dynamic8 import (
     quantize,
     quantize_reference,
 )
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL
 from tests.kernels.adam8_cases import RULES, assert_as_quantized, check, in_double, run, vectors_for
 from tests.kernels.cases import MIXTURES, Form, Types, randn
 from tests.support.requirements import missing

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles to machine code for real GPUs, without one."""
+"""Every Triton kernel compiles to machine code for real GPUs, without one, and moves the bytes that it says."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 import hf_zero.kernels.gpu
-from tests.support.compilation import BINARY, compile_apart
+from tests.support.compilation import BINARY, Compiled, compile_apart
 from tests.support.requirements import requires
 
 pytestmark = requires(modules=("triton",))
 
-FIRST = ("cuda", 90)
-OTHERS = [("cuda", 80), ("cuda", 100), ("hip", "gfx942")]
+TARGETS = [("cuda", 90), ("cuda", 80), ("cuda", 100), ("hip", "gfx942")]
 
 
 def _is_jitted(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and any(ast.unparse(mark) == "triton.jit" for mark in node.decorator_list)
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    return any(ast.unparse(mark).startswith("triton.jit") for mark in node.decorator_list)
 
 
 def kernels() -> set[str]:
@@ -33,14 +34,61 @@ def kernels() -> set[str]:
     return {f"{module}.{name}" for name, module in jitted.items() if name not in called}
 
 
-@pytest.mark.parametrize(
-    ("backend", "arch"), [FIRST, *(pytest.param(*target, marks=pytest.mark.slow) for target in OTHERS)]
-)
-def test_every_kernel_compiles(backend: str, arch: int | str, tmp_path: Path) -> None:
-    """Three helpers named Python's `Any` in their annotations. Triton's interpreter, under which all other tests of
-    these kernels run, does not look at annotations; the compiler does, and refuses. So on a GPU the first step of
-    every optimizer ended in a CompilationError, and no test said so."""
-    compiled = compile_apart("tests.kernels.launches", backend, arch, tmp_path)
+def examine(compiled: list[Compiled], backend: str) -> None:
+    """Every kernel ends in machine code that is as its docstring has it."""
     assert {entry.kernel for entry in compiled} == kernels()
     for entry in compiled:
         assert entry.stages.get(BINARY[backend], 0) > 0, f"{entry.kernel} ended before machine code: {entry.stages}"
+        assert entry.wrong == [], f"{entry.kernel}, {entry.signature}"
+    for kernel in {entry.kernel for entry in compiled if entry.said_bytes is not None}:
+        entries = [entry for entry in compiled if entry.kernel == kernel]
+        # No argument moves twice (that would be in `wrong`), so the case that the docstring counts stands for all.
+        assert entries[0].said_bytes in {entry.num_bytes for entry in entries}, kernel
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    return compile_apart("tests.kernels.launches", "cuda", 90, tmp_path_factory.mktemp("quick"))
+
+
+def test_every_kernel_compiles(quick: list[Compiled]) -> None:
+    """Three helpers named Python's `Any` in their annotations. Triton's interpreter, under which all other tests of
+    these kernels run, does not look at annotations; the compiler does, and refuses. So on a GPU the first step of
+    every optimizer ended in a CompilationError, and no test said so."""
+    examine(quick, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("backend", "arch"), TARGETS)
+def test_every_specialisation_compiles(backend: str, arch: int | str, tmp_path: Path) -> None:
+    """All dtypes and options that an engine has."""
+    examine(compile_apart("tests.kernels.launches", backend, arch, tmp_path, 3500, "ALL"), backend)
+
+
+def _without(entry: Compiled, flag: str) -> bool:
+    """Whether this is bf16 training without that flag, which no other launch is."""
+    return entry.signature["gradient"] == "*bf16" and entry.signature[flag] == "constexpr"
+
+
+def test_numbers_make_no_specialisation(quick: list[Compiled]) -> None:
+    """`"weight_decay": 0` in ds.json came to the kernel as an integer, for which it was compiled once more than for
+    0.1; and a seed that happened to be 1 or a multiple of 16 cost a compilation in the middle of training."""
+    with_integers = [entry for entry in quick if entry.kernel.endswith("._adam") and _without(entry, "overflow")]
+    with_seeds = [entry for entry in quick if entry.kernel.endswith("._lion") and entry.signature["weight"] == "*bf16"]
+    assert [entry.signature["lr"] for entry in with_integers] == ["fp32"] and len(with_seeds) == 1
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    """What is checked of every kernel fails where a kernel has the fault."""
+    twice, unsaid, twos, spills = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
+    assert twice.wrong[:2] == ["source is loaded 2 times", "target is stored 2 times"]
+    assert unsaid.wrong == ["target is loaded, which its docstring does not say"]
+    assert len(twos.wrong) == 1 and twos.wrong[0].startswith("32 of 64 bytes of a thread move in pieces of 16")
+    assert any(word.endswith("bytes of registers are spilled") for word in spills.wrong)
+
+
+def test_what_the_compiler_refuses_fails(tmp_path: Path) -> None:
+    """The fault that began all this: a helper with `Any` in its annotations."""
+    with pytest.raises(AssertionError, match=r"(?s)faulty_kernels for cuda 90 failed:.*\bAny\b"):
+        compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="REFUSED")

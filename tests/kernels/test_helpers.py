@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.kernels.dispatch import runs_on_gpu
-from hf_zero.kernels.numbers import on_device
-from hf_zero.kernels.rounding import generator_for, stochastic_reference, store
+from hf_zero.kernels.gpu.devices import on_device, runs_on_gpu
+from hf_zero.kernels.vectors import generator_for, stochastic_reference, store
 
 CPU = torch.device("cpu")
 STEP = 2.0**-7  # of bf16 between 1 and 2

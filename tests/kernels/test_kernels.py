@@ -7,9 +7,9 @@ import torch
 
 from hf_zero.kernels import vectors as vectors_module
 from hf_zero.kernels.accumulate import add_into, sum_parts, sum_parts_reference
-from hf_zero.kernels.chunks import CPU_CHUNK_NUMEL, chunks
 from hf_zero.kernels.quantize import dequantize, quantize, quantized_sizes
 from hf_zero.kernels.signs import pack_signs
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, chunks
 from tests.kernels import cases
 from tests.kernels.cases import DTYPES, MIXTURES, NARROW, UPDATES, Form, Types, randn
 
@@ -105,13 +105,6 @@ def test_the_gradient_is_left_alone(name: str) -> None:
     UPDATES[name].run(vectors, 1)
     UPDATES[name].run(vectors, 2, scale=0.5)
     assert torch.equal(vectors.gradient, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", SIZES)
-def test_unscale(numel: int, dtype: torch.dtype) -> None:
-    cases.check_unscale(numel, dtype, 1 / 3, CPU)
-    cases.check_unscale(numel, dtype, torch.tensor(0.25), CPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,16 +52,6 @@ def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("numel", SIZES)
-def test_unscale(numel: int, dtype: torch.dtype) -> None:
-    if FORM.truncates and dtype == torch.bfloat16:
-        cases.check_unscale(numel, dtype, 0.5, FORM)  # exact in bf16
-        return
-    cases.check_unscale(numel, dtype, 1 / 3, FORM)
-    cases.check_unscale(numel, dtype, device_scalar(0.25), FORM)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("numel", [8, 1000, 4096 + 24])
 def test_signs(numel: int, dtype: torch.dtype) -> None:
     cases.check_signs(numel, dtype, FORM)

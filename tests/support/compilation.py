@@ -11,36 +11,63 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tests.support.machine_code import bytes_per_element, complaints, read_machine, words_of
 
 # What each kind of target ends in: machine code, by the assembler that Triton brings along.
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 WARP = {"cuda": 32, "hip": 64}
 
 
+class Launch(NamedTuple):
+    """Something that launches kernels on CPU tensors, and whether vectors begin and end at multiples of 16 elements."""
+
+    call: Callable[[], object]
+    is_aligned: bool = True
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel in machine code: its name in the source, its argument types, and the bytes of every stage."""
+    """One specialisation of a kernel in machine code.
+
+    Attributes:
+        kernel: its name in the source.
+        signature: type by argument; "constexpr" for what is compiled in.
+        stages: bytes of every stage.
+        wrong: where it is not as its docstring says.
+        num_bytes: per element; None where the docstring does not speak of elements.
+        said_bytes: the same as the docstring has it, for the case that it names.
+        seconds: of CPU time from the launch to machine code, assembler included.
+    """
 
     kernel: str
     signature: dict[str, str]
     stages: dict[str, int]
+    is_aligned: bool
+    wrong: list[str]
+    num_bytes: float | None
+    said_bytes: float | None
+    registers: int
+    seconds: float
 
 
-def compile_apart(module: str, backend: str, arch: int | str, cache: Path, timeout_s: float = 240) -> list[Compiled]:
-    """What `module.LAUNCHES` compiles to, in a process of its own without Triton's interpreter.
+def compile_apart(
+    module: str, backend: str, arch: int | str, cache: Path, timeout_s: float = 240, launches: str = "QUICK"
+) -> list[Compiled]:
+    """What launches compile to, each specialisation once, in a process of its own without Triton's interpreter.
 
-    module -- its LAUNCHES are functions without arguments that launch kernels on CPU tensors
+    module, launches -- where the list of `Launch` is
     backend, arch -- ("cuda", 90) or ("hip", "gfx942")
     cache -- an empty folder: nothing compiled earlier is taken for compiled
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", __name__, module, backend, str(arch)]
+    command = [sys.executable, "-m", __name__, module, launches, backend, str(arch)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, f"compiling {module} for {backend} {arch} failed:\n{result.stderr[-6000:]}"
     return [Compiled(**entry) for entry in json.loads(result.stdout.splitlines()[-1])]
@@ -63,19 +90,18 @@ class _StandInDriver:
 
 
 @contextmanager
-def _launches_compile(target: Any, compiled: list[Compiled]) -> Iterator[None]:
-    """Inside, launching a kernel appends it to `compiled` and runs nothing."""
+def _launches_compile(target: Any, found: Callable[[Any, Any, float], None]) -> Iterator[None]:
+    """Inside, launching a kernel tells `found` (kernel, what it was compiled to, seconds) and runs nothing."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, **keywords: Any) -> Any:
+        start = sum(os.times()[:4])
         result = run(kernel, *args, **{**keywords, "warmup": True})
         assert result is not None, f"{kernel.fn.__qualname__}: Triton compiled nothing"
-        signature = {name: str(kind) for name, kind in result.src.signature.items()}
-        stages = {stage: len(content) for stage, content in result.asm.items()}
-        compiled.append(Compiled(f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", signature, stages))
+        found(kernel, result, sum(os.times()[:4]) - start)
         return result
 
     driver.set_active(_StandInDriver(target))
@@ -86,22 +112,46 @@ def _launches_compile(target: Any, compiled: list[Compiled]) -> Iterator[None]:
         JITFunction.run = run
 
 
-def compile_launches(launches: list[Callable[[], None]], backend: str, arch: int | str) -> list[Compiled]:
-    """Every kernel that the launches would have started, compiled; needs a process without interpreter."""
+def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) -> list[Compiled]:
+    """Every specialisation that the launches would have started; needs a process without interpreter."""
     from triton.backends.compiler import GPUTarget
 
-    compiled: list[Compiled] = []
-    with _launches_compile(GPUTarget(backend, arch, WARP[backend]), compiled):
+    compiled: dict[str, Compiled] = {}
+    is_aligned = True
+
+    def found(kernel: Any, result: Any, seconds: float) -> None:
+        if result.hash not in compiled:
+            compiled[result.hash] = _examined(kernel, result, WARP[backend], seconds, is_aligned=is_aligned)
+
+    with _launches_compile(GPUTarget(backend, arch, WARP[backend]), found):
         for launch in launches:
-            launch()
-    return compiled
+            is_aligned = launch.is_aligned
+            launch.call()
+    return list(compiled.values())
 
 
-def _main(module: str, backend: str, arch: str) -> None:
+def _examined(kernel: Any, result: Any, warp: int, seconds: float, *, is_aligned: bool) -> Compiled:
+    signature = {name: str(kind) for name, kind in result.src.signature.items()}
+    machine = read_machine(result, warp)
+    words = words_of(kernel.fn.__doc__ or "", set(signature))
+    return Compiled(
+        kernel=f"{kernel.fn.__module__}.{kernel.fn.__qualname__}",
+        signature=signature,
+        stages={stage: len(content) for stage, content in result.asm.items()},
+        is_aligned=is_aligned,
+        wrong=complaints(machine, words, is_aligned=is_aligned),
+        num_bytes=None if words is None else bytes_per_element(machine),
+        said_bytes=None if words is None else words.num_bytes,
+        registers=machine.registers,
+        seconds=seconds,
+    )
+
+
+def _main(module: str, launches: str, backend: str, arch: str) -> None:
     import importlib
 
-    launches = importlib.import_module(module).LAUNCHES
-    compiled = compile_launches(launches, backend, int(arch) if arch.isdigit() else arch)
+    wanted = getattr(importlib.import_module(module), launches)
+    compiled = compile_launches(wanted, backend, int(arch) if arch.isdigit() else arch)
     sys.stdout.write("\n" + json.dumps([asdict(entry) for entry in compiled]) + "\n")
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.adagrad import AdagradRule
-from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, scaled, split_scale, store_rounded
+
+if TYPE_CHECKING:
+    # Their files call these forms: at run time nothing here may need them.
+    from hf_zero.kernels.adagrad import AdagradRule
+    from hf_zero.kernels.vectors import Vectors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_INTEGER)
 def _adagrad(  # type: ignore[no-untyped-def]
     weight, squares, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Reads weight, squares, gradient; writes weight, squares, lp_param:
+    20 bytes per element (fp32 masters and states, bf16 gradient and lp_param).
+    """
     offsets, mask = places(numel, overflow, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(squares + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -40,6 +46,6 @@ def adagrad_on_gpu(
     launch: Any = _adagrad[grid(numel)]
     launch(
         vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
-        numel, factor, rule.rate(step), rule.eps, rule.weight_decay,
+        numel, *floats(factor, rule.rate(step), rule.eps, rule.weight_decay),
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.adam import AdamRule
-from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, scaled, split_scale, store_rounded
+
+if TYPE_CHECKING:
+    # Their files call these forms: at run time nothing here may need them.
+    from hf_zero.kernels.adam import AdamRule
+    from hf_zero.kernels.vectors import Vectors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_INTEGER)
 def _adam(  # type: ignore[no-untyped-def]
     weight, moment, second_moment, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Reads weight, moment, second_moment, gradient; writes weight, moment, second_moment, lp_param:
+    28 bytes per element (fp32 masters and states, bf16 gradient and lp_param).
+    """
     offsets, mask = places(numel, overflow, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -49,7 +55,8 @@ def adam_on_gpu(
     launch: Any = _adam[grid(numel)]
     launch(
         vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
-        numel, factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
-        1 / correction1, 1 / correction2, rule.eps, rule.weight_decay,
+        numel,
+        *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
+        *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay),
         DECOUPLED=rule.decoupled, BLOCK=BLOCK,
     )  # fmt: skip

@@ -1,6 +1,12 @@
 """What the Triton kernels share: which elements a program works on, and how a value is rounded and stored.
 
 Jitted functions annotate nothing but `tl.constexpr`: the compiler evaluates annotations and refuses Python's own types.
+
+The docstring of every kernel says what it moves, in words that tests/kernels/test_compilation.py compares with the
+compiled program: "Reads A, B; writes C: N bytes per element (of what)", each of them once and in pieces of 16 bytes,
+but for what it names. That takes vectors that begin at a multiple of 16 bytes, and a length that is a multiple of 16,
+so that the mask is the same for a whole piece. Sub-groups are so, unless a parameter of odd length ends them; all other
+vectors go element by element, in a specialisation of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+# Integers that change from call to call without any use to the compiler: it would make a program for multiples of 16,
+# one for 1 and one for the rest.
+ANY_INTEGER = ["seed", "first", "num_rows"]
 
 
 def grid(numel: int, block: int = BLOCK) -> tuple[int]:
@@ -23,6 +32,11 @@ def split_scale(scale: Tensor | float) -> tuple[Tensor | None, float]:
     if isinstance(scale, Tensor):
         return scale.to(torch.float32), 1.0
     return None, float(scale)
+
+
+def floats(*numbers: float) -> tuple[float, ...]:
+    """Hyper-parameters as the compiler shall see them: an integer (weight_decay 0 in ds.json) would be another type."""
+    return tuple(map(float, numbers))
 
 
 @triton.jit

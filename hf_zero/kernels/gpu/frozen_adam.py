@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, split_scale, store_rounded
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, split_scale, store_rounded
+
+if TYPE_CHECKING:
+    # Their files call these forms: at run time nothing here may need them.
+    from hf_zero.kernels.vectors import Vectors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_INTEGER)
 def _frozen_adam(  # type: ignore[no-untyped-def]
     weight, moment, second_moment, lp_param, rate_tensor, overflow, seed,
     numel, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Reads weight, moment, second_moment; writes weight, lp_param:
+    16 bytes per element (fp32 masters and variance, bf16 moment and lp_param).
+    """
     offsets, mask = places(numel, overflow, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -41,5 +47,5 @@ def frozen_adam_on_gpu(
     launch: Any = _frozen_adam[grid(numel)]
     launch(
         vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, overflow, seed,
-        numel, factor, eps, weight_decay, BLOCK=BLOCK,
+        numel, *floats(factor, eps, weight_decay), BLOCK=BLOCK,
     )  # fmt: skip

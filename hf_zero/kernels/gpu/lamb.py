@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import BLOCK, scaled, split_scale, store_rounded
-from hf_zero.kernels.lamb import LambRule, Segments
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, scaled, split_scale, store_rounded
+
+if TYPE_CHECKING:
+    # Their files call these forms: at run time nothing here may need them.
+    from hf_zero.kernels.lamb import LambRule, Segments
+    from hf_zero.kernels.vectors import Vectors
+
+_EVEN = 16  # elements: 16 bytes of the smallest
 
 
 @lru_cache(maxsize=64)
@@ -27,14 +32,23 @@ def _table(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple
     return torch.tensor(rows, device=device), torch.tensor(spans, device=device)
 
 
+def _are_even(segments: Segments) -> bool:
+    """Whether every segment begins and ends where 16 bytes do: the compiler cannot see that in a table."""
+    return all(start % _EVEN == 0 and length % _EVEN == 0 for start, length in segments)
+
+
 @triton.jit
-def _place(blocks, overflow, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(blocks, overflow, EVEN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = blocks + tl.program_id(0) * 3
     inside = tl.arange(0, BLOCK)
+    start = tl.load(row)
     length = tl.load(row + 1)
     if overflow is not None:
         length = tl.where(tl.load(overflow) == 0, length, 0)
-    return tl.load(row) + inside, inside < length, tl.load(row + 2)
+    if EVEN:
+        start = tl.multiple_of(start, 16)
+        length = tl.multiple_of(length, 16)
+    return start + inside, inside < length, tl.load(row + 2)
 
 
 @triton.jit
@@ -47,9 +61,12 @@ def _direction(p, m, v, eps, weight_decay, INSIDE: tl.constexpr):  # type: ignor
 def _moments(  # type: ignore[no-untyped-def]
     weight, moment, second_moment, gradient, scale_tensor, overflow, blocks, partial,
     scale, beta1, rest1, beta2, rest2, eps, weight_decay,
-    INSIDE: tl.constexpr, BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offsets, mask, _ = _place(blocks, overflow, BLOCK)
+    """Reads weight, moment, second_moment, gradient; writes moment, second_moment:
+    22 bytes per element (fp32 masters and states, bf16 gradient).
+    """
+    offsets, mask, _ = _place(blocks, overflow, EVEN, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -65,7 +82,7 @@ def _moments(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_up(partial, spans, squares):  # type: ignore[no-untyped-def]
-    """One program per segment adds its blocks in order, in fp64: the same bits every time."""
+    """One program per segment adds its blocks in order, in fp64: the same bits every time. Two numbers per block."""
     first = tl.load(spans + tl.program_id(0) * 2)
     count = tl.load(spans + tl.program_id(0) * 2 + 1)
     weight_total = tl.zeros((), dtype=tl.float64)
@@ -79,13 +96,16 @@ def _add_up(partial, spans, squares):  # type: ignore[no-untyped-def]
     tl.store(squares + tl.program_id(0) * 2 + 1, direction_total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_INTEGER)
 def _apply(  # type: ignore[no-untyped-def]
     weight, moment, second_moment, lp_param, overflow, seed, blocks, factors,
     eps, weight_decay,
-    INSIDE: tl.constexpr, BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    offsets, mask, segment = _place(blocks, overflow, BLOCK)
+    """Reads weight, moment, second_moment; writes weight, lp_param:
+    18 bytes per element (fp32 masters and states, bf16 lp_param).
+    """
+    offsets, mask, segment = _place(blocks, overflow, EVEN, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -107,8 +127,8 @@ def lamb_moments_on_gpu(
     moments: Any = _moments[(len(blocks),)]
     moments(
         vectors.weight, *vectors.states, vectors.gradient, scale_tensor, overflow, blocks, partial,
-        factor, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay,
-        INSIDE=rule.eps_inside_sqrt, BLOCK=BLOCK,
+        *floats(factor, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay),
+        INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK,
     )  # fmt: skip
     add_up: Any = _add_up[(len(spans),)]
     add_up(partial, spans, squares)
@@ -127,6 +147,7 @@ def lamb_apply_on_gpu(
     blocks, _ = _table(tuple(segments), vectors.weight.device)
     launch: Any = _apply[(len(blocks),)]
     launch(
-        vectors.weight, *vectors.states, vectors.lp_param, overflow, seed, blocks, factors, rule.eps, rule.weight_decay,
-        INSIDE=rule.eps_inside_sqrt, BLOCK=BLOCK,
+        vectors.weight, *vectors.states, vectors.lp_param, overflow, seed, blocks, factors,
+        *floats(rule.eps, rule.weight_decay),
+        INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK,
     )  # fmt: skip

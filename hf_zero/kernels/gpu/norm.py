@@ -16,6 +16,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _squares(flat, partial, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads flat: 2 bytes per element (bf16), and writes four bytes per program."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(flat + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
     tl.store(partial + tl.program_id(0), tl.sum(x * x, axis=0))

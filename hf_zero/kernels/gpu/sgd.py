@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import BLOCK, grid, places, scaled, split_scale, store_rounded
-from hf_zero.kernels.sgd import SgdRule
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, scaled, split_scale, store_rounded
+
+if TYPE_CHECKING:
+    # Their files call these forms: at run time nothing here may need them.
+    from hf_zero.kernels.sgd import SgdRule
+    from hf_zero.kernels.vectors import Vectors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY_INTEGER)
 def _sgd(  # type: ignore[no-untyped-def]
     weight, buffer, gradient, lp_param, scale_tensor, overflow, seed,
     numel, scale, lr, momentum, weight_decay,
     NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Reads weight, buffer, gradient; writes weight, buffer, lp_param:
+    20 bytes per element (fp32 masters and buffers, bf16 gradient and lp_param), without momentum 12.
+    """
     offsets, mask = places(numel, overflow, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
@@ -45,6 +51,6 @@ def sgd_on_gpu(
     launch: Any = _sgd[grid(numel)]
     launch(
         vectors.weight, buffer, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
-        numel, factor, rule.lr, rule.momentum, rule.weight_decay,
+        numel, *floats(factor, rule.lr, rule.momentum, rule.weight_decay),
         NESTEROV=rule.nesterov, BLOCK=BLOCK,
     )  # fmt: skip
