@@ -46,8 +46,6 @@ MAY_NAME_CUDA = {
     "hf_zero.integration.compat.versions": _DEEPSPEEDS_WORD,
     "hf_zero.integration.names.homes": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",
-    "hf_zero.offload.staged": "copies on the compute stream",
-    "hf_zero.offload.store": "asks whether pinning pays",
     "hf_zero.optim.onebit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.released": "lists the conversions of a tensor",
 }
