@@ -183,12 +183,17 @@ class BucketGradients:
             return self.reduced.take()
         return torch.empty(self.bucket.numel, dtype=self.dtypes.accumulation, device=self.flat.device)
 
-    def add_reduced(self, part: Tensor) -> None:
-        """Count `part` (owned interval, summed over ranks) in; it may be the place for the result, or `reduced`."""
+    def add_reduced(self, part: Tensor, *, is_lent: bool = False) -> None:
+        """Count `part` (owned interval, summed over ranks) in; it may be the place for the result, or `reduced`.
+
+        Args:
+            is_lent: others write to its memory as soon as this returns.
+        """
         if self._departures is None:
             self._count_in(part)
         else:
-            self._depart(part, self._departures)
+            # A copy on the device takes far less time than the buffer would be missed for.
+            self._depart(part.clone() if is_lent else part, self._departures)
         self.has_reduced = True
 
     def _depart(self, part: Tensor, departures: Departures) -> None:
