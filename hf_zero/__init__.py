@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from hf_zero.api.engine import ZeroEngine
     from hf_zero.api.entry import initialize
-    from hf_zero.api.generation import gathered
+    from hf_zero.api.gathered_parameters import gathered
     from hf_zero.comm import init_distributed
     from hf_zero.config import ConfigError
 
@@ -33,7 +33,7 @@ _HOMES = {
     "DummyOptim": "accelerate.utils",
     "DummyScheduler": "accelerate.utils",
     "ZeroEngine": "hf_zero.api.engine",
-    "gathered": "hf_zero.api.generation",
+    "gathered": "hf_zero.api.gathered_parameters",
     "init_distributed": "hf_zero.comm",
     "initialize": "hf_zero.api.entry",
 }

@@ -30,7 +30,6 @@ _GROWN = "more than one concern by now: to be divided"
 # File -> the most lines it may have, and why.
 LONG_FILES = {
     "comm/cpu/shared_memory.py": (460, _GROWN),
-    "params/coordinator.py": (412, _GROWN),
 }
 
 # Class -> the most methods it may have, and why.
@@ -40,10 +39,6 @@ LARGE_CLASSES = {
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
     "grads/bucket.py: BucketGradients": (21, _GROWN),
     "grads/reducer.py: GradientReducer": (24, _GROWN),
-    "optim/adafactor.py: AdafactorUpdater": (23, _GROWN),
-    "params/coordinator.py: ParameterCoordinator": (35, _GROWN),
-    "params/sharded.py: ShardedParameters": (35, _GROWN),
-    "step/optimizer.py: ZeroOptimizer": (38, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"
@@ -54,8 +49,6 @@ _PER_NAME = "one file for each module of DeepSpeed's"
 
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
-    "api/external_parameters.py": "a module of DeepSpeed's names",
-    "api/generation.py": "a context of its own, of stage 3 and of the engine",
     "api/loader.py": "a loader, not an engine",
     "api/training_features.py": "a table that every feature enters itself in",
     "api/model_view.py": "the only place where the resolver's view meets torch",
@@ -82,9 +75,7 @@ SMALL_FILES = {
     "layout/memory.py": "the counterpart of layout/partitions.py",
     "layout/sub_groups.py": "one way of cutting, as each file of layout is",
     "optim/sgd.py": "one file per optimizer",
-    "params/buffers.py": "of buffers: everything else here is of parameters",
     "schedules/range_test.py": "one file per schedule",
-    "step/minimum_loss_scale.py": "an error's long text and what it needs",
     "versions.py": _LEAF,
 }
 

@@ -14,7 +14,6 @@ from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
 from hf_zero.api.engine_module import ModuleView
 from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engine_surface import SURFACE
-from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.background import BackgroundSave
@@ -25,8 +24,8 @@ from hf_zero.config import Resolved
 from hf_zero.device.phases import PhaseTimer
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
-from hf_zero.params.buffers import broadcast_buffers
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.consolidation import broadcast_buffers
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.schedules.mark import ScheduleMark
@@ -85,7 +84,6 @@ class ZeroEngine(nn.Module):
         self.optimizer: Any = assembly.optimizer if assembly else parts.parameter_offload
         if assembly is not None:
             assembly.optimizer.engine = weakref.proxy(self)
-            assembly.optimizer.names = OPTIMIZER_NAMES
         self.lr_scheduler = parts.lr_scheduler
         self.client_optimizer = parts.client_optimizer
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
@@ -133,7 +131,8 @@ class ZeroEngine(nn.Module):
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
         if not self.gradients.begin_step():
             return
-        optimizer, resolved = self.gradients.parts("step").optimizer, self.settings.resolved
+        parts, resolved = self.gradients.parts("step"), self.settings.resolved
+        optimizer = parts.optimizer
         self._background_save.check()
         scale = optimizer.loss_scale
         AT_WORK.end(self.gradients)
@@ -145,10 +144,11 @@ class ZeroEngine(nn.Module):
                 broadcast_buffers(self.module, collectives_for(self.device))
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size()
-        assert optimizer.outcome is not None
-        self._follow(optimizer.outcome, optimizer, scale)
+        outcome = parts.step.outcome
+        assert outcome is not None
+        self._follow(outcome, optimizer, scale)
         if self.training_features:
-            self.training_features.after_step(self.training_progress, applied=not optimizer.outcome.skipped)
+            self.training_features.after_step(self.training_progress, applied=not outcome.skipped)
         self._report()
         timer = self.__dict__.get("tput_timer")
         if timer is not None:

@@ -20,7 +20,7 @@ from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
 from hf_zero.device.phases import PhaseTimer
 from hf_zero.errors import WrongMoment
-from hf_zero.params.first_nan import FirstNan
+from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 
@@ -87,15 +87,14 @@ class EngineGradients:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss for a `backward()` of the caller's own; with a loss scale, only this or `backward` will do."""
-        optimizer = self.parts("scale").optimizer
-        factor = optimizer.loss_factor
+        factor = self.parts("scale").step.factors.next
         self._expect(factor)
         # In fp32, because a scale of 65536 is more than fp16 holds.
         return loss if factor == 1.0 else loss.float() * factor
 
     def begin_step(self) -> bool:
         """Whether a step is due. Counts the micro-batch."""
-        optimizer = self.parts("step").optimizer
+        factors = self.parts("step").step.factors
         self.bring_back()
         if not self.syncs:
             raise WrongMoment(
@@ -106,11 +105,11 @@ class EngineGradients:
         self.micro_steps += 1
         if not at_boundary:
             return False
-        if optimizer.loss_factor != 1.0 and not self._has_scaled:
+        if factors.next != 1.0 and not self._has_scaled:
             raise RuntimeError(
                 "step() without a scaled loss: with fp16, or a division before the reduction, call "
                 "engine.backward(loss), or engine.scale(loss).backward(); a plain loss.backward() makes gradients "
-                f"that step() would divide by {optimizer.loss_factor:g}"
+                f"that step() would divide by {factors.next:g}"
             )
         self._has_scaled = False
         return True
@@ -123,7 +122,7 @@ class EngineGradients:
     def settle(self) -> None:
         """Learn what became of the last step, where the host has run ahead."""
         if self.assembly is not None:
-            self.assembly.optimizer.settle()
+            self.assembly.step.settle()
 
     def end(self) -> None:
         """Of training: what was trained stays as it is."""
@@ -137,7 +136,7 @@ class EngineGradients:
 
     def _expect(self, factor: float) -> None:
         self._has_scaled = True
-        self.parts("backward").optimizer.expect_factor(factor)
+        self.parts("backward").step.expect(factor)
 
     def _begin(self) -> None:
         parts = self.parts("backward")
@@ -168,13 +167,13 @@ class EngineGradients:
 
     def _reduce_others(self, others: Sequence[EngineGradients], arrived: Sequence[bool]) -> Sequence[EngineGradients]:
         """Reduce what other engines have got on any rank; returns these. Collective where one reduces at all now."""
-        optimizer = self.parts("backward").optimizer
+        step = self.parts("backward").step
         if any(engine._reduces_now for engine in others):
-            arrived = optimizer.true_anywhere(arrived)
+            arrived = step.true_anywhere(arrived)
         for engine, is_reached in zip(others, arrived, strict=True):
             parts = engine.parts("backward")
             if is_reached:
-                engine._expect(optimizer.loss_factor)
+                engine._expect(step.factors.next)
                 engine._begin()
                 parts.reducer.finish()
             parts.store.end_backward()
@@ -189,7 +188,7 @@ class EngineGradients:
     def drop(self) -> None:
         """Forget all gradients, also those already reduced or accumulated."""
         if self.assembly is not None:
-            self.assembly.optimizer.zero_grad()
+            self.assembly.step.clear()
         AT_WORK.end(self)
 
     @contextmanager

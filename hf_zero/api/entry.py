@@ -14,6 +14,7 @@ from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.loader import data_loader
 from hf_zero.api.model_view import model_view
+from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
@@ -38,7 +39,7 @@ from hf_zero.step.assemble import (
     shard_for_inference,
     synchronise_unmanaged,
 )
-from hf_zero.step.optimizer import StepRules
+from hf_zero.step.loss_factors import StepRules
 from hf_zero.versions import announcement
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -114,7 +115,7 @@ def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngin
     features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
     base = _base_optimizer(resolved, model, given.optimizer, given.model_parameters)
     _prepare_model(model, base, plan, device)
-    assembly = assemble(model, base, plan) if base is not None else None
+    assembly = assemble(model, base, plan, OPTIMIZER_NAMES) if base is not None else None
     store = assembly.store if assembly is not None else None
     if assembly is not None:
         attach_fragments(assembly, plan.channels.access)

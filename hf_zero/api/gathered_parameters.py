@@ -1,8 +1,9 @@
-"""GatheredParameters: whole values of sharded parameters, for a while."""
+"""Whole values of sharded parameters, for a while: for generation, surgery and reading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +45,26 @@ class GatheredParameters:
     ) -> None:
         # After an exception ranks may have gone different ways: no collective any more, edits are dropped.
         reshard(self._handles, self._modifier_rank if kind is None else None)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """`model` (an engine gives its own) with whole weights on every rank; edits are dropped at the end. Collective.
+
+    Nests, does nothing below stage 3, and training goes on afterwards as if it had not been entered. Needs memory for
+    the whole model; `generate` on the sharded model gathers as it goes, and keeps what stage3_max_live_parameters
+    allows.
+    """
+    inner = getattr(model, "module", model)
+    with GatheredParameters(inner.parameters()):
+        yield inner
+
+
+@contextmanager
+def unwrap_model_for_generation(engine: Any) -> Iterator[Any]:
+    """DeepSpeed's name for `gathered`."""
+    with gathered(engine) as model:
+        yield model
 
 
 def handles_of(params: Any) -> list[ShardedParameter]:

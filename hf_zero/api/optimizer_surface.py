@@ -40,7 +40,7 @@ def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
     found: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
     for shard in optimizer.sub_groups:
         with ExitStack() as opened:
-            gradient = opened.enter_context(optimizer.reduced_gradient(shard))
+            gradient = opened.enter_context(optimizer.fragments.values.gradient(shard))
             if gradient is not None:
                 found[shard.group].append(gradient)
     return found
@@ -137,7 +137,7 @@ def _reload_states(optimizer: Any, non_blocking: bool = False) -> None:
 
 def _refresh_masters(optimizer: Any) -> None:
     """Masters from weights that were written to: what a step does first anyway."""
-    optimizer.settle()
+    optimizer.engine.gradients.settle()
     optimizer.store.sync_masters()
 
 

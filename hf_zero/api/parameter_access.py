@@ -6,8 +6,7 @@ The functions' names are DeepSpeed's. Those with `full` in their name are collec
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from hf_zero.layout.intervals import round_up
 from hf_zero.offload.sub_group import SubGroup
 from hf_zero.params.sharded_parameter import of
 from hf_zero.step.assemble import Assembly
+from hf_zero.step.owned_values import Source
 
 _ATTRIBUTE = "hf_zero_fragments"
 
@@ -32,14 +32,15 @@ class _Part:
     piece: Piece
 
 
-# (sub-group, whether it changes) -> its values
-Source = Callable[[SubGroup, bool], AbstractContextManager["Tensor | None"]]
-
-
 class Fragments:
-    """Finds the parts of every trained parameter; hangs on the parameters."""
+    """Finds the parts of every trained parameter; hangs on the parameters.
+
+    Attributes:
+        values: what this rank owns of them.
+    """
 
     def __init__(self, assembly: Assembly, collectives: Collectives) -> None:
+        self.values = assembly.step.values
         self._assembly = assembly
         self._collectives = collectives
         self._parts: dict[int, list[_Part]] = {}
@@ -108,38 +109,10 @@ class Fragments:
     def _parts_of(self, parameter: nn.Parameter) -> list[_Part]:
         return self._parts.get(self._index[id(parameter)], [])
 
-    # Where things are
-
-    @contextmanager
-    def master(self, sub_group: SubGroup, changes: bool) -> Iterator[Tensor | None]:
-        with self._assembly.optimizer.updater.stager.opened(sub_group, changes=changes):
-            yield sub_group.master
-
-    def gradient(self, sub_group: SubGroup, changes: bool) -> AbstractContextManager[Tensor | None]:
-        return self._assembly.optimizer.reduced_gradient(sub_group, changes=changes)
-
-    def state(self, key: str) -> Source:
-        optimizer = self._assembly.optimizer
-
-        @contextmanager
-        def opened(sub_group: SubGroup, changes: bool) -> Iterator[Tensor | None]:
-            with optimizer.updater.stager.opened(sub_group, changes=changes):
-                form = optimizer.updater.form_of(key)
-                if form is None:
-                    yield optimizer.optimizer_state(sub_group, key)
-                    return
-                (tensor,) = sub_group.tensors
-                stored = optimizer.state.get(tensor.parameter, {}).get(key)
-                values = None if stored is None else form.values(stored, tensor.interval.numel)
-                yield values
-                if changes and values is not None:
-                    stored.copy_(form.store(values))
-
-        return opened
-
     @property
     def gradient_factor(self) -> float:
-        return self._assembly.optimizer.gradient_factor
+        """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
+        return self._assembly.step.factors.of_gradients
 
     def sync_masters(self) -> None:
         """What was written into weights counts, before masters are read or written."""
@@ -169,11 +142,11 @@ class Fragments:
     def unreduced_factor(self) -> float:
         """What such a gradient is multiplied with to be the gradient of this rank's loss."""
         optimizer = self._assembly.optimizer
-        return optimizer.gradient_factor * (optimizer.sharding.world if optimizer.rules.gradients.average else 1)
+        return self.gradient_factor * (optimizer.sharding.world if optimizer.rules.gradients.average else 1)
 
     def all_gather_params(self, parameter: nn.Parameter) -> None:
         """Let edited masters be seen by the model. Collective."""
-        self._assembly.optimizer.master_to_params(self._index[id(parameter)])
+        self.values.master_to_params(self._index[id(parameter)])
 
 
 def _inside(values: Tensor, part: _Part) -> Tensor:
@@ -199,7 +172,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if fragments is None:
         return None
     fragments.sync_masters()
-    return fragments.read(param, fragments.master)
+    return fragments.read(param, fragments.values.master)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -215,21 +188,21 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     own = fragments.unreduced(param)
     if own is not None:
         return (own.float() * fragments.unreduced_factor).view(param.shape)
-    total = fragments.read(param, fragments.gradient)
+    total = fragments.read(param, fragments.values.gradient)
     return None if total is None else total.mul_(fragments.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """One optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
     fragments = _fragments_of(param)
-    return fragments.read(param, fragments.state(optim_state_key)) if fragments else None
+    return fragments.read(param, fragments.values.state(optim_state_key)) if fragments else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite master and model weight; `value` is the same on all ranks."""
     fragments = _managed(param)
     fragments.sync_masters()
-    fragments.write(param, value, fragments.master)
+    fragments.write(param, value, fragments.values.master)
     fragments.all_gather_params(param)
 
 
@@ -250,12 +223,12 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
             f"safe_set_full_grad: the parameter of shape {tuple(param.shape)} has no gradient to overwrite; call this "
             "between engine.backward() and engine.step()"
         )
-    fragments.write(param, value / fragments.gradient_factor, fragments.gradient)
+    fragments.write(param, value / fragments.gradient_factor, fragments.values.gradient)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _managed(param)
-    fragments.write(param, value, fragments.state(optim_state_key))
+    fragments.write(param, value, fragments.values.state(optim_state_key))
 
 
 def safe_update_full_grad_vectorized(
@@ -273,37 +246,37 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
     fragments.sync_masters()
-    return fragments.read_local(param, fragments.master)
+    return fragments.read_local(param, fragments.values.master)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     fragments = _sharded(param)
     fragments.finish_reductions()
-    chunk = fragments.read_local(param, fragments.gradient)
+    chunk = fragments.read_local(param, fragments.values.gradient)
     return None if chunk is None else chunk.float() * fragments.gradient_factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     fragments = _sharded(param)
-    return fragments.read_local(param, fragments.state(optim_state_key))
+    return fragments.read_local(param, fragments.values.state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
     fragments.sync_masters()
-    fragments.write_local(param, value, fragments.master)
+    fragments.write_local(param, value, fragments.values.master)
     fragments.all_gather_params(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
     fragments.finish_reductions()
-    fragments.write_local(param, value / fragments.gradient_factor, fragments.gradient)
+    fragments.write_local(param, value / fragments.gradient_factor, fragments.values.gradient)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _sharded(param)
-    fragments.write_local(param, value, fragments.state(optim_state_key))
+    fragments.write_local(param, value, fragments.values.state(optim_state_key))
 
 
 def _managed(param: nn.Parameter) -> Fragments:

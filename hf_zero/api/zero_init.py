@@ -23,7 +23,7 @@ from hf_zero.offload.nvme.swap_store import SwapStore
 from hf_zero.offload.parameter_placement import store_at_init
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.partitioning import shard_parameter
-from hf_zero.params.read_hooks import unwatch, watch
+from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.unsharding import reshard, unshard
 from hf_zero.precision import Precision, precision_from
@@ -145,7 +145,7 @@ class _InitRules:
         self._handles: list[Any] = []
         # In order of appearance, which is the same on all ranks.
         self._unattached: dict[int, weakref.ref[nn.Module]] = {}
-        self._read_hooked: list[weakref.ref[nn.Module]] = []
+        self._reads = ReadHooks(self._on_read)
         self._opened: list[ShardedParameter] = []
         self._paused = False
 
@@ -166,11 +166,7 @@ class _InitRules:
             if self._store is not None:
                 stop_if_any(self._store.failure, self._collectives)
         self._unattached.clear()
-        for reference in self._read_hooked:
-            read_hooked = reference()
-            if read_hooked is not None:
-                unwatch(read_hooked)
-        self._read_hooked = []
+        self._reads.unwatch()
 
     def unattached(self) -> frozenset[int]:
         """Ids of the modules that are not part of another one yet."""
@@ -199,8 +195,7 @@ class _InitRules:
             for parameter in fresh:
                 self._shard(parameter)
             if fresh:
-                watch(inner, self._on_read)
-                self._read_hooked.append(weakref.ref(inner))
+                self._reads.watch(inner)
 
     def close(self) -> None:
         """Parameters opened by a read go back to shards, with rank 0's values."""

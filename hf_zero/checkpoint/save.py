@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
 from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
     ModelWeights,
@@ -39,6 +38,7 @@ from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.layout.memory import extents_in_memory
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, sub_groups
 from hf_zero.layout.reshard import Extent, reshard
+from hf_zero.optim.stored import COUNTERS
 from hf_zero.optim.updater import WholeStates
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order
 from hf_zero.params.sharded_parameter import local_chunk, of

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed.keys import STEP
-from hf_zero.checkpoint.deepspeed.state_dicts import COUNTERS
 from hf_zero.checkpoint.plain import plain
 from hf_zero.comm import Collectives
 from hf_zero.optim import MasterTensor, SubGroup, Updater
-from hf_zero.optim.stored import StateForm
+from hf_zero.optim.stored import StateForm, is_per_element
 from hf_zero.optim.updater import OF_WHOLE_TENSORS
 
 
@@ -122,16 +121,6 @@ def _read(updater: Updater, shard: SubGroup) -> ShardState:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else plain(value)
-
-
-def is_per_element(kind: str, value: Any, parameter: Tensor) -> bool:
-    """Whether a state holds one value per element of its parameter."""
-    return (
-        isinstance(value, Tensor)
-        and value.numel() == parameter.numel()
-        and kind not in COUNTERS
-        and (value.ndim > 0 or parameter.ndim == 0)
-    )
 
 
 def summarise(

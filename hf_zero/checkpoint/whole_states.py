@@ -45,7 +45,7 @@ def _entry(value: Any) -> Any:
     return {_SHAPE: list(value.shape), _START: value.start, _VALUES: value.values.detach().reshape(-1)}
 
 
-def together(found: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
+def merged(found: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
     """From what the files of all ranks say to the states of whole tensors, by parameter name.
 
     Raises:

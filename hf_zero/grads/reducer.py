@@ -81,6 +81,7 @@ class GradientReducer:
         self._negotiation = store.negotiation
         if self._negotiation is not None:
             self._negotiation.meanwhile(self._complete_ready)
+        store.report_progress(self.pass_by)
         self._wants_local: Callable[[], bool] = lambda: False
         self.late: set[int] = set()
         self._hooks = [

@@ -13,7 +13,7 @@ from hf_zero.offload.nvme.requests import StorageError
 T = TypeVar("T")
 
 
-def together(act: Callable[[], T], collectives: Collectives) -> T:
+def all_or_none(act: Callable[[], T], collectives: Collectives) -> T:
     """Call `act` on every rank; if it raises StorageError on any, all raise it. Collective."""
     problem, found = None, list[T]()
     try:

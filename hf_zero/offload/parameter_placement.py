@@ -7,7 +7,7 @@ import torch
 from hf_zero.comm import Collectives
 from hf_zero.config import FilePolicy, ParameterOffload
 from hf_zero.device.registry import runtime_of
-from hf_zero.offload.failures import together
+from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
 from hf_zero.offload.placement import pins
@@ -37,4 +37,4 @@ def store_at_init(offload: tuple[ParameterOffload | None, FilePolicy], collectiv
         drive = Drive(folder, files)
         return drive.store(drive.file("parameters"), BufferPool(limit=1))
 
-    return together(open_drive, collectives)
+    return all_or_none(open_drive, collectives)

@@ -6,9 +6,6 @@ from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon
-from hf_zero.optim.onebit.adam import OneBitAdam
-from hf_zero.optim.onebit.lamb import OneBitLamb
-from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam
 from hf_zero.optim.registry import build_optimizer
 from hf_zero.optim.traits import runs_natively, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, SubGroup, Updater, WholeStepUpdater
@@ -25,12 +22,9 @@ __all__ = [
     "SubGroup",
     "MasterTensor",
     "Muon",
-    "OneBitAdam",
-    "OneBitLamb",
     "Peers",
     "Updater",
     "WholeStepUpdater",
-    "ZeroOneAdam",
     "build_optimizer",
     "runs_natively",
     "updater_for",

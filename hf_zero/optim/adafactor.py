@@ -60,6 +60,41 @@ class _Part:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def own(self, names: Flavour) -> dict[str, Any]:
+        """Step, rms, and the tensors of the part by the flavour's names."""
+        found: dict[str, Any] = {"step": self.step, "RMS": self.rms}
+        if self.factors is not None:
+            return {**found, names.rows: self.factors.rows, names.columns: self.factors.columns}
+        return {**found, names.vector: self.vector}
+
+    def adopt(self, own: Mapping[str, Any], names: Flavour) -> None:
+        """The reverse of `own`, on the same layout."""
+        self.step, self.rms = int(own["step"]), own["RMS"].to(self.rms)
+        if self.factors is not None:
+            self.factors.rows.copy_(own[names.rows])
+            self.factors.columns.copy_(own[names.columns])
+        else:
+            assert self.vector is not None
+            self.vector.copy_(own[names.vector])
+
+    def slices(self, names: Flavour) -> dict[str, Any]:
+        """What this rank says of the parameter in a checkpoint: rows and matrices that begin in its part."""
+        shapes = names.shapes(self.shape)
+        found = names.single_values(self.step, self.rms)
+        if self.vector is not None:
+            return {**found, names.vector: StateSlice(shapes[names.vector], self.piece.in_parameter, self.vector)}
+        assert self.factors is not None
+        of = self.factors.of
+        first, end = of.begun(of.matrix.columns)
+        rows = self.factors.rows[first - of.first_row : end - of.first_row]
+        first_batch, end_batch = of.begun(of.matrix.matrix_numel)
+        columns = self.factors.columns[first_batch - of.first_batch : end_batch - of.first_batch].reshape(-1)
+        return {
+            **found,
+            names.rows: StateSlice(shapes[names.rows], first, rows),
+            names.columns: StateSlice(shapes[names.columns], first_batch * of.matrix.columns, columns),
+        }
+
 
 class AdafactorUpdater(Updater):
     """Adafactor on flat shards in three passes, with two small sums over ranks between them."""
@@ -100,10 +135,10 @@ class AdafactorUpdater(Updater):
         for sub_group in self.sub_groups:
             state: Mapping[str, Any] = self.optimizer.state.get(sub_group.tensors[0].parameter, {})
             for index, own in state.get(OF_WHOLE_TENSORS, {}).items():
-                self._adopt(index, own)
+                self._part(index).adopt(own, self._flavour)
 
     def whole_states(self) -> WholeStates:
-        return {index: self._slices(part) for index, part in self._parts.items() if part.step}
+        return {index: part.slices(self._flavour) for index, part in self._parts.items() if part.step}
 
     def restore_whole_states(self, states: WholeStates) -> None:
         self._parts = {}
@@ -248,7 +283,7 @@ class AdafactorUpdater(Updater):
     def _show(self) -> None:
         """Let the optimizer's state show everything: `state_dict` then holds it."""
         for sub_group in self.sub_groups:
-            mine = {p: self._own(part) for p, part in self._parts.items() if part.sub_group is sub_group}
+            mine = {p: part.own(self._flavour) for p, part in self._parts.items() if part.sub_group is sub_group}
             state: dict[str, Any] = self.optimizer.state[sub_group.tensors[0].parameter]
             if mine:
                 # torch's class asks every state for a step.
@@ -256,43 +291,6 @@ class AdafactorUpdater(Updater):
                 state[OF_WHOLE_TENSORS] = mine
             else:
                 state.pop(OF_WHOLE_TENSORS, None)
-
-    def _own(self, part: _Part) -> dict[str, Any]:
-        """Step, rms, and the tensors of the part by the flavour's names."""
-        found: dict[str, Any] = {"step": part.step, "RMS": part.rms}
-        if part.factors is not None:
-            return {**found, self._flavour.rows: part.factors.rows, self._flavour.columns: part.factors.columns}
-        return {**found, self._flavour.vector: part.vector}
-
-    def _adopt(self, parameter: int, own: Mapping[str, Any]) -> None:
-        """The reverse of `_own`, on the same layout."""
-        part = self._part(parameter)
-        part.step, part.rms = int(own["step"]), own["RMS"].to(part.rms)
-        if part.factors is not None:
-            part.factors.rows.copy_(own[self._flavour.rows])
-            part.factors.columns.copy_(own[self._flavour.columns])
-        else:
-            assert part.vector is not None
-            part.vector.copy_(own[self._flavour.vector])
-
-    def _slices(self, part: _Part) -> dict[str, Any]:
-        """What this rank says of the parameter in a checkpoint: rows and matrices that begin in its part."""
-        shapes = self._flavour.shapes(part.shape)
-        found = self._flavour.single_values(part.step, part.rms)
-        if part.vector is not None:
-            kind = self._flavour.vector
-            return {**found, kind: StateSlice(shapes[kind], part.piece.in_parameter, part.vector)}
-        assert part.factors is not None
-        of = part.factors.of
-        first, end = of.begun(of.matrix.columns)
-        rows = part.factors.rows[first - of.first_row : end - of.first_row]
-        first_batch, end_batch = of.begun(of.matrix.matrix_numel)
-        columns = part.factors.columns[first_batch - of.first_batch : end_batch - of.first_batch].reshape(-1)
-        return {
-            **found,
-            self._flavour.rows: StateSlice(shapes[self._flavour.rows], first, rows),
-            self._flavour.columns: StateSlice(shapes[self._flavour.columns], first_batch * of.matrix.columns, columns),
-        }
 
     def _restore(self, parameter: int, saved: Mapping[str, Any]) -> None:
         part = self._part(parameter)

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from hf_zero.config import ConfigError, OptimizerPolicy, Problem
+from hf_zero.optim import onebit
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.muon import Muon, muon_groups
-from hf_zero.optim.onebit.adam import OneBitAdam
-from hf_zero.optim.onebit.lamb import OneBitLamb
-from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam
 from hf_zero.optim.traits import Traits, family_of
 from hf_zero.precision import Precision
 
@@ -30,9 +28,7 @@ _BY_TYPE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lamb": FusedLamb,
     "fusedlamb": FusedLamb,
     "muon": Muon,
-    "onebitadam": OneBitAdam,
-    "onebitlamb": OneBitLamb,
-    "zerooneadam": ZeroOneAdam,
+    **onebit.BY_TYPE,
     "lion": FusedLion,
     "fusedlion": FusedLion,
     "cpulion": DeepSpeedCPULion,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,10 @@ from torch import Tensor
 from hf_zero.offload.store import Store
 from hf_zero.offload.sub_group import StoredSubGroup, SubGroup
 from hf_zero.offload.vector import Vector, absent
-from hf_zero.optim.stored import FormOf, plain
+from hf_zero.optim.stored import FormOf, is_per_element, plain
 
 Work = Callable[[SubGroup], None]
 WritesAll = Callable[[SubGroup], bool]
-COUNTERS = ("step",)
 
 
 class StateStager:
@@ -249,7 +247,7 @@ class OffloadStager(StateStager):
     def _keep_states(self, sub_group: SubGroup, stored: StoredSubGroup, store: Store) -> None:
         for position, tensor in enumerate(sub_group.tensors):
             for name, value in self._optimizer.state.get(tensor.parameter, {}).items():
-                is_kept = (position, name) in stored.reserved or _is_per_element(name, value, tensor.parameter)
+                is_kept = (position, name) in stored.reserved or is_per_element(name, value, tensor.parameter)
                 if not is_kept:
                     continue
                 known = stored.vectors.get((position, name))
@@ -299,12 +297,3 @@ def _pointing(tensor: Tensor | None, values: Tensor) -> Iterator[None]:
         yield
     finally:
         tensor.data = before
-
-
-def _is_per_element(name: str, value: Any, parameter: Tensor) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and name not in COUNTERS
-        and value.numel() == parameter.numel()
-        and (value.dim() > 0 or parameter.dim() == 0)
-    )

@@ -1,6 +1,6 @@
-"""States that are not stored as one value per element: what everything outside their optimizer asks about them.
+"""How the states of a tensor are stored: one value per element, a form of their own, or a count.
 
-Shelves and drives keep the stored form as it is. Checkpoints, fragments and whoever else wants elements go through
+Stagers and drives keep the stored form as it is. Checkpoints, fragments and whoever else wants elements go through
 `values` and `store`.
 """
 
@@ -8,9 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# One value per parameter in the optimizers of torch, whatever the parameter's shape.
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def is_per_element(name: str, value: Any, parameter: Tensor) -> bool:
+    """Whether a state holds one value per element of its parameter."""
+    return (
+        isinstance(value, Tensor)
+        and name not in COUNTERS
+        and value.numel() == parameter.numel()
+        and (value.dim() > 0 or parameter.dim() == 0)
+    )
 
 
 class StateForm(ABC):

@@ -9,6 +9,8 @@ from enum import Enum
 import torch
 
 from hf_zero.config import OptimizerSees
+from hf_zero.config.choices.optimizer import highest_stage
+from hf_zero.optim import onebit
 from hf_zero.optim.adafactor import AdafactorUpdater
 from hf_zero.optim.adafactor_flavours import flavour_of
 from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
@@ -18,12 +20,8 @@ from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.lamb import FusedLamb, LambUpdater
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion, LionFamily
 from hf_zero.optim.muon import Muon, MuonUpdater
-from hf_zero.optim.onebit.adam import OneBitAdam, OneBitAdamUpdater
-from hf_zero.optim.onebit.compressing import CompressingUpdater, Ranks
-from hf_zero.optim.onebit.lamb import OneBitLamb, OneBitLambUpdater
-from hf_zero.optim.onebit.zero_one_adam import ZeroOneAdam, ZeroOneAdamUpdater
 from hf_zero.optim.sgd import SgdFamily, has_no_dampening
-from hf_zero.optim.updater import Peers, SubGroup, Updater, WholeStepUpdater
+from hf_zero.optim.updater import Peers, Ranks, SubGroup, Updater, WholeStepUpdater
 from hf_zero.optim.whole_tensors import WholeTensorUpdater
 
 # Their update depends on whole matrices, which a flat shard does not have.
@@ -162,7 +160,7 @@ def _built_in(optimizer: torch.optim.Optimizer) -> Traits | None:
         )
     if type(optimizer) is FusedLamb:
         return Traits(Sees.SHARDS_AND_PEERS, lambda sub_groups, peers, ranks: LambUpdater(optimizer, sub_groups, peers))
-    return _compressing(optimizer) or _muon(optimizer)
+    return _averaging(optimizer) or _muon(optimizer)
 
 
 def _muon(optimizer: torch.optim.Optimizer) -> Traits | None:
@@ -176,22 +174,17 @@ def _muon(optimizer: torch.optim.Optimizer) -> Traits | None:
     return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)
 
 
-def _compressing(optimizer: torch.optim.Optimizer) -> Traits | None:
-    """Of the 1-bit optimizers. They average gradients themselves, whole: not every stage has them so."""
-    known: dict[type, tuple[type[CompressingUpdater], int]] = {
-        OneBitAdam: (OneBitAdamUpdater, 1),
-        OneBitLamb: (OneBitLambUpdater, 1),
-        ZeroOneAdam: (ZeroOneAdamUpdater, 0),
-    }
-    if type(optimizer) not in known:
+def _averaging(optimizer: torch.optim.Optimizer) -> Traits | None:
+    """Of those that average gradients themselves, whole: not every stage has them so."""
+    updater = onebit.UPDATERS.get(type(optimizer))
+    if updater is None:
         return None
-    updater, highest_stage = known[type(optimizer)]
 
     def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-        assert ranks is not None, "the 1-bit optimizers need to know the other ranks"
+        assert ranks is not None, "who averages needs to know the other ranks"
         return updater(optimizer, sub_groups, ranks)
 
-    return Traits(Sees.BUCKETS, make, highest_stage=highest_stage)
+    return Traits(Sees.BUCKETS, make, highest_stage=highest_stage(type(optimizer).__name__))
 
 
 def _needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:

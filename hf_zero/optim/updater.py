@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.layout import Interval
+from hf_zero.comm import Collectives
+from hf_zero.layout import Bucket, Interval
 from hf_zero.offload.sub_group import MasterTensor, SubGroup
 from hf_zero.optim.stager import StateStager
 from hf_zero.optim.stored import StateForm
@@ -79,6 +80,20 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """What an updater that talks to all ranks by itself must know of them.
+
+    Attributes:
+        buckets: of the layout; `sub_group.bucket` indexes them.
+        is_sharded: whether a rank updates its shard of a bucket only.
+    """
+
+    collectives: Collectives
+    buckets: Sequence[Bucket]
+    is_sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StateSlice:
     """Elements from `start` on of one state of a whole parameter, flattened; `shape` is the whole state's."""
 
@@ -101,9 +116,11 @@ class Updater(ABC):
     Attributes:
         stager: brings what an update works on to where it runs; everything is there already unless it is replaced.
         obeys_skip: whether a step heeds `StepGradients.skip` without reading it; if not, the host decides beforehand.
+        stays: why masters and states cannot be offloaded; None: they can.
     """
 
     obeys_skip = False
+    stays: str | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup]) -> None:
         self.optimizer = optimizer

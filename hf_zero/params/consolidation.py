@@ -1,12 +1,14 @@
-"""Whole 16-bit weights of a sharded model, gathered unit by unit into host memory."""
+"""A whole model among ranks: weights gathered from shards into host memory, buffers as rank 0 has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hf_zero.comm import get_rank
+from hf_zero.comm import Collectives, get_rank
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.unsharding import all_gather_values
 
@@ -83,3 +85,18 @@ def state_dict_order(module: nn.Module) -> Iterator[str]:
         own = [name for name, value in inner._parameters.items() if value is not None]
         own += [name for name, value in inner._buffers.items() if value is not None]
         yield from (f"{prefix}.{name}" if prefix else name for name in own)
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, collectives: Collectives) -> None:
+    """Overwrite all buffers with those of rank 0, one message per dtype; DistributedDataParallel does so, too, with
+    `broadcast_buffers`. Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.numel():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for same in by_dtype.values():
+        flat = _flatten_dense_tensors(same)
+        collectives.broadcast([flat])
+        for buffer, value in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
+            buffer.copy_(value)

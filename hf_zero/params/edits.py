@@ -11,7 +11,7 @@ next step, and where the marks differ no update is made.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,16 +19,29 @@ from torch import Tensor
 from hf_zero.comm import Collectives
 from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.params.sharded_parameter import ShardedParameter
+from hf_zero.params.stand_ins import StandIns
+from hf_zero.params.store import Edits
 from hf_zero.params.unit import Unit, UnitPart, digest
 
 MARK_BITS = 20
 
 
-class Edits:
+class ShardedEdits(Edits):
     """Of the parameters of one store."""
 
-    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        masters: Mapping[ShardedParameter, Callable[[Tensor], None]],
+        stand_ins: StandIns,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        """`masters`: for parameters that have some, how to overwrite the beginning of this rank's chunk of them."""
         self._units = units
+        self._masters = masters
+        self._stand_ins = stand_ins
+        self._collectives = collectives
         self._persistent = {member for unit in units if unit.is_persistent for member in unit.members}
         # At values, in every step: where the host runs ahead it would have to wait.
         self._may_look = not host_runs_ahead(device)
@@ -51,6 +64,21 @@ class Edits:
                 for part in unit.parts:
                     if part not in self._digests:
                         self._digests[part] = _digests(part)
+
+    def give_up_kept(self) -> None:
+        """What inference has kept is about to be released."""
+        self.adopt()
+        for unit in self._units:
+            if unit.is_gathered and not unit.is_persistent:
+                for part in unit.parts:
+                    part.leave_views()
+
+    def close(self) -> None:
+        """The units are gone: what is written from now on is the user's own."""
+        self._units = ()
+        self._totals.clear()
+        self._digests.clear()
+        self._edited.clear()
 
     def forget_released(self) -> None:
         """Weights are about to change: what was released is no longer what was remembered."""
@@ -89,6 +117,12 @@ class Edits:
         if is_changed or any(synced):
             self._totals[part] = part.digest()
 
+    def write_master(self, handle: ShardedParameter, chunk: Tensor) -> None:
+        """This rank's chunk of `handle` has been given new values."""
+        write = self._masters.get(handle)
+        if write is not None:
+            write(chunk)
+
     def rewritten(self, handle: ShardedParameter) -> None:
         """The engine has written into the gathered tensor of `handle`."""
         if handle in self._persistent:
@@ -98,16 +132,18 @@ class Edits:
             if handle in part.members:
                 self._digests[part] = _digests(part)
 
-    def num_lost(self) -> Tensor | None:
-        """How many parts have been written to in a way that only the device has seen (0-dim, on the device), if any."""
+    def num_lost(self) -> Tensor | float:
+        """Released parameters that were filled with a constant, and parts that stay gathered and were written to in a
+        way that only the device has seen."""
+        constants = self._stand_ins.num_overwritten()
         if not self._totals or self._may_look:
-            return None
+            return constants
         changed = [part.digest() != known for part, known in self._totals.items()]
         self._num_lost = torch.stack(changed).sum()
-        return self._num_lost
+        return constants + self._num_lost
 
     def refuse_lost(self) -> None:
-        """Raise if `num_lost` has counted any. Waits for the device."""
+        self._stand_ins.refuse_overwritten()
         if self._num_lost is not None and self._num_lost.item():
             names = [_name(member) for part in self._totals for member in part.members]
             raise RuntimeError(
@@ -124,19 +160,20 @@ class Edits:
 
     @property
     def mark(self) -> int:
-        """A number below 2 ** MARK_BITS: equal where the same has been written, and persistent parameters are equal."""
+        """Equal where the same has been written, and persistent parameters are equal."""
         totals = [int(known) for known in self._totals.values()] if self._may_look else []
         if not self._edited and not totals:
             return 0
         return zlib.crc32(repr((sorted(self._edited.items()), totals)).encode()) >> (32 - MARK_BITS)
 
-    def agreed(self) -> None:
-        """All ranks have had the same mark."""
+    def settle(self, *, are_equal: bool) -> None:
+        if not are_equal:
+            self._refuse_unequal()
         self._edited.clear()
 
-    def refuse_unequal(self, collectives: Collectives) -> None:
-        """Raise on all ranks, naming the parameters into which they have written different values. Collective."""
-        facts, everywhere = self._facts(), collectives.gather_objects(self._facts())
+    def _refuse_unequal(self) -> None:
+        facts = self._facts()
+        everywhere = self._collectives.gather_objects(facts)
         self._edited.clear()
         names: set[str] = set(facts).union(*everywhere)  # type: ignore[arg-type]
         differing = sorted(n for n in names if any(other.get(n) != facts.get(n) for other in everywhere))  # type: ignore[attr-defined]

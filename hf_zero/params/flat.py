@@ -47,7 +47,6 @@ class FlatParameters(ParameterStore):
             placements: where masters are kept.
             whole_tensors: give the optimizer every parameter in its own shape; otherwise it sees flat sub-groups.
         """
-        super().__init__(layout, parameters, placements.sub_group_numel)
         self._sharding = sharding
         self._collectives = collectives
         self._whole_tensors = whole_tensors
@@ -55,7 +54,7 @@ class FlatParameters(ParameterStore):
             self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], placements, precision)
             for bucket in layout.buckets
         )
-        self.buckets = self._flat
+        super().__init__(layout, parameters, self._flat, placements)
         self._versions = [parameter._version for parameter in self.parameters]
 
     def all_gather_params(self, bucket: int) -> Pending:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_zero.params.gather_plan import Use
+from hf_zero.params.gather_plan import GatherPlan, Use
 from hf_zero.params.gathered_modules import GatheredModule
 from hf_zero.params.unit import Unit
 
@@ -35,6 +35,39 @@ class HookedModule:
     reads_in_backward: bool
     is_container: bool
     entered: list[int] = field(default_factory=list)
+
+
+class ExecutionOrder:
+    """The hooked modules with units, by position: as they were registered, until forward is known to go another way.
+
+    Attributes:
+        hooked_modules: all of them, those without units too.
+        by_position: those with units, in order.
+        gather_plan: which positions stay gathered when.
+        first_use: the first position of each unit.
+    """
+
+    def __init__(self, hooked_modules: Sequence[HookedModule], plan: Callable[[Sequence[Use]], GatherPlan]) -> None:
+        """`plan`: from the uses of all positions, in order, to what stays gathered."""
+        self.hooked_modules = tuple(hooked_modules)
+        self._plan = plan
+        self._number([hooked for hooked in hooked_modules if hooked.position is not None])
+
+    def change(self, order: Sequence[int]) -> None:
+        """From now on position `i` is the hooked module that was at `order[i]`."""
+        new = {old: position for position, old in enumerate(order)}
+        for hooked in self.hooked_modules:
+            hooked.position = None if hooked.position is None else new[hooked.position]
+            hooked.subtree = tuple(sorted(new[old] for old in hooked.subtree))
+        self._number([self.by_position[old] for old in order])
+
+    def _number(self, by_position: Sequence[HookedModule]) -> None:
+        self.by_position = tuple(by_position)
+        self.gather_plan = self._plan([_use_of(hooked) for hooked in by_position])
+        self.first_use: dict[Unit, int] = {}
+        for position, hooked in enumerate(by_position):
+            for unit in hooked.units:
+                self.first_use.setdefault(unit, position)
 
 
 def hook_modules(gathered_modules: Sequence[GatheredModule], unit_of: Mapping[int, Unit]) -> list[HookedModule]:
@@ -74,7 +107,7 @@ def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -
     return tuple(found[index] for index in sorted(found))
 
 
-def use_of(hooked: HookedModule) -> Use:
+def _use_of(hooked: HookedModule) -> Use:
     """What the gather plan needs to know of it."""
     return Use(
         units=tuple(unit.index for unit in hooked.units),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +36,23 @@ class ReadHookedParameters(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def watch(module: nn.Module, on_read: Callable[[ShardedParameter], None]) -> None:
-    """Report reads of `module`'s own parameters to `on_read`; replaces an earlier watcher."""
-    read_hooked = ReadHookedParameters(module._parameters)
-    read_hooked.on_read = on_read
-    module.__dict__["_parameters"] = read_hooked
+class ReadHooks:
+    """Watches modules, for one reader."""
 
+    def __init__(self, on_read: Callable[[ShardedParameter], None]) -> None:
+        self._on_read = on_read
+        self._watched: list[weakref.ref[nn.Module]] = []
 
-def unwatch(module: nn.Module) -> None:
-    if isinstance(module._parameters, ReadHookedParameters):
-        module.__dict__["_parameters"] = dict(module._parameters)
+    def watch(self, module: nn.Module) -> None:
+        """Report reads of `module`'s own parameters; replaces an earlier watcher."""
+        read_hooked = ReadHookedParameters(module._parameters)
+        read_hooked.on_read = self._on_read
+        module.__dict__["_parameters"] = read_hooked
+        self._watched.append(weakref.ref(module))
+
+    def unwatch(self) -> None:
+        """Leave all of them alone."""
+        for module in [reference() for reference in self._watched]:
+            if module is not None and isinstance(module._parameters, ReadHookedParameters):
+                module.__dict__["_parameters"] = dict(module._parameters)
+        self._watched = []

@@ -1,17 +1,17 @@
 """One parameter of which every rank holds a chunk, and what stands in for it while it is not gathered.
 
 Released means: `parameter.data` is a broadcast scalar NaN of the logical shape (one that can be told from others, see
-`signed_nans.py`), and the parameter's class refuses reads and writes (`released.py`). It takes no memory, its shape,
+`stand_ins.py`), and the parameter's class refuses reads and writes (`released.py`). It takes no memory, its shape,
 ndim and numel are true, and what is computed from it where the class is not asked is unmistakable.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from hf_zero.device.host_heap import HostHeap
 from hf_zero.layout import chunk_numel
 from hf_zero.offload.vector import Vector, absent
 from hf_zero.params.released import READ_FIX, REPLACE_FIX, refusal, released_class
-from hf_zero.params.signed_nans import signature, signature_of, signed_nan
+from hf_zero.params.stand_ins import signature, signature_of, signed_nan
 
 HANDLE = "hf_zero_shard"  # name of the attribute
 HEAP = HostHeap()
@@ -44,6 +44,21 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+class Owner(Protocol):
+    """The store that a parameter belongs to."""
+
+    @property
+    def edits(self) -> Any:
+        """Carries over what is written to the parameter, see `edits.py`."""
+
+    @property
+    def max_live_numel(self) -> int:
+        """How much may stay whole after its use (stage3_max_live_parameters)."""
+
+    def release(self) -> None:
+        """Let go of all its parameters."""
+
+
 class ShardedParameter:
     """The handle of one parameter; `of(parameter)` finds it.
 
@@ -54,7 +69,6 @@ class ShardedParameter:
         name: the parameter's name in its model, as far as known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: how many GatheredParameters contexts hold the parameter.
-        write_master: overwrites the beginning of this rank's chunk of the masters, where the parameter is trained.
         owner: the store whose unit the parameter belongs to; None before initialize().
     """
 
@@ -71,8 +85,7 @@ class ShardedParameter:
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter, when it was shown
         self.unshard_count = 0
-        self.write_master: Callable[[Tensor], None] | None = None
-        self.owner: Any = None
+        self.owner: Owner | None = None
         self._number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
@@ -119,7 +132,8 @@ class ShardedParameter:
             return False
         self._version = self.parameter._version
         self.write(self.unsharded)
-        self.owner.edits.note(self)
+        if self.owner is not None:
+            self.owner.edits.note(self)
         return True
 
     def differs(self) -> bool:
@@ -185,8 +199,8 @@ class ShardedParameter:
         mine = unsharded.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
         with self.opened(changes=True) as own:
             own[: mine.numel()].copy_(mine)
-        if self.write_master is not None:
-            self.write_master(mine)
+        if self.owner is not None:
+            self.owner.edits.write_master(self, mine)
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)
             if self.owner is not None:
@@ -214,18 +228,6 @@ def described_shard(handle: ShardedParameter) -> Tensor:
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     shard.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     return shard
-
-
-def refuse_overwritten(handles: Sequence[ShardedParameter]) -> None:
-    """Raise for released parameters that were filled with a constant: nobody can say where that should have gone."""
-    valued = [handle for handle in handles if not handle.mark.is_meta]
-    names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in valued if not handle.mark.isnan()]
-    if names:
-        raise RuntimeError(
-            f"{len(names)} parameters were overwritten while this rank held only a shard of them, which changes "
-            f"nothing: {', '.join(names[:8])}. Write inside "
-            "`with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, on every rank."
-        )
 
 
 def _refuse_replaced(handle: ShardedParameter) -> NoReturn:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
-from hf_zero.offload.placement import Placement
+from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import SubGroup
+from hf_zero.params.stand_ins import StandIns
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,26 @@ class TrainedBucket:
                 target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
 
 
-class Reductions(Protocol):
-    """What a store may tell the owner of the gradients."""
+class Edits:
+    """Writes of the user's into parameters since the last step, where ranks have to agree on them: not below stage 3,
+    where all ranks have all parameters."""
 
-    def pass_by(self, num_buckets: int) -> None:
-        """No gradient for the first `num_buckets` buckets is to be expected any more in this backward."""
+    @property
+    def mark(self) -> int:
+        """A number of a few bits that differs where ranks have written different values."""
+        return 0
+
+    def settle(self, *, are_equal: bool) -> None:
+        """All ranks know whether their marks are equal. Raises on all of them if not. Collective then."""
+        return None
+
+    def num_lost(self) -> Tensor | float:
+        """How many writes went where they are lost (0-dim, on the device: reading it would wait)."""
+        return 0.0
+
+    def refuse_lost(self) -> None:
+        """Raise, naming the parameters, if `num_lost` has counted any. Waits for the device."""
+        return None
 
 
 class ParameterStore(ABC):
@@ -72,20 +87,29 @@ class ParameterStore(ABC):
         layout: of the trained parameters; `layout.specs[i]` describes `parameters[i]`.
         parameters: the model's trained parameters.
         buckets: their buckets, in the order in which gradients are reduced.
+        device: where the model runs.
         sub_group_numel: most elements of a bucket that are updated as one; None: whatever it has.
+        negotiation: what has to go on while a rank waits for reductions, if anything.
+        edits: what ranks have to agree on of what users write.
+        stand_ins: of the parameters that have no values between their uses.
     """
 
+    negotiation: Negotiation | None = None
+    edits = Edits()
+    stand_ins = StandIns(())
+
     def __init__(
-        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], sub_group_numel: int | None = None
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[TrainedBucket],
+        placements: Placements,
     ) -> None:
         self.layout = layout
-        self.sub_group_numel = sub_group_numel
         self.parameters = tuple(parameters)
-        self.buckets: tuple[TrainedBucket, ...] = ()
-
-    @property
-    def device(self) -> torch.device:
-        return self.buckets[0].device
+        self.buckets = tuple(buckets)
+        self.device = placements.device
+        self.sub_group_numel = placements.sub_group_numel
 
     @abstractmethod
     def sync_masters(self) -> None:
@@ -95,13 +119,9 @@ class ParameterStore(ABC):
     def all_gather_params(self, bucket: int) -> Pending:
         """Bring the updated weights of a bucket to where the next forward pass finds them. Collective."""
 
-    def connect(self, reducer: Reductions) -> None:
-        """Tell `reducer` how far backward has come, where the store knows."""
-        return None
-
-    @property
-    def negotiation(self) -> Negotiation | None:
-        """What has to go on while a rank waits for reductions."""
+    def report_progress(self, pass_by: Callable[[int], None]) -> None:
+        """Call `pass_by` with how many of the first buckets no gradient is to be expected for any more in a backward,
+        where the store knows."""
         return None
 
     def begin_backward(self) -> None:
@@ -124,32 +144,6 @@ class ParameterStore(ABC):
     def is_out_of_order(self) -> bool:
         """Whether this rank uses parameters in another order than the one in which they are gathered."""
         return False
-
-    def num_overwritten(self) -> Tensor | float:
-        """How many parameters were written to where a write is lost (0-dim, on the device: reading it would wait)."""
-        return 0.0
-
-    @property
-    def edit_mark(self) -> int:
-        """A number of a few bits that differs where ranks have written different values into their parameters."""
-        return 0
-
-    def settle_edits(self, *, are_equal: bool) -> None:
-        """All ranks know whether their marks are equal. Raises on all of them if not. Collective then."""
-        return None
-
-    @property
-    def releases(self) -> bool:
-        """Whether parameters have no values between their uses."""
-        return False
-
-    def released_in(self, value: float) -> list[str]:
-        """Names of the parameters without values from which `value`, a NaN, may come, by its bits."""
-        return []
-
-    def refuse_overwritten(self) -> None:
-        """Raise, naming them, if there are any."""
-        return None
 
     def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
         """All ranks know whether any is out of order; a new order of the buckets where that changes. Collective."""

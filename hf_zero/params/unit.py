@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 
 import torch
@@ -214,13 +215,25 @@ class _RowPlan:
         torch._foreach_copy_(self.places, row.split_with_sizes(self._sizes)[::2])
 
 
+class UnitState(Enum):
+    """Where the whole parameters of a unit are."""
+
+    RELEASED = "nowhere: each rank has its row"
+    IN_FLIGHT = "asked for, and neither finished nor discarded"
+    GATHERED = "on this rank"
+
+
 class Unit:
     """Parameters that are gathered, used and released together.
+
+        RELEASED -- start --> IN_FLIGHT -- finish --> GATHERED -- release --> RELEASED
+                                        -- discard -> RELEASED
 
     Attributes:
         index: place in the fixed order in which all ranks gather units.
         numel: elements that a gather makes live.
         is_persistent: stays gathered; it is gathered again only after its weights were updated.
+        state: changed by the verbs alone.
     """
 
     def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_persistent: bool = False) -> None:
@@ -229,13 +242,12 @@ class Unit:
         self.parts = tuple(parts)
         self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
         self.is_persistent = is_persistent
-        self.is_gathered = False
+        self.state = UnitState.RELEASED
         self._gathering: Gathering | None = None
 
     @property
-    def is_in_flight(self) -> bool:
-        """Asked for, and neither finished nor discarded."""
-        return self._gathering is not None
+    def is_gathered(self) -> bool:
+        return self.state is UnitState.GATHERED
 
     @property
     def members(self) -> tuple[ShardedParameter, ...]:
@@ -243,13 +255,13 @@ class Unit:
 
     def fetch(self) -> None:
         """The unit is to be gathered soon."""
-        if not (self.is_gathered or self.is_in_flight):
+        if self.state is UnitState.RELEASED:
             for part in self.parts:
                 part.fetch()
 
     def put_back(self) -> None:
         """The unit is not to be gathered soon after all."""
-        if not self.is_in_flight:
+        if self.state is not UnitState.IN_FLIGHT:
             for part in self.parts:
                 part.put_back()
 
@@ -261,7 +273,7 @@ class Unit:
 
     def start(self, gathering: Gathering) -> None:
         """`gathering` brings all rows; `finish` or `discard` is called next."""
-        self._gathering = gathering
+        self.state, self._gathering = UnitState.IN_FLIGHT, gathering
 
     def finish(self, buffers: GatherBuffers) -> None:
         """Wait for the gather; parameters have their values then."""
@@ -269,23 +281,33 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             for part, arrived in zip(self.parts, rows, strict=True):
                 part.unpack(arrived, buffers)
-        self.is_gathered = True
+        self.state = UnitState.GATHERED
 
     def discard(self, buffers: GatherBuffers) -> None:
         """Wait for a gather whose result is not wanted after all."""
         for arrived in self._complete():
             buffers.give(arrived)
+        self.state = UnitState.RELEASED
         self.put_back()
 
     def release(self) -> None:
-        assert not self.is_persistent, "persistent units stay"
-        if self.is_gathered:
+        """Parameters go back to shards; those of a persistent unit stay."""
+        if self.is_gathered and not self.is_persistent:
             for part in self.parts:
                 part.release()
-            self.is_gathered = False
+            self.state = UnitState.RELEASED
+
+    def settle_in(self, collectives: Collectives, buffers: GatherBuffers) -> None:
+        """Gather a persistent unit, once and for all. Collective."""
+        for part in self.parts:
+            part.allocate()
+            part.refill(collectives, buffers).wait()
+        self.state = UnitState.GATHERED
+        for member in self.members:
+            member.parameter.ds_persist = True  # type: ignore[attr-defined]
 
     def _complete(self) -> Sequence[Rows]:
-        assert self._gathering is not None, "finish without start"
+        assert self._gathering is not None, "asked for first"
         try:
             rows = self._gathering.wait()
         except RuntimeError as error:

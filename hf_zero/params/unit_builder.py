@@ -1,27 +1,30 @@
-"""Cuts the parameters of a model and lays them into units, with their masters where those are kept."""
+"""Cuts the parameters of a model, lays them into units, and makes buckets of what is trained in these."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
+from hf_zero.config import GatherPolicy
 from hf_zero.device.registry import runtime_of
-from hf_zero.layout import ALIGN_NUMEL, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.store import MemoryStore, Store
-from hf_zero.offload.sub_group import StoredSubGroup
+from hf_zero.offload.sub_group import StoredSubGroup, sub_group
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
 from hf_zero.params.partitioning import shard_parameter
-from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of, refuse_overwritten
+from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
+from hf_zero.params.stand_ins import StandIns
+from hf_zero.params.store import TrainedBucket
 from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
-Placed = tuple[Placement, tuple[StoredSubGroup, ...]]
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
 
@@ -46,41 +49,45 @@ class Trained:
 
 
 class UnitBuilder:
-    """Makes the units of one store.
+    """Makes the units and buckets of one store.
 
     Attributes:
-        placed: where the masters of each part with trained parameters went.
+        everything: the module's parameters, then trained ones of other modules.
+        masters: how to overwrite the beginning of this rank's chunk of the masters of a parameter that has some.
     """
 
     def __init__(
-        self,
-        trained: Trained,
-        names: Mapping[int, str],
-        precision: Precision,
-        channels: Channels,
-        placements: Placements,
+        self, module: nn.Module, trained: Trained, precision: Precision, channels: Channels, placements: Placements
     ) -> None:
-        """`names`: id of a parameter -> its name in the model."""
-        self.placed: dict[UnitPart, Placed] = {}
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        inside = list(module.parameters())
+        self.everything = [*inside, *(p for p in trained.parameters if id(p) not in self._names)]
+        self.masters: dict[ShardedParameter, Callable[[Tensor], None]] = {}
         self._trained = trained
         self._index_of = trained.index_of()
-        self._names = names
         self._precision = precision
         self._channels = channels
         self._placements = placements
         self._device = placements.device
+        self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
 
-    def build(
-        self,
-        gathered_modules: Sequence[GatheredModule],
-        everything: Sequence[nn.Parameter],
-        persistent: Collection[int],
-    ) -> tuple[Unit, ...]:
+    # Units
+
+    def choose_persistent(self, policy: GatherPolicy) -> set[int]:
+        """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
+        chosen, budget = set(), policy.model_persistence_numel
+        for parameter in self.everything:
+            outside = id(parameter) not in self._names
+            if outside or (parameter.numel() <= policy.persistence_numel and parameter.numel() <= budget):
+                budget -= parameter.numel()
+                chosen.add(id(parameter))
+        return chosen
+
+    def build(self, gathered_modules: Sequence[GatheredModule], persistent: Collection[int]) -> tuple[Unit, ...]:
         """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
 
         Args:
-            everything: all parameters, those of other modules too.
-            persistent: ids of those that stay gathered.
+            persistent: ids of the parameters that stay gathered.
         """
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
@@ -88,7 +95,7 @@ class UnitBuilder:
             if parts:
                 units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
         on_device = MemoryStore(runtime_of(self._device).own)
-        parts = self._build_parts([p for p in everything if id(p) in persistent], on_device)
+        parts = self._build_parts([p for p in self.everything if id(p) in persistent], on_device)
         if parts:
             units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
         return tuple(units)
@@ -131,7 +138,7 @@ class UnitBuilder:
         if in_master_dtype is None:
             with weights.opened() as values:
                 in_master_dtype = values if weights.tensor is not None else values.clone()
-        self.placed[part] = (placement, self._placements.store(bucket, row, weights, in_master_dtype, placement))
+        self._stored[part] = (placement, self._placements.store(bucket, row, weights, in_master_dtype, placement))
 
     def _group_of(self, parameter: nn.Parameter) -> int | None:
         index = self._index_of.get(id(parameter))
@@ -143,9 +150,47 @@ class UnitBuilder:
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
             handle = shard_parameter(parameter, self._channels.reduce)
-        refuse_overwritten([handle])
+        StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle
+
+    # Buckets
+
+    def lay_out(self, parts: Sequence[UnitPart]) -> tuple[FlatLayout, tuple[TrainedBucket, ...]]:
+        """One bucket of the trained rows of each part, in this order."""
+        buckets = [part.layout.bucket(index, self._specs_of(part)) for index, part in enumerate(parts)]
+        layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._channels.reduce.world)
+        return layout, tuple(self._trained_bucket(layout, index, part) for index, part in enumerate(parts))
+
+    def _specs_of(self, part: UnitPart) -> dict[int, int]:
+        """Member -> index of its spec."""
+        members = zip(part.layout.slots, part.members, strict=True)
+        return {slot.member: self._index_of.get(id(member.parameter), -1) for slot, member in members}
+
+    def _trained_bucket(self, layout: FlatLayout, index: int, part: UnitPart) -> TrainedBucket:
+        bucket, numel = layout.buckets[index], part.layout.trained_numel
+        rank = self._channels.reduce.rank
+        owned = Interval(rank * numel, (rank + 1) * numel)
+        placement, stored = self._stored[part]
+        trained = TrainedBucket(
+            bucket=bucket,
+            owned=owned,
+            sub_groups=tuple(sub_group(bucket, owned, each) for each in stored),
+            placement=placement,
+            parameters=tuple(self._trained.parameters[slot.parameter] for slot in bucket.slots),
+            device=self._device,
+        )
+        for slot, member in zip(part.layout.slots, part.members, strict=True):
+            if slot.offset < numel and trained.has_masters:
+                self.masters[member] = partial(trained.write_master, slot.offset)
+        return trained
+
+
+def in_reduce_order(units: Sequence[Unit]) -> list[tuple[Unit, UnitPart]]:
+    """What is trained, as backward completes it: the last unit first; persistent parameters belong to all units, so
+    they come last."""
+    ordered = sorted(units, key=lambda unit: (unit.is_persistent, -unit.index))
+    return [(unit, part) for unit in ordered for part in unit.parts if part.layout.trained_numel]
 
 
 def _in_master_dtype(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:

@@ -79,7 +79,7 @@ class Agreement:
         difference, num_failed = divmod(int(failures), MARK_UNIT)
         if num_failed:
             self._placements.check(self._collectives)
-        self._store.settle_edits(are_equal=not difference)
+        self._store.edits.settle(are_equal=not difference)
         order = self._store.settle_order(num_out_of_order > 0)
         if order is not None:
             self._reducer.reorder(order)
@@ -109,7 +109,7 @@ class Agreement:
         facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
         sums[0] += self._own_squares()
-        sums[1] += self._store.num_overwritten()
+        sums[1] += self._store.edits.num_lost()
         return sums, self._collectives.agree_with_facts(sums, facts)
 
     def _own_squares(self) -> Tensor:
@@ -129,7 +129,7 @@ class Agreement:
     def _share_of_difference(self) -> int:
         """What adds up to zero over the ranks if their marks of edits are equal."""
         weight = self._collectives.world - 1 if self._collectives.rank == 0 else -1
-        return weight * self._store.edit_mark
+        return weight * self._store.edits.mark
 
     def _squares(self, bucket: BucketGradients) -> Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.

@@ -20,9 +20,9 @@ from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 from hf_zero.offload.placement import Placements
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.onebit.compressing import Ranks
 from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
 from hf_zero.optim.traits import Sees, traits_of, updater_for
+from hf_zero.optim.updater import Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.sharded import ShardedParameters
@@ -30,8 +30,11 @@ from hf_zero.params.store import ParameterStore
 from hf_zero.params.unit_builder import Channels, Trained
 from hf_zero.precision import Precision
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
-from hf_zero.step.optimizer import StepRules, ZeroOptimizer
+from hf_zero.step.loss_factors import StepRules
+from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.peers import peers_of
+from hf_zero.step.sharded_step import ShardedStep
+from hf_zero.surface import Surface
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Assembly:
     """A sharded optimizer and what the engine drives beside it."""
 
     optimizer: ZeroOptimizer
+    step: ShardedStep
     reducer: GradientReducer
     store: ParameterStore
     placements: Placements
@@ -93,8 +97,11 @@ def synchronise_unmanaged(module: nn.Module, collectives: Collectives, managed: 
     collectives.broadcast([tensor for tensor in frozen if tensor.numel()] + buffers)
 
 
-def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Assembly:
+def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: Surface | None = None) -> Assembly:
     """Shard `optimizer`'s trainable parameters by `plan`. Collective.
+
+    Args:
+        names: what the sharded optimizer answers to beside its own.
 
     Raises:
         ConfigError: for an optimizer that cannot work on the shards of this stage.
@@ -139,7 +146,6 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
     reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
-    store.connect(reducer)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     peers = peers_of(store, collectives) if sharding.shards_optimizer else None
@@ -150,17 +156,10 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) ->
     placements.check(collectives)
     reducer.keep_local_when(lambda: updater.takes_local_gradients)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
-    wrapped = ZeroOptimizer(
-        store,
-        reducer,
-        updater,
-        sharding,
-        collectives,
-        plan.rules,
-        placements,
-        runs_ahead=is_at_hand and host_runs_ahead(plan.device),
-    )
-    return Assembly(optimizer=wrapped, reducer=reducer, store=store, placements=placements, members=members)
+    runs_ahead = is_at_hand and host_runs_ahead(plan.device)
+    step = ShardedStep(store, reducer, updater, sharding, collectives, plan.rules, placements, runs_ahead=runs_ahead)
+    wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
+    return Assembly(wrapped, step, reducer, store, placements, members)
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:

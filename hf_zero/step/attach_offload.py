@@ -12,7 +12,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.failures import together
+from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
@@ -26,7 +26,6 @@ from hf_zero.offload.placement import (
     pins,
 )
 from hf_zero.optim import Updater
-from hf_zero.optim.onebit.compressing import CompressingUpdater
 from hf_zero.optim.stager import OffloadStager
 
 
@@ -54,7 +53,7 @@ def placements_for(
     Raises:
         StorageError: with what is wrong with the drive, on every rank.
     """
-    return together(lambda: _placements(zero, device, owned_numel, cuts=cuts), collectives)
+    return all_or_none(lambda: _placements(zero, device, owned_numel, cuts=cuts), collectives)
 
 
 def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Placements:
@@ -108,9 +107,8 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
     """
     if all(sub_group.stored is None or sub_group.stored.is_at_hand for sub_group in updater.sub_groups):
         return
-    if isinstance(updater, CompressingUpdater):
-        name, path = type(updater.optimizer).__name__, "zero_optimization.offload_optimizer.device"
-        rule = f"{name} keeps the momentum of all ranks at hand, so there would be little to offload"
+    if updater.stays is not None:
+        path, rule = "zero_optimization.offload_optimizer.device", f"{type(updater.optimizer).__name__} {updater.stays}"
         raise ConfigError(Problem(path, policy and policy.device, rule, 'use AdamW, or set the device to "none"'))
     updater.stager = OffloadStager(
         updater.optimizer,

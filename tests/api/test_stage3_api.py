@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_zero
 from hf_zero.api import parameter_access
 from hf_zero.api.entry import initialize
-from hf_zero.api.external_parameters import register_external_parameter
 from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.parameter_offload import register_external_parameter
 from hf_zero.api.zero_init import Init
 from hf_zero.params.sharded_parameter import ZeroParamStatus, of
 from tests.support.models import stack, tiny_llama, token_rows
@@ -150,8 +150,8 @@ def run_count_marks(rank: int) -> tuple[list[str], int, float]:
     with torch._C.DisableTorchFunctionSubclass():
         nn.init.zeros_(engine.module.first.bias)
     with Kernels() as kernels:
-        num_overwritten = store.num_overwritten()
-    return kernels.names, sum(1 for _ in store._released_handles()), float(num_overwritten)
+        num_lost = store.edits.num_lost()
+    return kernels.names, len(store.stand_ins.handles), float(num_lost)
 
 
 def test_looking_for_lost_edits_takes_a_few_kernels_however_many_parameters() -> None:

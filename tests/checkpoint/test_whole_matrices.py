@@ -11,7 +11,7 @@ from transformers.optimization import Adafactor
 
 from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.whole_states import for_file, together
+from hf_zero.checkpoint.whole_states import for_file, merged
 from hf_zero.optim.updater import StateSlice
 from tests.checkpoint.training import settings, train
 from tests.support.models import AwkwardMLP
@@ -204,14 +204,14 @@ def test_slices_of_ranks_are_put_together_or_missed() -> None:
     files = [
         (Path(f"rank{i}"), for_file({0: {"row": part, "step": 3}}, ["w"])) for i, part in enumerate([*parts, empty])
     ]
-    found = together(files)["w"]
+    found = merged(files)["w"]
     assert torch.equal(found["row"], whole) and found["step"] == 3
     with pytest.raises(CheckpointError, match="parts of 'row' of 'w' are missing"):
-        together(files[:1])
+        merged(files[:1])
     with pytest.raises(CheckpointError, match="parts of 'row' of 'w' are missing"):
-        together([*files, files[0]])
+        merged([*files, files[0]])
     with pytest.raises(CheckpointError, match="rank7.*holds a list where states of whole tensors belong"):
-        together([*files, (Path("rank7"), [])])
+        merged([*files, (Path("rank7"), [])])
     files[0][1]["w"]["row"]["start"] = "5"
     with pytest.raises(CheckpointError, match="rank0.*'row' of 'w' is not a part of a tensor"):
-        together(files)
+        merged(files)

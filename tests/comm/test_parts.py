@@ -13,7 +13,7 @@ from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.compressed_mean import CompressedMean
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.layout import Interval
-from hf_zero.params.buffers import broadcast_buffers
+from hf_zero.params.consolidation import broadcast_buffers
 
 
 class OneRow:

@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config.policies import ParameterOffload
-from hf_zero.offload.failures import stop_if_any, sync_failures, together
+from hf_zero.offload.failures import all_or_none, stop_if_any, sync_failures
 from hf_zero.offload.nvme import at_signal
 from hf_zero.offload.nvme.requests import StorageError
 from hf_zero.offload.parameter_placement import store_of_parameters
@@ -45,11 +45,11 @@ def test_what_is_done_together_fails_together() -> None:
     def fail() -> int:
         raise StorageError("read-only")
 
-    assert together(lambda: 3, Others(None)) == 3
+    assert all_or_none(lambda: 3, Others(None)) == 3
     with pytest.raises(StorageError, match="rank 1: full"):
-        together(lambda: 3, Others("full"))
+        all_or_none(lambda: 3, Others("full"))
     with pytest.raises(StorageError, match="rank 0: read-only"):
-        together(fail, Others(None))
+        all_or_none(fail, Others(None))
 
 
 def test_while_all_is_well_one_number_travels() -> None:

@@ -68,7 +68,7 @@ def run_engine(rank: int, kind: str, params: dict[str, Any], stage: int, steps: 
     """The weights afterwards, and how they lie in buckets."""
     engine = start(settings(kind, params, stage))
     advance(engine, list(gradients(rank, steps)))
-    return [tensor.detach().clone() for tensor in engine.module.tensors], engine.optimizer._store.layout.buckets
+    return [tensor.detach().clone() for tensor in engine.module.tensors], engine.optimizer.store.layout.buckets
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.params.gather_plan import GatherPlan, plan_gathers
-from hf_zero.params.hooked_modules import HookedModule, use_of
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
+from hf_zero.params.unit import UnitState
 from tests.support.units import Telling, Units, cut
 
 NOTHING: frozenset[int] = frozenset()
@@ -35,9 +37,9 @@ def keeps(*positions: int, num: int = 3, ahead: bool = True, inference: Sequence
     return GatherPlan(frozenset(positions), frozenset(inference), frozenset(range(num)), ahead)
 
 
-def limited(**limits: int) -> Callable[[Sequence[HookedModule]], GatherPlan]:
+def limited(**limits: int) -> Callable[[Sequence[Use]], GatherPlan]:
     wide = {"max_live_numel": 1 << 20, "max_reuse_numel": 1 << 20, "prefetch_numel": 1}
-    return lambda used: plan_gathers([use_of(hooked) for hooked in used], **{**wide, **limits})
+    return functools.partial(plan_gathers, **{**wide, **limits})
 
 
 def train(of: Units, values: Tensor = VALUES) -> Tensor:
@@ -104,7 +106,8 @@ def test_a_unit_that_is_used_twice_in_one_forward_is_gathered_twice_unless_it_is
     def num_gathers(plan: GatherPlan) -> int:
         of = cut(Twice(2), plan)
         train(of)
-        assert of.coordinator.seen == (0, 1) and not of.coordinator.is_out_of_order, "only the first use counts"
+        forward = of.coordinator.forward
+        assert forward.seen == [0, 1] and not forward.is_out_of_order, "only the first use counts"
         return of.drain().count("ask layers.0")
 
     assert num_gathers(keeps(num=2)) == 4  # twice in forward, twice in backward
@@ -120,7 +123,7 @@ def test_an_abandoned_prefetch_is_given_back_at_the_end_of_the_pass() -> None:
     with torch.no_grad():
         of.model(VALUES)
     assert of.drain()[-3:] == ["run layers.0", "take layers.1", "end forward"]
-    assert of.gathered == [] and not any(unit.is_in_flight for unit in of.units)
+    assert of.gathered == [] and not any(unit.state is UnitState.IN_FLIGHT for unit in of.units)
 
 
 def test_a_forward_that_raises_leaves_nothing_behind() -> None:
@@ -152,15 +155,13 @@ def test_max_live_parameters_says_what_is_still_there_after_forward() -> None:
 
 def test_what_inference_has_kept_is_not_gathered_again_until_training() -> None:
     of = cut(Stack(), limited(max_live_numel=32))
-    told: list[str] = []
-    of.coordinator.on_kept, of.coordinator.on_training = lambda: told.append("kept"), lambda: told.append("training")
     for _ in range(2):
         with torch.no_grad():
             of.model(VALUES)
     asked = [event for event in of.drain() if event.startswith("ask")]
     assert asked == ["ask layers.0", "ask layers.1", "ask layers.2", "ask layers.2"]
     of.model(VALUES)
-    assert told == ["kept", "kept", "training"] and of.drain()[0] == "ask layers.0"
+    assert of.told == ["kept", "kept", "given up"] and of.drain()[0] == "ask layers.0"
 
 
 def test_persistent_units_are_never_asked_for_and_never_released() -> None:
@@ -252,19 +253,17 @@ def test_backward_uses_what_forward_has_kept() -> None:
 
 def test_backward_tells_how_far_it_has_come() -> None:
     of = cut(Stack(), keeps())
-    cursors: list[int | None] = []
-    of.coordinator.on_progress = cursors.append
     train(of)
-    assert cursors == [3, 2, 1, 0]
+    assert of.cursors == [3, 2, 1, 0]
     loss = of.model(VALUES).sum() + of.model(VALUES).sum()
     loss.backward()
-    assert set(cursors[4:]) == {None}, "of two passes, the first one is not the last to come by"
+    assert set(of.cursors[4:]) == {None}, "of two passes, the first one is not the last to come by"
     of.coordinator.end_backward()
     of.model.zero_grad()
     of.whole.zero_grad()
-    cursors.clear()
+    of.cursors.clear()
     train(of)
-    assert cursors == [3, 2, 1, 0]
+    assert of.cursors == [3, 2, 1, 0]
 
 
 def test_positions_that_backward_does_not_need_are_not_fetched_ahead() -> None:
@@ -347,7 +346,7 @@ class Scaled(Stack):
 
 def test_a_container_keeps_its_own_parameters_while_anything_in_it_runs() -> None:
     of = cut(Nested(), keeps(num=5))
-    names = [hooked.name for hooked in of.coordinator.execution_order]
+    names = [hooked.name for hooked in of.order.by_position]
     assert names == ["Nested", "inner", "inner.layers.0", "inner.layers.1", "head"]
     assert [hooked.subtree for hooked in of.hooked_modules] == [(0, 1, 2, 3, 4), (1, 2, 3), (2,), (3,), (4,)]
     seen: dict[str, list[str]] = {}
@@ -366,8 +365,6 @@ def test_a_container_keeps_its_own_parameters_while_anything_in_it_runs() -> Non
 def test_backward_keeps_a_container_s_parameters_until_it_is_through_with_it() -> None:
     of = cut(Nested(), keeps(num=5))
     seen: dict[str, list[str]] = {}
-    cursors: list[int | None] = []
-    of.coordinator.on_progress = cursors.append
     for name, parameter in of.model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.update({name: of.gathered}))
     train(of)
@@ -375,7 +372,7 @@ def test_backward_keeps_a_container_s_parameters_until_it_is_through_with_it() -
         "inner.layers.1.weight": ["Nested", "inner", "inner.layers.1"],
         "inner.layers.0.weight": ["Nested", "inner", "inner.layers.0"],
     }
-    assert cursors == [5, 4, 3, 2], "with a container backward is done only at its end"
+    assert of.cursors == [5, 4, 3, 2], "with a container backward is done only at its end"
 
 
 class Tied(nn.Module):
@@ -457,17 +454,17 @@ class Backwards(Stack):
 def test_another_order_than_the_registered_one_is_noticed_and_taken_over() -> None:
     of = cut(Backwards(), keeps())
     train(of)
-    assert of.coordinator.is_out_of_order and of.coordinator.seen == (2, 1, 0)
-    of.coordinator.reorder([2, 1, 0], keeps())
-    assert [hooked.name for hooked in of.coordinator.execution_order] == ["layers.2", "layers.1", "layers.0"]
+    assert of.coordinator.forward.is_out_of_order and of.coordinator.forward.seen == [2, 1, 0]
+    of.coordinator.reorder([2, 1, 0])
+    assert [hooked.name for hooked in of.order.by_position] == ["layers.2", "layers.1", "layers.0"]
     assert [hooked.position for hooked in of.hooked_modules] == [None, 2, 1, 0]
-    assert not of.coordinator.is_out_of_order
+    assert not of.coordinator.forward.is_out_of_order
     of.drain()
     of.model.zero_grad()
     of.whole.zero_grad()
     train(of)
     asked = [event.removeprefix("ask layers.") for event in of.drain() if event.startswith("ask")]
-    assert asked == ["2", "1", "0", "0", "1", "2"] and not of.coordinator.is_out_of_order
+    assert asked == ["2", "1", "0", "0", "1", "2"] and not of.coordinator.forward.is_out_of_order
     with torch.no_grad():
         of.model.layers[2](VALUES)
     assert of.drain() == ["ask layers.2", "take layers.2", "run layers.2", "end forward"], "alone, it has nothing ahead"
@@ -477,7 +474,7 @@ def test_the_order_does_not_change_under_a_pass() -> None:
     of = cut(Stack(), keeps())
     of.model(VALUES).sum().backward()
     with pytest.raises(AssertionError, match="under way"):
-        of.coordinator.reorder([2, 1, 0], keeps())
+        of.coordinator.reorder([2, 1, 0])
 
 
 # Between passes
@@ -494,13 +491,11 @@ def test_a_step_ends_what_is_under_way() -> None:
 
 def test_the_end_of_a_pass_says_whether_some_rank_could_not_read() -> None:
     of = cut(Stack(1), keeps(num=1))
-    failures: list[str] = []
-    of.coordinator.on_failure = lambda: failures.append("stop")
+    of.channel.problem = "the drive is gone"
     of.model(VALUES)
-    assert failures == []
     of.negotiation.some_rank_failed = True
-    of.model(VALUES)
-    assert failures == ["stop"]
+    with pytest.raises(StorageError, match="rank 1: the drive is gone"):
+        of.model(VALUES)
 
 
 def test_release_all_leaves_what_a_running_forward_uses() -> None:
@@ -535,5 +530,5 @@ def test_all_gathers_go_through_one_buffer() -> None:
         train(of)
         of.model.zero_grad()
         of.whole.zero_grad()
-    free = of.coordinator._buffers._free[torch.float32]
+    free = of.coordinator.prefetcher.buffers._free[torch.float32]
     assert len(free) == 1, "rows have been read when the next ones are asked for"

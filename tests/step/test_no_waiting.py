@@ -115,7 +115,7 @@ def test_forward_backward_and_step_read_nothing(kind: str, precision: str, stage
                 for _ in range(2):
                     engine.backward(engine(batch))
                     engine.step()
-                assert engine.optimizer.outcome.is_known is False
+                assert engine.gradients.assembly.step.outcome.is_known is False
         assert engine.global_steps == 3
         engine.destroy()
 
@@ -134,10 +134,10 @@ def as_a_device() -> Iterator[None]:
     and hosts exchange facts over a group of their own."""
     made = assemble.assemble
 
-    def with_hosts(module: nn.Module, optimizer: Any, plan: Any) -> Any:
+    def with_hosts(module: nn.Module, optimizer: Any, plan: Any, names: Any) -> Any:
         if dist.is_initialized():
             plan.channels.reduce._hosts = dist.new_group(backend="gloo")
-        return made(module, optimizer, plan)
+        return made(module, optimizer, plan, names)
 
     with (
         mock.patch.object(assemble, "host_runs_ahead", lambda _device: True),
@@ -207,7 +207,7 @@ def test_a_skip_is_told_as_soon_as_somebody_asks(caplog: pytest.LogCaptureFixtur
         caplog.clear()
         with caplog.at_level(logging.WARNING, "hf_zero"):
             one_update(engine, float("inf"))
-            assert not caplog.messages and not engine.optimizer.outcome.is_known
+            assert not caplog.messages and not engine.gradients.assembly.step.outcome.is_known
             ask()
         number = engine.global_steps
         assert caplog.messages == [f"step {number} skipped on all ranks: the gradient norm is nan"]
@@ -248,7 +248,7 @@ def test_a_schedule_that_cannot_go_back_is_moved_when_the_outcome_is_known() -> 
         )[0]
     one_update(engine)
     one_update(engine, float("nan"))
-    assert schedule.steps == 1 and engine.optimizer.outcome.is_known
+    assert schedule.steps == 1 and engine.gradients.assembly.step.outcome.is_known
 
 
 def test_a_checkpoint_knows_of_the_last_step(tmp_path: Any) -> None:
@@ -271,7 +271,7 @@ def test_fp16_decides_in_the_step_itself() -> None:
     for batch in mlp_batches(2, ROWS):
         engine.backward(engine(**{key: value.half() for key, value in batch.items()}))
         engine.step()
-    assert engine.optimizer.outcome.is_known
+    assert engine.gradients.assembly.step.outcome.is_known
 
 
 def run_overwritten(rank: int) -> None:

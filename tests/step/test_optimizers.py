@@ -35,7 +35,7 @@ def run_kind(rank: int, world: int, stage: int, kind: str, sections: dict[str, A
     masters = {}
     for shard in engine.optimizer.sub_groups:
         for piece in shard.pieces:
-            name = engine.optimizer._store.layout.specs[piece.parameter].name
+            name = engine.optimizer.store.layout.specs[piece.parameter].name
             masters[name, piece.in_parameter] = shard.master.narrow(0, piece.in_shard, piece.numel).clone()
     return masters  # type: ignore[return-value]
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from hf_zero.comm.collectives import LoneCollectives
+from hf_zero.config import GradientPolicy, LossScalePolicy
+from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements, in_memory_placement
+from hf_zero.optim import WholeStepUpdater, updater_for
 from hf_zero.params.flat import FlatParameters
 from hf_zero.precision import Precision
-from hf_zero.step.agreement import listed, refuse_unused
-from hf_zero.step.minimum_loss_scale import refuse_minimum_loss_scale
+from hf_zero.step.agreement import Agreement, listed, refuse_unused
+from hf_zero.step.gradient_sources import LocalGradients, ReducedGradients, held_gradients
+from hf_zero.step.loss_factors import LossFactors, StepRules, refuse_minimum_loss_scale
+from hf_zero.step.owned_values import OwnedValues
 from hf_zero.step.peers import peers_of, spread_of
+from hf_zero.step.sharded_step import ShardedStep
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -103,3 +111,93 @@ def test_gradients_that_are_not_finite_at_the_smallest_scale_are_named() -> None
     gradients = [(0, torch.ones(3)), (1, torch.tensor([float("inf")]))]
     with pytest.raises(RuntimeError, match=r"minimum \(1\).*finite: p1\."):
         refuse_minimum_loss_scale(iter(gradients), store().layout.specs, LoneCollectives(), 1.0)
+
+
+def rules(**gradients: Any) -> StepRules:
+    fp16 = LossScalePolicy(initial=8.0)
+    policy = GradientPolicy(**{"clip_norm": 0.0, "average": True, "predivide": 1.0, **gradients})
+    return StepRules(policy, skip_nonfinite=True, require_all_gradients=False, loss_scale=fp16)
+
+
+def test_what_a_loss_was_multiplied_with_is_taken_out_of_its_gradients() -> None:
+    factors = LossFactors(rules(predivide=2.0), world=4)
+    assert (factors.next, factors.has_any, factors.of_gradients) == (4.0, False, 1 / 4 / 4)
+    factors.expect(4.0)
+    factors.scaler.scale = 16.0  # the next loss has another factor, these gradients have not
+    assert (factors.next, factors.has_any, factors.of_gradients) == (8.0, True, 1 / 4 / 4)
+    factors.refuse_mixed()
+    factors.expect(8.0)
+    with pytest.raises(RuntimeError, match=r"scaled by different factors \(\[4.0, 8.0\]\)"):
+        factors.refuse_mixed()
+    factors.clear()
+    assert not factors.has_any
+    assert LossFactors(rules(average=False), world=4).of_gradients == 1 / 8
+
+
+def reducer(flat: FlatParameters) -> GradientReducer:
+    sharding = Sharding(stage=0, rank=0, world=1)
+    return GradientReducer(flat, sharding, LoneCollectives(), Precision(None, None, None))
+
+
+def backward(flat: FlatParameters, grads: GradientReducer, *, boundary: bool) -> None:
+    grads.begin(boundary=boundary)
+    sum((parameter * 2).sum() for parameter in flat.parameters).backward()
+    grads.finish()
+    grads.wait()
+
+
+def test_a_step_takes_sums_over_ranks_or_what_this_rank_has_alone() -> None:
+    flat = store()
+    grads = reducer(flat)
+    (sub_group,) = flat.buckets[0].sub_groups
+    reduced, local = ReducedGradients(grads), LocalGradients(grads, world=3)
+    assert (reduced.num_added, local.num_added) == (1, 3)
+    with reduced.opened(sub_group) as found:
+        assert found is None
+    backward(flat, grads, boundary=False)
+    assert local.of(sub_group)[:6].eq(2).all() and [i for i, _ in held_gradients(grads, [sub_group])] == [0, 1]
+    backward(flat, grads, boundary=True)
+    with reduced.opened(sub_group) as found:
+        assert found is not None and found[:6].eq(4).all() and torch.equal(found, reduced.of(sub_group))
+
+
+def test_masters_and_states_are_at_hand_by_sub_group() -> None:
+    flat = store(BF16)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    (sub_group,) = flat.buckets[0].sub_groups
+    grads = reducer(flat)
+    agreement = Agreement(flat, grads, Sharding(0, 0, 1), LoneCollectives(), Placements(CPU, in_memory_placement(CPU)))
+    updater = WholeStepUpdater(optimizer, [sub_group])
+    values = OwnedValues(flat, updater, ReducedGradients(grads), agreement)
+    with values.state("exp_avg")(sub_group, False) as state:
+        assert state is None
+    optimizer.state[sub_group.tensors[0].parameter]["exp_avg"] = torch.arange(64.0)
+    with values.state("exp_avg")(sub_group, False) as state:
+        assert state is not None and state[63] == 63
+    with values.master(sub_group, True) as master:
+        assert master is not None
+        master.fill_(3.0)
+    values.master_to_params(1)
+    assert flat.parameters[1].eq(3).all()
+
+
+def test_a_step_applies_gradients_or_skips_where_they_are_not_finite() -> None:
+    flat, sharding, lone = store(), Sharding(stage=0, rank=0, world=1), LoneCollectives()
+    grads = reducer(flat)
+    (sub_group,) = flat.buckets[0].sub_groups
+    updater = updater_for(torch.optim.SGD([sub_group.tensors[0].parameter], lr=0.5), [sub_group])
+    placements = Placements(CPU, in_memory_placement(CPU))
+    step = ShardedStep(flat, grads, updater, sharding, lone, rules(), placements)
+    step.expect(step.factors.next)
+    backward(flat, grads, boundary=True)
+    step.foresee_norm()
+    assert step.grad_norm == pytest.approx((10 * 4 / 64) ** 0.5) and step.outcome is None
+    step.run()
+    assert flat.parameters[1].detach() == pytest.approx(torch.full((4,), 1 - 0.5 * 2 / 8))
+    assert step.outcome is not None and not step.outcome.skipped and not step.factors.has_any
+    grads.begin(boundary=True)
+    (flat.parameters[1].sum() * float("inf")).backward()
+    grads.finish()
+    before = flat.parameters[1].detach().clone()
+    step.run()
+    assert step.outcome.skipped and torch.equal(flat.parameters[1].detach(), before)

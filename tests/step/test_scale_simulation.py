@@ -75,8 +75,8 @@ def shard_numel(engine: Any) -> int:
 
 def idle_buffers(engine: Any) -> int:
     """Bytes in send and receive buffers that are kept between steps."""
-    kept = engine.module_view.store.coordinator._buffers._free
-    pools = [engine.gradients.assembly.optimizer._collectives.buffers(), *kept.values()]
+    kept = engine.module_view.store.coordinator.prefetcher.buffers._free
+    pools = [engine.gradients.assembly.step._collectives.buffers(), *kept.values()]
     return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
 
 

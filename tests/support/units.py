@@ -21,11 +21,14 @@ from hf_zero.comm.rows import FlatRows, Pending
 from hf_zero.layout import ParameterSpec
 from hf_zero.offload.placement import Placements, in_memory_placement
 from hf_zero.params.coordinator import ParameterCoordinator
-from hf_zero.params.gather_plan import GatherPlan
+from hf_zero.params.edits import ShardedEdits
+from hf_zero.params.gather_plan import GatherPlan, Use
 from hf_zero.params.gathered_modules import find_gathered_modules
-from hf_zero.params.hooked_modules import HookedModule, hook_modules
-from hf_zero.params.read_hooks import watch
+from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule, hook_modules
+from hf_zero.params.prefetcher import Prefetcher
+from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import ShardedParameter, local_chunk
+from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
 from hf_zero.params.unit_builder import Channels, Trained, UnitBuilder
 from hf_zero.precision import Precision
@@ -35,10 +38,32 @@ CPU = torch.device("cpu")
 
 
 class RankZero(LoneCollectives):
-    """The first rank of two, whose values are everybody's."""
+    """The first rank of two, whose values are everybody's.
+
+    Attributes:
+        problem: what the other rank says when ranks tell each other of their problems.
+    """
 
     def __init__(self) -> None:
         Collectives.__init__(self, rank=0, world=WORLD)
+        self.problem: str | None = None
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value, self.problem]
+
+
+class RecordedEdits(ShardedEdits):
+    """Says when the coordinator lets it look at what inference keeps."""
+
+    told: list[str]
+
+    def remember_kept(self) -> None:
+        self.told.append("kept")
+        super().remember_kept()
+
+    def give_up_kept(self) -> None:
+        self.told.append("given up")
+        super().give_up_kept()
 
 
 class PromptNegotiation(Negotiation):
@@ -91,6 +116,10 @@ class Units:
 
     Attributes:
         whole: a copy that nobody has cut.
+        order: of the hooked modules.
+        cursors: how far backward has come, as it has told.
+        told: what the edits have been told.
+        channel: over which units are gathered.
         events: what has happened.
     """
 
@@ -98,8 +127,12 @@ class Units:
     whole: Any
     units: tuple[Unit, ...]
     hooked_modules: list[HookedModule]
+    order: ExecutionOrder
     coordinator: ParameterCoordinator
+    channel: RankZero
     negotiation: PromptNegotiation
+    cursors: list[int | None]
+    told: list[str]
     events: list[str] = field(default_factory=list)
 
     def drain(self) -> list[str]:
@@ -119,7 +152,7 @@ class Units:
 
 def cut(
     model: nn.Module,
-    plan: GatherPlan | Callable[[Sequence[HookedModule]], GatherPlan],
+    plan: GatherPlan | Callable[[Sequence[Use]], GatherPlan],
     *,
     persistent: Collection[str] = (),
     reads: bool = False,
@@ -134,12 +167,16 @@ def cut(
     units = _built(model, persistent)
     rows = {unit.index: [_other_row(part, dict(whole.named_parameters())) for part in unit.parts] for unit in units}
     events: list[str] = []
-    negotiation = PromptNegotiation(events, rows.__getitem__)
+    channel = RankZero()
+    channel.negotiation = negotiation = PromptNegotiation(events, rows.__getitem__)
     unit_of = {id(m.parameter): unit for unit in units if not unit.is_persistent for m in unit.members}
     hooked_modules = hook_modules(find_gathered_modules(model), unit_of)
-    used = [hooked for hooked in hooked_modules if hooked.position is not None]
-    chosen = plan if isinstance(plan, GatherPlan) else plan(used)
-    coordinator = ParameterCoordinator(units, hooked_modules, chosen, negotiation)
+    order = ExecutionOrder(hooked_modules, (lambda _uses: plan) if isinstance(plan, GatherPlan) else plan)
+    edits = RecordedEdits(units, {}, StandIns(()), channel, CPU)
+    edits.told = []
+    cursors: list[int | None] = []
+    prefetcher = Prefetcher(units, order, Placements(CPU, in_memory_placement(CPU)), channel)
+    coordinator = ParameterCoordinator(order, prefetcher, edits, cursors.append)
     for unit in units:
         if unit.is_persistent:
             _gather(unit, negotiation)
@@ -151,7 +188,9 @@ def cut(
             module.name, module.events = name, events
     events.clear()
     negotiation.orders.clear()
-    return Units(model, whole, units, hooked_modules, coordinator, negotiation, events)
+    return Units(
+        model, whole, units, hooked_modules, order, coordinator, channel, negotiation, cursors, edits.told, events
+    )
 
 
 class Telling(nn.Module):
@@ -176,14 +215,14 @@ def _built(model: nn.Module, persistent: Collection[str]) -> tuple[Unit, ...]:
     specs = [ParameterSpec(name, parameter.numel(), 0, "float32") for name, parameter in trained.items()]
     collectives = RankZero()
     builder = UnitBuilder(
+        model,
         Trained(list(trained.values()), specs),
-        {id(parameter): name for name, parameter in parameters.items()},
         Precision(None, None, None),
         Channels(collectives, collectives, collectives),
         Placements(CPU, in_memory_placement(CPU)),
     )
     stays = {id(parameters[name]) for name in persistent}
-    return builder.build(find_gathered_modules(model), list(parameters.values()), stays)
+    return builder.build(find_gathered_modules(model), stays)
 
 
 def _other_row(part: UnitPart, values: Mapping[str, Tensor]) -> Tensor:
@@ -204,6 +243,7 @@ def _notice_reads(model: nn.Module, coordinator: ParameterCoordinator, unit_of: 
         if coordinator.is_running:
             coordinator.read(unit_of[id(handle.parameter)])
 
+    reads = ReadHooks(on_read)
     for module in model.modules():
         if any(id(parameter) in unit_of for parameter in module.parameters(recurse=False)):
-            watch(module, on_read)
+            reads.watch(module)

@@ -27,7 +27,7 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, Line, by_parameter
-from hf_zero.checkpoint.whole_states import bound_together, together
+from hf_zero.checkpoint.whole_states import bound_together, merged
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition
 from hf_zero.layout.reshard import Extent
 
@@ -70,7 +70,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
         meta=part.meta,
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
-        whole_states=together(_of_all(files, ds.WHOLE_STATES)),
+        whole_states=merged(_of_all(files, ds.WHOLE_STATES)),
         shard_states=bound_together(_of_all(files, ds.SHARD_STATES)),
     )
 

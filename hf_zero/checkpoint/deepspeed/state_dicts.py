@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.optim.stored import COUNTERS
 
-# One value per parameter in the optimizers of torch, whatever the parameter's shape.
-COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from a copy or load another checkpoint"
 
 

@@ -41,6 +41,7 @@ _TORCH_TAKERS = {
     "eps": ("adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "sparseadam"),
 }
 _WITHOUT_DECAY = ("lbfgs", "rprop", "sparseadam")
+# The last stage that these work at; every other type works at all of them.
 _HIGHEST_STAGE = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
 
 
@@ -95,10 +96,15 @@ def _optimizer_refusal(name: str) -> Problem | None:
     return None
 
 
+def highest_stage(name: str) -> int:
+    """The last stage at which the optimizer of this type works."""
+    return _HIGHEST_STAGE.get(name.lower(), 3)
+
+
 def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
     """The 1-bit optimizers average gradients themselves, whole: not every stage has them so."""
     name = section.type if section is not None else None
-    highest = _HIGHEST_STAGE.get((name or "").lower(), stage)
+    highest = highest_stage(name or "")
     if stage <= highest:
         return None
     rule = f"{name} works {'at stages 0 and 1' if highest else 'at stage 0'}, and this config has stage {stage}"

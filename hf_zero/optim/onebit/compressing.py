@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives
 from hf_zero.comm.collectives import own_shard
 from hf_zero.comm.compressed_mean import CompressedMean
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 from hf_zero.layout import Bucket, Interval, Slot
 from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
-from hf_zero.optim.updater import StepGradients, SubGroup, Updater
+from hf_zero.optim.updater import Ranks, StepGradients, SubGroup, Updater
 
 MOMENT, VARIANCE, ERROR_FEEDBACK = "exp_avg", "exp_avg_sq", "error_feedback"
 UPDATES = "num_updates"
@@ -67,22 +65,10 @@ class CompressingOptimizer(torch.optim.Optimizer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """What an updater that talks to all ranks by itself must know of them.
-
-    Attributes:
-        buckets: of the layout; `shard.bucket` indexes them.
-        is_sharded: whether a rank updates its shard of a bucket only.
-    """
-
-    collectives: Collectives
-    buckets: Sequence[Bucket]
-    is_sharded: bool
-
-
 class CompressingUpdater(Updater):
     """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
+
+    stays = "keeps the momentum of all ranks at hand, so there would be little to offload"
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
         super().__init__(optimizer, sub_groups)

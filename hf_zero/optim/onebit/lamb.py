@@ -30,10 +30,9 @@ from hf_zero.optim.onebit.compressing import (
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
-    Ranks,
     add_own_gradient,
 )
-from hf_zero.optim.updater import StepGradients, SubGroup
+from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
 FRESH = "exp_avg_sq_fresh"
 RATIOS, FACTORS = "lamb_coeff_freeze", "last_factor"

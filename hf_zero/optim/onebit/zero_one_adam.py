@@ -29,10 +29,9 @@ from hf_zero.optim.onebit.compressing import (
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
-    Ranks,
     add_own_gradient,
 )
-from hf_zero.optim.updater import StepGradients, SubGroup
+from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
 COMMON = "last_common_weights"
 RATES, VARIANCE_EVERY, VARIANCE_CHANGES, LOCAL_STEPS, LOCAL_COUNT = (

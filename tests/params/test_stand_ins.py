@@ -7,15 +7,18 @@ Reads that Python sees raise since then (`test_outside_forward.py`); these are a
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.log import logger
-from hf_zero.params.first_nan import FirstNan
-from hf_zero.params.signed_nans import signature, signature_of, signed_nan
+from hf_zero.params.partitioning import shard_parameter
+from hf_zero.params.sharded_parameter import ShardedParameter
+from hf_zero.params.stand_ins import FirstNan, StandIns, signature, signature_of, signed_nan
 from tests.api.test_outside_forward import NOTHING_STAYS, both_limits, engine_of
 from tests.support.ranks import run_ranks
 
@@ -124,18 +127,47 @@ def _below_stage_3(rank: int) -> None:
 def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
     """Looking at once would make the host wait for the device."""
 
-    class Store:
-        releases = True
-
-        def released_in(self, value: float) -> list[str]:
-            return ["'layer'"]
-
-    watch = FirstNan(Store(), torch.device("cuda"))  # type: ignore[arg-type]
+    handle = released("layer")
+    store = SimpleNamespace(stand_ins=StandIns([handle]))
+    watch = FirstNan(store, torch.device("cuda"))  # type: ignore[arg-type]
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logger, "warning", lambda text, *parts: found.append(text % parts))
         heard = []
         for number in range(4):
-            watch.look(torch.tensor(math.nan if number == 1 else 1.0), f"backward {number}")
+            watch.look(handle.mark if number == 1 else torch.ones(()), f"backward {number}")
             heard.append(len(found))
-    assert heard == [0, 0, 0, 1] and "backward 1;" in found[0]
+    assert heard == [0, 0, 0, 1] and "backward 1;" in found[0] and "'layer'" in found[0]
+
+
+def released(name: str, dtype: torch.dtype = torch.float32) -> ShardedParameter:
+    handle = shard_parameter(nn.Parameter(torch.ones(2, 3, dtype=dtype)), LoneCollectives())
+    handle.name = name
+    return handle
+
+
+def fill(handle: ShardedParameter, value: float) -> None:
+    """As C++ code does."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        handle.parameter.fill_(value)
+
+
+def test_stand_ins_that_were_filled_are_counted_and_named() -> None:
+    handles = [released("a"), released("b", torch.bfloat16), released("c")]
+    stand_ins = StandIns(handles)
+    assert stand_ins.num_overwritten() == 0
+    stand_ins.refuse_overwritten()
+    fill(handles[1], 0.0)
+    fill(handles[2], 7.0)
+    assert stand_ins.num_overwritten() == 2
+    with pytest.raises(RuntimeError, match="2 parameters were overwritten while .*: b, c. Write"):
+        stand_ins.refuse_overwritten()
+    assert StandIns(()).num_overwritten() == 0
+
+
+def test_a_nan_is_traced_to_the_stand_ins_that_have_its_number() -> None:
+    handles = [released("a"), released("b"), released("c", torch.float64)]
+    stand_ins = StandIns(handles)
+    for handle in handles:
+        assert stand_ins.sources_of(float(handle.mark * 2 + 1)) == [repr(handle.name)]
+    assert stand_ins.sources_of(math.nan) == stand_ins.sources_of(1.0) == []

@@ -1,0 +1,182 @@
+"""The phases of a sharded step: agree on the norm, clip, update the owned part, gather the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import NoReturn
+
+import torch
+
+from hf_zero.comm import Collectives, Pending, ledger
+from hf_zero.grads.reducer import GradientReducer
+from hf_zero.layout.sharding import Sharding
+from hf_zero.offload.placement import Placements
+from hf_zero.optim import Updater
+from hf_zero.optim.updater import StepGradients
+from hf_zero.params.store import ParameterStore
+from hf_zero.step.agreement import Agreement, refuse_unused
+from hf_zero.step.gradient_sources import GradientSource, LocalGradients, ReducedGradients, held_gradients
+from hf_zero.step.loss_factors import LossFactors, StepRules, refuse_minimum_loss_scale
+from hf_zero.step.outcome import NormRule, StepOutcome
+from hf_zero.step.owned_values import OwnedValues
+
+
+class ShardedStep:
+    """Applies the gradients that the reducer has, and knows what became of it.
+
+    Attributes:
+        factors: what losses have been multiplied with.
+        values: what this rank owns, for reading and changing it between steps.
+        outcome: of the last step, None before the first; the host may not know it yet.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        reducer: GradientReducer,
+        updater: Updater,
+        sharding: Sharding,
+        collectives: Collectives,
+        rules: StepRules,
+        placements: Placements,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
+        """`runs_ahead`: a step does not wait for its own outcome, where the updater can do without it."""
+        self._store = store
+        self._reducer = reducer
+        self._updater = updater
+        self._collectives = collectives
+        self._rules = rules
+        self._placements = placements
+        self._runs_ahead = runs_ahead and rules.loss_scale is None
+        self._agreement = Agreement(store, reducer, sharding, collectives, placements)
+        self._reduced = ReducedGradients(reducer)
+        self._local = LocalGradients(reducer, sharding.world)
+        self.factors = LossFactors(rules, sharding.world)
+        self.values = OwnedValues(store, updater, self._reduced, self._agreement)
+        self.outcome: StepOutcome | None = None
+        self._unsettled: StepOutcome | None = None  # the last one, until `settle`
+        self._foreseen: StepOutcome | None = None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the gradients that wait for their step, where `foresee_norm` has looked, else of the last step."""
+        known = self._foreseen or self.outcome
+        return None if known is None else known.norm
+
+    def expect(self, factor: float) -> None:
+        """Gradients are coming of a loss that was multiplied with `factor`."""
+        self.factors.expect(factor)
+        self._forget()
+
+    def clear(self) -> None:
+        """Drop all gradients since the last step."""
+        self.factors.clear()
+        self._forget()
+        self._reducer.clear()
+
+    def _forget(self) -> None:
+        self._foreseen = None
+        self._agreement.forget()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Apply the gradients reduced since the last step. Collective.
+
+        Raises:
+            RuntimeError: when a parameter got no gradient anywhere although `ignore_unused_parameters` is false, or at
+                an overflow that no smaller loss scale can answer.
+        """
+        self.factors.refuse_mixed()
+        self._store.sync_masters()
+        self._store.prepare_update()
+        self.settle()
+        agreed = self._agreement.reach()
+        if self._rules.require_all_gradients:
+            refuse_unused(self._store, agreed.used)
+        self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)
+        if not (self._runs_ahead and self._updater.obeys_skip):
+            self.settle()
+        if not (self.outcome.is_known and self.outcome.skipped):
+            self._update_and_gather(agreed.used, self.outcome)
+        self._store.finish_update()
+        self.clear()
+
+    def settle(self) -> None:
+        """Learn the outcome of the last step, if that has not happened yet; waits for the device to have come that far.
+
+        Raises:
+            RuntimeError: when a parameter was written to where that is lost, or at an overflow that no smaller loss
+                scale can answer.
+        """
+        outcome, self._unsettled = self._unsettled, None
+        if outcome is None:
+            return
+        outcome.read()
+        if outcome.has_overwritten:
+            self._refuse_overwritten()
+        if outcome.skipped and self.factors.scaler.is_at_minimum:
+            gradients = held_gradients(self._reducer, self._updater.sub_groups)
+            try:
+                refuse_minimum_loss_scale(
+                    gradients, self._store.layout.specs, self._collectives, self.factors.scaler.scale
+                )
+            finally:
+                self.clear()
+        self.factors.scaler.update(outcome.skipped)
+
+    def foresee_norm(self) -> None:
+        """Let `grad_norm` be that of what `run` would apply now. Collective; does not wait for the device."""
+        self._foreseen = StepOutcome(self._agreement.sums(), self._norm_rule)
+
+    def true_anywhere(self, facts: Sequence[bool]) -> list[bool]:
+        """Which of these facts hold on any rank. Collective."""
+        nothing = torch.zeros(1, dtype=torch.float64, device=self._store.device)
+        return [count > 0 for count in self._collectives.agree_with_facts(nothing, [float(fact) for fact in facts])]
+
+    @property
+    def _source(self) -> GradientSource:
+        return self._local if self._updater.takes_local_gradients else self._reduced
+
+    @property
+    def _norm_rule(self) -> NormRule:
+        # Unreduced gradients have no common norm. What stands for it is the root mean square of the ranks' norms, and
+        # the updater gets one rank's gradient instead of a sum over ranks.
+        num_added = self._source.num_added
+        return NormRule(
+            num_added=num_added,
+            factor=self.factors.of_gradients * num_added,
+            clip_norm=self._rules.gradients.clip_norm,
+            skips=self._rules.skip_nonfinite,
+        )
+
+    def _refuse_overwritten(self) -> NoReturn:
+        """All ranks come here together; those that have overwritten something name it."""
+        self.clear()
+        self._store.edits.refuse_lost()
+        raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
+
+    def _update_and_gather(self, used: Set[int], outcome: StepOutcome) -> None:
+        """Update sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update.
+
+        One at a time, because what is under way takes memory.
+        """
+        # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
+        updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
+        wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
+        # The source as it is now: the updater may want another one as soon as the step has begun.
+        gradients = StepGradients(self._source.of, used, outcome.scale, wanted, outcome.skip)
+        outcome.when_skipped(self._updater.roll_back)
+        left = Counter(sub_group.bucket for sub_group in wanted)
+        gathered = Pending()
+        with ledger.phase("step"):
+            for sub_group in self._updater.step(gradients):
+                left[sub_group.bucket] -= 1
+                if not left[sub_group.bucket]:
+                    gathered.wait()
+                    gathered = self._store.all_gather_params(sub_group.bucket)
+            gathered.wait()
+            self._placements.check(self._collectives)
+        self._placements.release_buffers()
