@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.registry import runtime_of
+from hf_zero.grads.gradient_sum import GradientSum
 from hf_zero.kernels.accumulate import add_into
-from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.rows import add_rows, write_rows
 from hf_zero.layout import Interval, Slot
-from hf_zero.offload.departures import Departures
 from hf_zero.offload.vector import Vector
 from hf_zero.params.store import TrainedBucket
 
@@ -38,15 +37,10 @@ class BucketGradients:
         self.dtypes = dtypes
         self.is_open = True
         self.local: Tensor | None = None
-        self.has_reduced = False
+        self.sum = GradientSum(flat, dtypes.accumulation)
         self.used: set[int] = set()
         self._gaps = flat.bucket.gaps()
         self._memory = runtime_of(flat.device).own
-        self._departures = flat.placement.departures
-        self._has_counted = False  # whether `reduced` holds anything yet; what has been sent may be on its way
-        self._reduced: Vector | None = None
-        self._is_open_for_result = False
-        self._squares: Tensor | None = None
         self._arrived: set[int] = set()
         self._kept_local = False
 
@@ -60,63 +54,39 @@ class BucketGradients:
 
     @property
     def reduced(self) -> Vector:
-        """Owned interval, accumulation dtype; made at first use and kept, so that steps do not page it in."""
-        self._await_departures()
-        return self._place
+        """Owned interval, accumulation dtype, summed over ranks: what `sum` keeps."""
+        return self.sum.vector
 
     @property
-    def on_its_way(self) -> Vector:
-        """`reduced`, before anybody needs its values: what is on its way to host memory may arrive until then."""
-        return self.reduced if self._place.tensor is None else self._place
-
-    def _await_departures(self) -> None:
-        if self._departures is not None:
-            self._departures.settle(self._count_in)
-
-    @property
-    def _place(self) -> Vector:
-        if self._reduced is None:
-            self._reduced = self._new_reduced()
-        return self._reduced
-
-    def _new_reduced(self) -> Vector:
-        first = self.bucket.slots[0].parameter
-        name = f"gradients of bucket {self.bucket.index} (parameter {first} and following)"
-        return self.flat.placement.gradients.keep(name, self.flat.owned.numel, self.dtypes.accumulation)
+    def has_reduced(self) -> bool:
+        """Whether there are any since the last step."""
+        return not self.sum.is_empty
 
     def reserve(self) -> None:
         """Take room on a drive at the start, so that one that is too small shows then."""
-        if self.flat.placement.gradients.can_fail:
-            self._reduced = self._new_reduced()
+        self.sum.reserve()
 
     @property
     def held(self) -> Tensor | None:
         """Reduced gradients that are at hand and not applied yet."""
-        return self._reduced.tensor if self.has_reduced and self._reduced is not None else None
+        return self.sum.at_hand if self.has_reduced else None
 
     def drop_idle(self) -> None:
         """Free the room for reduced gradients while there are none."""
-        if (
-            not self.has_reduced
-            and self.local is None
-            and self._reduced is not None
-            and self._reduced.tensor is not None
-        ):
-            self._reduced = None
+        if not self.has_reduced and self.local is None:
+            self.sum.drop()
 
     @property
     def reduces_in_place(self) -> bool:
         """Whether a collective may leave its result where reduced gradients stay."""
-        return self._place.tensor is not None and self._place.memory == self._memory
+        return self.sum.place.tensor is not None and self.sum.place.memory == self._memory
 
     def place_for_result(self) -> Tensor:
         """1-D, owned interval, on the training device: where the sum over ranks may be written; give it to
         `add_reduced` then."""
         same_dtype = self.dtypes.communication == self.dtypes.accumulation
         if not self.has_reduced and same_dtype and self._memory == self.flat.placement.work:
-            self.reduced.fetch(reads=False)
-            self._is_open_for_result = True
-            return self.reduced.take()
+            return self.sum.open_for_result()
         return torch.empty(self.flat.owned.numel, dtype=self.dtypes.communication, device=self.flat.device)
 
     def open(self) -> None:
@@ -189,49 +159,15 @@ class BucketGradients:
         Args:
             is_lent: others write to its memory as soon as this returns.
         """
-        if self._departures is None:
-            self._count_in(part)
-        else:
-            # A copy on the device takes far less time than the buffer would be missed for.
-            self._depart(part.clone() if is_lent else part, self._departures)
-        self.has_reduced = True
-
-    def _depart(self, part: Tensor, departures: Departures) -> None:
-        """Send `part` to host memory; autograd's thread does not wait for it."""
-        is_first, place = not self.has_reduced, self._place
-        self._squares = None
-        if is_first and part.numel() < self.bucket.numel:
-            self._squares = sum_of_squares(part)  # on the device, so that the norm need not wait for the copy
-        stays = is_first and place.tensor is not None and place.dtype == part.dtype
-        departures.send(part, self._count_in, place.tensor if stays else None)
-
-    def _count_in(self, part: Tensor) -> None:
-        place = self._place
-        if not self._is_open_for_result:
-            place.fetch(reads=self._has_counted)
-        self._is_open_for_result = False
-        total = place.take()
-        if self._has_counted:
-            add_into(total, part)
-        elif part.data_ptr() != total.data_ptr():
-            total.copy_(part)
-        if place.tensor is None:
-            self._squares = sum_of_squares(total)  # while they are here
-        place.release(changed=True)
-        self._has_counted = True
+        self.sum.add(part, is_lent=is_lent)
 
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares of the reduced gradients in `part` of the owned interval: 0-dim, fp64."""
-        if self._squares is None:
-            self._await_departures()
-        if self._squares is not None and part.numel == self.flat.owned.numel:
-            return self._squares
-        with self.reduced.opened() as total:
-            return sum_of_squares(total.narrow(0, part.start, part.numel))
+        return self.sum.squares(part)
 
     def forget_squares(self) -> None:
         """The reduced gradients have been overwritten."""
-        self._squares = None
+        self.sum.forget_squares()
 
     def clear(self) -> None:
         """Forget everything gathered since the last step.
@@ -239,12 +175,10 @@ class BucketGradients:
         The reduced buffer stays allocated, except where whole local gradients stand beside it in the next step.
         """
         is_in_the_way = self._kept_local and self.flat.owned.numel < self.bucket.numel
-        if is_in_the_way and self._reduced is not None and self._reduced.tensor is not None:
-            self._reduced = None
-        self._await_departures()
+        self.sum.forget()
+        if is_in_the_way:
+            self.sum.drop()
         self._kept_local = False
         self.local = None
-        self.has_reduced = self._has_counted = False
-        self._squares = None
         self.used.clear()
         self.open()

@@ -113,7 +113,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
     updater.stager = OffloadStager(
         updater.optimizer,
         updater.sub_groups,
-        lambda sub_group: reducer.buckets[sub_group.bucket].on_its_way,
+        lambda sub_group: reducer.buckets[sub_group.bucket].sum.on_its_way,
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )
