@@ -37,7 +37,6 @@ LARGE_CLASSES = {
     "integration/compat/accelerator.py: Accelerator": (47, "thin surface: DeepSpeed's accelerator, a line each"),
     "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
-    "grads/reducer.py: GradientReducer": (24, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"

@@ -61,7 +61,7 @@ class OffloadStates:
                 'zero_optimization.offload_param {"device": "cpu"} keeps the shards in host memory all the time'
             )
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted:
-            self._reducer.drop_idle()
+            self._reducer.give_up_room()
         known = {tensor.untyped_storage().data_ptr() for tensor, _ in self._away}
         num_bytes = 0
         for kind in sorted(wanted):
@@ -96,4 +96,4 @@ class OffloadStates:
             for state in self._optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
         elif kind is OffloadStateTypeEnum.lp_grads:
-            yield from (grad for bucket in self._reducer.buckets if (grad := bucket.held) is not None)
+            yield from (grad for bucket in self._reducer.buckets if (grad := bucket.reduced.at_hand) is not None)

@@ -124,14 +124,14 @@ class Fragments:
     def has_reduced(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has been reduced since the last step; the same on all ranks."""
         index = self._index[id(parameter)]
-        reduced = (bucket.bucket.slots for bucket in self._assembly.reducer.buckets if bucket.has_reduced)
+        reduced = (bucket.bucket.slots for bucket in self._assembly.reducer.buckets if bucket.reduced.is_there)
         return any(slot.parameter == index for slots in reduced for slot in slots)
 
     def unreduced(self, parameter: nn.Parameter) -> Tensor | None:
         """This rank's own gradient while it is kept whole (stages 0 and 1 between micro-batches): a view, 1-D."""
         index = self._index[id(parameter)]
         for bucket in self._assembly.reducer.buckets:
-            if bucket.local is None or bucket.bucket.by_rows or index not in bucket.used:
+            if bucket.local is None or bucket.bucket.by_rows or index not in bucket.arrivals.used:
                 continue
             slots = [slot for slot in bucket.bucket.slots if slot.parameter == index]
             if slots:

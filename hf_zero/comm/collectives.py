@@ -103,13 +103,13 @@ class Collectives(ABC):
             ledger.record("broadcast", num_bytes(tensor))
             self._broadcast(tensor, source)
 
-    def agree(self, values: Tensor) -> None:
+    def sum_small(self, values: Tensor) -> None:
         """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
         with ledger.phase("control"):
             ledger.record("all_reduce", num_bytes(values))
-            self._agree(values)
+            self._sum_small(values)
 
-    def agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+    def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         """Sum `values` (1-D, fp64, in place) and `facts`, which the hosts know, over all ranks; returns the latter.
 
         Where `values` lie on an accelerator they are only on their way when this returns: hosts exchange `facts` by
@@ -117,12 +117,12 @@ class Collectives(ABC):
         """
         with ledger.phase("control"):
             ledger.record("all_reduce", num_bytes(values) + len(facts) * values.element_size())
-            return self._agree_with_facts(values, facts)
+            return self._sum_with_facts(values, facts)
 
-    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         """All in one message, because all of it is in host memory."""
         message = torch.cat([values, torch.tensor(facts, dtype=values.dtype, device="cpu")])
-        self._agree(message)
+        self._sum_small(message)
         values.copy_(message[: values.numel()])
         return message[values.numel() :].tolist()
 
@@ -151,7 +151,7 @@ class Collectives(ABC):
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
 
     @abstractmethod
-    def _agree(self, values: Tensor) -> None: ...
+    def _sum_small(self, values: Tensor) -> None: ...
 
 
 class LoneCollectives(Collectives):
@@ -183,8 +183,8 @@ class LoneCollectives(Collectives):
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None
 
-    def _agree(self, values: Tensor) -> None:
+    def _sum_small(self, values: Tensor) -> None:
         return None
 
-    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         return list(facts)

@@ -48,13 +48,13 @@ class NativeCollectives(Collectives):
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=source)
 
-    def _agree(self, values: Tensor) -> None:
+    def _sum_small(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self._group)
 
-    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         if self._hosts is None:
-            return super()._agree_with_facts(values, facts)
-        self._agree(values)
+            return super()._sum_with_facts(values, facts)
+        self._sum_small(values)
         told = torch.tensor(facts, dtype=torch.float64, device="cpu")
         dist.all_reduce(told, group=self._hosts)
         return told.tolist()

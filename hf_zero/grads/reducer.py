@@ -6,55 +6,49 @@
     bucket 2                      take, reduce ....
 
 All ranks launch buckets in one fixed order, whatever order their own gradients arrive in: a bucket that is complete
-early waits for its predecessors, and what is still missing when backward ends counts as zero. Sharded stages copy into
-one of two buffers, so at no time does a second copy of all gradients exist.
-
-A rank that launches bucket 2 waits until the others have read its bucket 0, which they do when they launch bucket 2
-themselves, or wait for anything. What they need of this rank until then it sends them while it waits: see
-`hf_zero.comm.negotiation` for why no wait depends on itself.
+early waits for its predecessors, and what is still missing when backward ends counts as zero.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Pending
-from hf_zero.grads.bucket import BucketGradients, GradientDtypes
+from hf_zero.comm import Collectives
+from hf_zero.grads.bucket import BucketGradients
+from hf_zero.grads.reduced import GradientDtypes
+from hf_zero.grads.reductions import Reductions
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
 
-MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 
+class Mode(Enum):
+    """What becomes of gradients that arrive."""
 
-@dataclass(slots=True)
-class _Flight:
-    """A reduction under way: its number among all of this rank's, where its result appears, and the send buffer that is
-    given back afterwards, if any."""
-
-    number: int
-    bucket: BucketGradients
-    pending: Pending
-    result: Tensor
-    sent: Tensor | None
+    REDUCE = auto()  # each bucket is launched when its turn has come
+    KEEP_LOCAL = auto()  # for a reduction at a later micro-batch, or for an optimizer that wants them so
+    HOLD_BACK = auto()  # they belong to another engine's backward, and stay where autograd leaves them
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a reducer was about when it was told to hold back."""
 
-    are_open: Sequence[bool]
-    next: int
+    mode: Mode
     late: set[int]
 
 
 class GradientReducer:
-    """Owns every gradient between autograd and the optimizer."""
+    """Owns every gradient between autograd and the optimizer.
+
+    Attributes:
+        buckets: in the order of the layout.
+        late: parameters (by index) whose gradients came after their bucket was taken.
+    """
 
     def __init__(
         self,
@@ -62,98 +56,91 @@ class GradientReducer:
         sharding: Sharding,
         collectives: Collectives,
         precision: Precision,
+        *,
         overlap: bool = True,
+        wants_local: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._sharding = sharding
-        self._collectives = collectives
-        self._overlaps = overlap
+        """
+        Args:
+            wants_local: while it says so (the same on all ranks), nothing is reduced: gradients stay in `bucket.local`.
+        """
         self.buckets = tuple(BucketGradients(bucket, _dtypes(bucket, precision)) for bucket in store.buckets)
-        self._bucket_of = store.layout.bucket_of()
-        self._parameters = store.parameters
-        self._longest = _longest(self.buckets)
-        self._flights: deque[_Flight] = deque()
-        self._order: list[int] = list(range(len(self.buckets)))
-        self._next = 0
-        self._num_backward = 0
-        self._subject = collectives.new_subject()
-        self._is_completing = False
-        self._reducing = True
-        self._negotiation = store.negotiation
-        if self._negotiation is not None:
-            self._negotiation.meanwhile(self._complete_ready)
-        store.report_progress(self.pass_by)
-        self._wants_local: Callable[[], bool] = lambda: False
         self.late: set[int] = set()
+        self._parameters = store.parameters
+        self._bucket_of = store.layout.bucket_of()
+        self._shards_gradients = sharding.shards_gradients
+        self._wants_local = wants_local
+        self._reductions = Reductions(
+            self.buckets, collectives, store.negotiation, scatter=sharding.shards_optimizer, overlap=overlap
+        )
+        self._order: list[int] = list(range(len(self.buckets)))
+        self._mode = Mode.REDUCE
+        self._num_launched = 0  # in this backward
+        self._num_backward = 0
+        store.report_progress(self.pass_by)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(self._arrived, index))
             for index, parameter in enumerate(store.parameters)
         ]
 
-    def keep_local_when(self, wants_local: Callable[[], bool]) -> None:
-        """Reduce nothing for a step while this says so (the same on all ranks): gradients stay in `bucket.local`."""
-        self._wants_local = wants_local
-
     def begin(self, *, boundary: bool) -> None:
         """A backward is about to start; `boundary` says that a step follows it."""
-        self._complete_until(0)  # every bucket must know what it holds; these have had the whole forward to arrive
-        self._reducing = (boundary or self._sharding.shards_gradients) and not self._wants_local()
-        self._next = 0
+        self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
+        reduces = (boundary or self._shards_gradients) and not self._wants_local()
+        self._mode = Mode.REDUCE if reduces else Mode.KEEP_LOCAL
+        self._num_launched = 0
         self._num_backward += 1
         for bucket in self.buckets:
-            bucket.open()
+            bucket.arrivals.open()
 
     def hold_back(self) -> Held:
-        """Until `stop_holding`: gradients belong to another engine's backward, and stay where autograd leaves them."""
-        held = Held([bucket.is_open for bucket in self.buckets], self._next, self.late)
-        for bucket in self.buckets:
-            bucket.is_open = False
-        self._next, self.late = len(self.buckets), set()
+        """Another engine's backward is about to start, and may reach parameters of this one."""
+        held = Held(self._mode, self.late)
+        self._mode, self.late = Mode.HOLD_BACK, set()
         return held
 
     def stop_holding(self, held: Held) -> bool:
         """Be again as before `hold_back`; whether gradients have arrived since. `begin` and `finish` take them in."""
-        for bucket, is_open in zip(self.buckets, held.are_open, strict=True):
-            bucket.is_open = is_open
         has_arrived = bool(self.late)
-        self._next = held.next
+        self._mode = held.mode
         self.late |= held.late
         return has_arrived
 
     def pass_by(self, num_buckets: int) -> None:
         """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero."""
-        if self._reducing:
+        if self._mode is Mode.REDUCE:
             self._launch_up_to(num_buckets)
-            self._complete_ready()
+        self._reductions.complete_ready()
 
     def finish(self) -> None:
         """The backward has ended: deal with every bucket that was not complete. Does not wait for reductions."""
-        if self._reducing:
+        if self._mode is Mode.REDUCE:
             self._launch_up_to(len(self.buckets))
             self.late = {index for index in self.late if self._parameters[index].grad is not None}
             return
         for bucket in self.buckets:
-            if bucket.is_open and not bucket.is_empty:
+            if bucket.arrivals.is_open and not bucket.arrivals.is_empty:
                 bucket.keep_local()
         for index in self.late:
             self.buckets[self._bucket_of[index]].keep_local()
         self.late.clear()
 
     def complete(self) -> None:
-        """Bring everything that has arrived since the last step into the `reduced` shards, and wait for it.
+        """Bring everything that has arrived since the last step into `reduced`, and wait for it.
 
         Where gradients are kept local, into `bucket.local`.
         """
-        if not self._reducing and not self._wants_local():
+        if self._mode is Mode.KEEP_LOCAL and not self._wants_local():
             self.begin(boundary=True)  # a step without a boundary backward before it: reduce what was kept local
         self.finish()
         self.wait()
 
     def wait(self) -> None:
-        """Return when every launched reduction has reached its `reduced` shard."""
-        self._complete_until(0)
+        """Return when every launched reduction has reached its `reduced`."""
+        self._reductions.wait()
 
     def reduce_late(self) -> None:
-        """Reduce what came after its bucket was closed. Collective: all ranks call it when any rank is late."""
+        """Reduce what came after its bucket was taken. Collective: all ranks call it when any rank is late."""
         self.begin(boundary=True)
         self.late.clear()
         self.finish()
@@ -173,11 +160,11 @@ class GradientReducer:
         """Launch buckets in this order from the next backward on; the same on all ranks."""
         self._order = list(order)
 
-    def drop_idle(self) -> None:
+    def give_up_room(self) -> None:
         """Free what holds no gradients."""
         self.wait()
         for bucket in self.buckets:
-            bucket.drop_idle()
+            bucket.give_up_room()
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -186,115 +173,32 @@ class GradientReducer:
 
     def _arrived(self, index: int) -> None:
         bucket = self.buckets[self._bucket_of[index]]
-        if not bucket.is_open:
+        arrivals = bucket.arrivals
+        if self._mode is Mode.HOLD_BACK or not arrivals.is_open:
             self.late.add(index)
             return
         self.late.discard(index)  # a leftover of the last backward is part of this gradient now
-        if bucket.is_empty:
-            self._complete_ready()
-        bucket.arrive(index)
-        if not bucket.is_complete:
+        if arrivals.is_empty:
+            self._reductions.complete_ready()
+        arrivals.arrive(index)
+        if not arrivals.is_complete:
             return
-        if self._reducing:
+        if self._mode is Mode.REDUCE:
             self._launch_complete()
         else:
             bucket.keep_local()
 
     def _launch_complete(self) -> None:
-        ready = self._next
-        while ready < len(self.buckets) and self.buckets[self._order[ready]].is_complete:
+        ready = self._num_launched
+        while ready < len(self.buckets) and self.buckets[self._order[ready]].arrivals.is_complete:
             ready += 1
         self._launch_up_to(ready)
 
     def _launch_up_to(self, stop: int) -> None:
-        while self._next < stop:
-            bucket = self.buckets[self._order[self._next]]
-            self._next += 1
-            self._launch(bucket)
-
-    def _launch(self, bucket: BucketGradients) -> None:
-        self._complete_until(MAX_IN_FLIGHT - 1 if self._overlaps else 0)
-        number = self._count_launch()
-        if self._sharding.shards_optimizer and self._collectives.world == 1 and bucket.local is None:
-            result = bucket.place_for_result()  # nobody to send to, so nothing to send from
-            bucket.take(result, add=False)
-            self._flights.append(_Flight(number, bucket, Pending(), result, None))
-            return
-        buffer, sent = self._collect(bucket)
-        self._collectives.about(self._subject, self._num_backward, bucket.bucket.index)
-        if self._sharding.shards_optimizer:
-            result = bucket.place_for_result()
-            pending = self._collectives.reduce_scatter(result, buffer)
-        else:
-            result = buffer
-            pending = self._collectives.all_reduce(buffer)
-        if self._flights:
-            self._flights[-1].pending.advance()  # it has had the time of one bucket's backward
-        self._flights.append(_Flight(number, bucket, pending, result, sent))
-
-    def _count_launch(self) -> int:
-        """The number of the reduction that starts now."""
-        if self._negotiation is None:
-            return 0
-        self._negotiation.launched += 1
-        return self._negotiation.launched - 1
-
-    def _collect(self, bucket: BucketGradients) -> tuple[Tensor, Tensor | None]:
-        """The bucket's gradients in one buffer of the communication dtype, and the send buffer it is in, if any."""
-        same_dtype = bucket.dtypes.communication == bucket.dtypes.accumulation
-        if bucket.local is not None:
-            bucket.take(bucket.local, add=True)
-            if same_dtype:
-                return bucket.local, None
-            buffer, sent = self._take_buffer(bucket)
-            return buffer.copy_(bucket.local), sent
-        if same_dtype and not bucket.has_reduced and not self._sharding.shards_optimizer and bucket.reduces_in_place:
-            reduced = bucket.reduced.take()
-            bucket.take(reduced, add=False)
-            return reduced, None
-        buffer, sent = self._take_buffer(bucket)
-        bucket.take(buffer, add=False)
-        return buffer, sent
-
-    def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
-        """The bucket's part of a send buffer, and that buffer."""
-        dtype = bucket.dtypes.communication
-        buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.flat.device)
-        return buffer.narrow(0, 0, bucket.bucket.numel), buffer
-
-    def _complete_ready(self) -> None:
-        """Count in what has arrived, so that the others get their buffers back."""
-        while not self._is_completing and self._flights and self._flights[0].pending.is_ready():
-            self._complete_first()
-
-    def _complete_until(self, num_left: int) -> None:
-        """Count the oldest reductions in, until `num_left` are under way."""
-        while len(self._flights) > num_left:
-            if self._negotiation is not None:
-                self._negotiation.clear_to_wait(self._flights[0].number)
-            self._complete_first()
-
-    def _complete_first(self) -> None:
-        self._is_completing = True  # while it waits, others may be looked after, but not the same reduction
-        try:
-            flight = self._flights.popleft()
-            flight.pending.wait()
-            is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
-            flight.bucket.add_reduced(flight.result, is_lent=is_lent)
-            flight.bucket.local = None
-            if flight.sent is not None:
-                self._collectives.give_send_buffer(flight.sent)
-        finally:
-            self._is_completing = False
-
-
-def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:
-    """Elements of the largest bucket that travels in each dtype."""
-    longest: dict[torch.dtype, int] = {}
-    for bucket in buckets:
-        dtype = bucket.dtypes.communication
-        longest[dtype] = max(bucket.bucket.numel, longest.get(dtype, 0))
-    return longest
+        while self._num_launched < stop:
+            bucket = self.buckets[self._order[self._num_launched]]
+            self._num_launched += 1
+            self._reductions.launch(bucket, self._num_backward)
 
 
 def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:

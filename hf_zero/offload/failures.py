@@ -35,6 +35,6 @@ def stop_if_any(problem: StorageError | None, collectives: Collectives) -> None:
 def sync_failures(problem: StorageError | None, collectives: Collectives, device: torch.device) -> None:
     """`stop_if_any` for where it is called often: one number travels while all is well. Collective."""
     failed = torch.tensor([float(problem is not None)], dtype=torch.float64, device=device)
-    collectives.agree(failed)
+    collectives.sum_small(failed)
     if failed.item():
         stop_if_any(problem, collectives)

@@ -103,25 +103,25 @@ class Agreement:
         """
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
-            for index in bucket.used:
+            for index in bucket.arrivals.used:
                 counts[index] = 1.0
         failed = float(self._placements.failure is not None) + MARK_UNIT * self._share_of_difference()
         facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
         sums[0] += self._own_squares()
         sums[1] += self._store.edits.num_lost()
-        return sums, self._collectives.agree_with_facts(sums, facts)
+        return sums, self._collectives.sum_with_facts(sums, facts)
 
     def _own_squares(self) -> Tensor:
         """0-dim, fp64: of this rank's part of the reduced gradients. Counted once where nothing has come since."""
-        is_closed = not self._reducer.late and not any(bucket.is_open for bucket in self._reducer.buckets)
+        is_closed = not self._reducer.late and not any(bucket.arrivals.is_open for bucket in self._reducer.buckets)
         if self._squares_so_far is not None and is_closed:
             return self._squares_so_far
         total = torch.zeros((), dtype=torch.float64, device=self._store.device)
         for bucket in self._reducer.buckets:
             if bucket.local is not None:  # not reduced, on purpose
                 total += sum_of_squares(bucket.local)
-            elif bucket.has_reduced:
+            elif bucket.reduced.is_there:
                 total += self._squares(bucket).to(total.device)
         self._squares_so_far = total
         return total
@@ -134,8 +134,7 @@ class Agreement:
     def _squares(self, bucket: BucketGradients) -> Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.
         mine = bucket.bucket.shard(self._sharding.rank)
-        holds_all = bucket.flat.owned.numel == bucket.bucket.numel
-        return bucket.squares(mine if holds_all else Interval(0, bucket.flat.owned.numel))
+        return bucket.reduced.squares(mine if bucket.owns_all else Interval(0, bucket.trained.owned.numel))
 
 
 def refuse_unused(store: ParameterStore, used: frozenset[int]) -> None:

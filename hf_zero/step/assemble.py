@@ -145,16 +145,16 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
-    reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=plan.zero.overlap_reduction)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
     peers = peers_of(store, collectives) if sharding.shards_optimizer else None
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
+    overlap, wants_local = plan.zero.overlap_reduction, lambda: updater.takes_local_gradients
+    reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=overlap, wants_local=wants_local)
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(collectives)
-    reducer.keep_local_when(lambda: updater.takes_local_gradients)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
     runs_ahead = is_at_hand and host_runs_ahead(plan.device)
     step = ShardedStep(store, reducer, updater, sharding, collectives, plan.rules, placements, runs_ahead=runs_ahead)

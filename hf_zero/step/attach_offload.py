@@ -113,7 +113,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
     updater.stager = OffloadStager(
         updater.optimizer,
         updater.sub_groups,
-        lambda sub_group: reducer.buckets[sub_group.bucket].sum.on_its_way,
+        lambda sub_group: reducer.buckets[sub_group.bucket].reduced.on_its_way,
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )
@@ -123,7 +123,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
         updater.stager.reserve(sub_group, names, getattr(updater.optimizer, "state_dtype", None), updater.form_of)
     for bucket in reducer.buckets:
-        bucket.reserve()
+        bucket.reduced.reserve()
 
 
 def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:

@@ -33,19 +33,17 @@ class ReducedGradients(GradientSource):
     """Of a sub-group the sum over ranks, as long as its master, while that is in place."""
 
     def of(self, sub_group: SubGroup) -> Tensor:
-        reduced = self._reducer.buckets[sub_group.bucket].reduced.take()
+        reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
         return reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[Tensor | None]:
         """The same outside an update; None when there is none."""
-        bucket = self._reducer.buckets[sub_group.bucket]
-        if not bucket.has_reduced:
+        gradients = self._reducer.buckets[sub_group.bucket].reduced
+        if not gradients.is_there:
             yield None
             return
-        if changes:
-            bucket.forget_squares()
-        with bucket.reduced.opened(changes=changes) as reduced:
+        with gradients.opened(changes=changes) as reduced:
             yield reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
 

@@ -26,7 +26,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
 
     def add_up(values: Tensor) -> None:
         travelling = values.to(store.device)
-        collectives.agree(travelling)
+        collectives.sum_small(travelling)
         if travelling is not values:
             values.copy_(travelling)
 

@@ -134,7 +134,7 @@ class ShardedStep:
     def true_anywhere(self, facts: Sequence[bool]) -> list[bool]:
         """Which of these facts hold on any rank. Collective."""
         nothing = torch.zeros(1, dtype=torch.float64, device=self._store.device)
-        return [count > 0 for count in self._collectives.agree_with_facts(nothing, [float(fact) for fact in facts])]
+        return [count > 0 for count in self._collectives.sum_with_facts(nothing, [float(fact) for fact in facts])]
 
     @property
     def _source(self) -> GradientSource:

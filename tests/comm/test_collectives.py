@@ -52,7 +52,7 @@ def run_all(rank: int, world: int, numel: int, dtype: torch.dtype, shared: bool)
     assert torch.equal(value, torch.zeros(3))
     assert collectives.gather_objects(rank) == list(range(world))
     votes = torch.tensor([[1.0, float(rank)], [2.0, 0.0]])
-    collectives.agree(votes)
+    collectives.sum_small(votes)
     assert votes.tolist() == [[world, sum(range(world))], [2 * world, 0.0]]
 
 
@@ -86,7 +86,7 @@ def run_counting(rank: int) -> dict[tuple[str, str], tuple[int, int]]:
         collectives.reduce_scatter(torch.zeros(32, dtype=torch.bfloat16), flat).wait()
         collectives.reduce_scatter(torch.zeros(32, dtype=torch.bfloat16), flat).wait()
     with ledger.phase("step"):
-        collectives.agree(torch.zeros(2))
+        collectives.sum_small(torch.zeros(2))
         collectives.all_gather(flat).wait()
         collectives.all_to_all([flat, flat], [flat, flat])
     return {key: (tally.calls, tally.num_bytes) for key, tally in ledger.tallies.items()}

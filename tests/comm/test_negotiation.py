@@ -147,7 +147,7 @@ class Player:
         self.negotiation.step(self.first)
         self.land(0)
         self.shards.updates += 1
-        self.reduce.agree(torch.zeros(1))
+        self.reduce.sum_small(torch.zeros(1))
         self.negotiation.reopen()
 
     def walk(self, route: Sequence[int], prefetches: bool, *, in_backward: bool) -> None:
@@ -319,7 +319,7 @@ def test_a_message_between_the_last_backward_and_the_step_is_carried() -> None:
         def body(rank: int) -> None:
             player = Player(world, 3)
             player.walk((0, 1, 2), False, in_backward=True)
-            player.reduce.agree(torch.zeros(1))
+            player.reduce.sum_small(torch.zeros(1))
             player.negotiation.step(player.first)
             player.land(0)
 

@@ -61,7 +61,7 @@ def run_burst(rank: int) -> list[int]:
         handle.wait()
         assert shard.tolist() == [2.0 * number] * (1000 + number)
     for _ in range(shared_memory._MAX_IDLE + 1):
-        collectives.agree(torch.zeros(1))
+        collectives.sum_small(torch.zeros(1))
     return [*levels, len(collectives.buffers())]
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_cannot_share_memory_exchange_messages(reason: str) -> None:
 def run_leaving(rank: int) -> None:
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
-    collectives.agree(torch.zeros(1))
+    collectives.sum_small(torch.zeros(1))
     if rank == 0:
         collectives.all_gather(torch.zeros(8)).wait()
     collectives._link.close()
@@ -141,7 +141,7 @@ def run_without_the_last(rank: int, folder: str) -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which is dead: who asks whom is not left to chance."""
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
-    collectives.agree(torch.zeros(1))
+    collectives.sum_small(torch.zeros(1))
     if rank == 2:
         os._exit(9)
     try:

@@ -29,7 +29,7 @@ class Others(LoneCollectives):
         self.messages += 1
         return [value, self.problem]
 
-    def _agree(self, values: torch.Tensor) -> None:
+    def _sum_small(self, values: torch.Tensor) -> None:
         values += self.problem is not None
 
 

@@ -52,10 +52,10 @@ class SimulatedCollectives(Collectives):
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None
 
-    def _agree(self, values: Tensor) -> None:
+    def _sum_small(self, values: Tensor) -> None:
         return None
 
-    def _agree_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         return list(facts)
 
 

@@ -108,7 +108,7 @@ class HostCollectives(ExchangeCollectives):
 
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor in shared memory. The buffers that are waited for are read by peers once those have sent as much:
-        see `GradientReducer` for why they will."""
+        see `hf_zero.grads.reductions` for why they will."""
         while len(self._sent) >= MAX_SEND_BUFFERS:
             self._link.wait_until_read(*self._sent.popleft())
         block = self._link.take(numel * dtype.itemsize, is_held=True)
@@ -177,7 +177,7 @@ class HostCollectives(ExchangeCollectives):
             received[peer].copy_(theirs.view(start, received[peer].numel(), received[peer].dtype))
         self._give_back(blocks)
 
-    def _agree(self, values: Tensor) -> None:
+    def _sum_small(self, values: Tensor) -> None:
         own = values.flatten()
         call, label = self._post_same(own, _Call.AGREE)
         blocks = self._claim(call, label)

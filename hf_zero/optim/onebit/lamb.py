@@ -217,7 +217,7 @@ class OneBitLambUpdater(CompressingUpdater):
 
     def _add_up(self, table: Tensor) -> None:
         if self.ranks.is_sharded:
-            self.ranks.collectives.agree(table)
+            self.ranks.collectives.sum_small(table)
 
 
 def _segments(pieces: Sequence[Piece]) -> list[tuple[int, int]]:

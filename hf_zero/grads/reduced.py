@@ -1,0 +1,172 @@
+"""The owned part of one bucket's gradients, summed over ranks: wherever the placement keeps it.
+
+         place_for_result              add
+NONE -----------------------> AWAITED -----> SUMMED     (without a place that stays: NONE ---> SUMMED)
+ ^                                             |  ^
+ |  clear, after a step                        |  |  add: the next micro-batch
+ +---------------------------------------------+--+
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from hf_zero.device.registry import runtime_of
+from hf_zero.kernels.accumulate import add_into
+from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.layout import Interval
+from hf_zero.offload.vector import Vector
+from hf_zero.params.store import TrainedBucket
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDtypes:
+    """Dtype in which a bucket's gradients travel, and dtype in which they are added up."""
+
+    communication: torch.dtype
+    accumulation: torch.dtype
+
+    @property
+    def are_one(self) -> bool:
+        return self.communication == self.accumulation
+
+
+class ReducedState(Enum):
+    """Of the sum."""
+
+    NONE = auto()  # since the last step
+    AWAITED = auto()  # a collective writes it where it stays
+    SUMMED = auto()
+
+
+class ReducedGradient:
+    """1-D, as long as the owned interval, in the accumulation dtype; for one bucket."""
+
+    def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes) -> None:
+        self._trained = trained
+        self._dtypes = dtypes
+        self._state = ReducedState.NONE
+        self._memory = runtime_of(trained.device).own
+        self._departures = trained.placement.departures
+        self._vector: Vector | None = None
+        self._has_counted = False  # whether the vector holds anything; what has been added may be on its way
+        self._squares: Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything has been summed since the last step."""
+        return self._state is ReducedState.SUMMED
+
+    @property
+    def vector(self) -> Vector:
+        """Made at first use and kept, so that steps do not page it in. Everything that was added is in it."""
+        self._settle()
+        return self._place
+
+    @property
+    def on_its_way(self) -> Vector:
+        """The same for whoever needs the values only later: they may arrive in host memory until then."""
+        return self.vector if self._place.tensor is None else self._place
+
+    def _settle(self) -> None:
+        if self._departures is not None:
+            self._departures.settle(self._count_in)
+
+    @property
+    def _place(self) -> Vector:
+        if self._vector is None:
+            self._vector = self._new_vector()
+        return self._vector
+
+    def _new_vector(self) -> Vector:
+        bucket, placement = self._trained.bucket, self._trained.placement
+        name = f"gradients of bucket {bucket.index} (parameter {bucket.slots[0].parameter} and following)"
+        return placement.gradients.keep(name, self._trained.owned.numel, self._dtypes.accumulation)
+
+    def reserve(self) -> None:
+        """Take room on a drive at the start, so that one that is too small shows then."""
+        if self._trained.placement.gradients.can_fail:
+            self._vector = self._new_vector()
+
+    @property
+    def at_hand(self) -> Tensor | None:
+        """The sum, where it need not be fetched; None without one."""
+        return self.vector.tensor if self.is_there else None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a collective may work where the sum stays."""
+        return self._place.tensor is not None and self._place.memory == self._memory
+
+    def place_for_result(self) -> Tensor:
+        """1-D, on the training device: where the sum over ranks may be written; give it to `add` then."""
+        if not self.is_there and self._dtypes.are_one and self._memory == self._trained.placement.work:
+            self.vector.fetch(reads=False)
+            self._state = ReducedState.AWAITED
+            return self.vector.take()
+        return torch.empty(self._trained.owned.numel, dtype=self._dtypes.communication, device=self._trained.device)
+
+    def add(self, part: Tensor, *, is_lent: bool = False) -> None:
+        """Count `part` in (owned interval, summed over ranks); it may be the place for the result, or the vector.
+
+        Args:
+            is_lent: others write to its memory as soon as this returns.
+        """
+        if self._departures is None:
+            self._count_in(part)
+        else:
+            # The squares are counted on the device, so that the norm need not wait for the copy; and a copy on the
+            # device takes far less time than a lent buffer would be missed for.
+            is_first, place = not self.is_there, self._place
+            self._squares = sum_of_squares(part) if is_first else None
+            stays = is_first and place.tensor is not None and place.dtype == part.dtype
+            leaving = part.clone() if is_lent else part
+            self._departures.send(leaving, self._count_in, place.tensor if stays else None)
+        self._state = ReducedState.SUMMED
+
+    def _count_in(self, part: Tensor) -> None:
+        """Add what is in the memory that sums are made in."""
+        place = self._place
+        if self._state is not ReducedState.AWAITED:
+            place.fetch(reads=self._has_counted)
+        total = place.take()
+        if self._has_counted:
+            add_into(total, part)
+        elif part.data_ptr() != total.data_ptr():
+            total.copy_(part)
+        if place.tensor is None:
+            self._squares = sum_of_squares(total)  # while they are here
+        place.release(changed=True)
+        self._has_counted = True
+
+    def squares(self, part: Interval) -> Tensor:
+        """Sum of squares of what lies in `part` of the owned interval: 0-dim, fp64."""
+        if self._squares is None:
+            self._settle()
+        if self._squares is not None and part.numel == self._trained.owned.numel:
+            return self._squares
+        with self.opened() as total:
+            return sum_of_squares(total.narrow(0, part.start, part.numel))
+
+    def opened(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """The sum for the length of a `with`; with `changes` it is overwritten."""
+        if changes:
+            self._squares = None
+        return self.vector.opened(changes=changes)
+
+    def clear(self) -> None:
+        """Forget the sum. Its room stays."""
+        self._settle()
+        self._state = ReducedState.NONE
+        self._has_counted = False
+        self._squares = None
+
+    def give_up_room(self) -> None:
+        """Free the memory it has at hand, while there is no sum."""
+        if not self.is_there and self._vector is not None and self._vector.tensor is not None:
+            self._vector = None
