@@ -34,30 +34,23 @@ LONG_FILES = {
 
 # Class -> the most methods it may have, and why.
 LARGE_CLASSES = {
-    "integration/compat/accelerator.py: Accelerator": (47, "thin surface: DeepSpeed's accelerator, a line each"),
     "comm/collectives.py: Collectives": (23, "the interface of all back-ends: one method per collective"),
     "comm/cpu/shared_memory.py: SharedMemoryLink": (23, _GROWN),
 }
 
 _PER_KERNEL = "one file per kernel"
 _PER_MODULE = "one file for each foreign module that is patched"
-_PER_LAUNCHER = "one file per launcher"
 _LEAF = "imported from below by what cannot know each other"
-_PER_NAME = "one file for each module of DeepSpeed's"
 
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
-    "api/loader.py": "a loader, not an engine",
     "api/training_features.py": "a table that every feature enters itself in",
-    "api/model_view.py": "the only place where the resolver's view meets torch",
     "checkpoint/errors.py": _LEAF,
     "checkpoint/opening.py": "where every reader begins",
     "checkpoint/plain.py": _LEAF,
     "checkpoint/script.py": "goes into checkpoint folders as a program",
     "device/host_copy.py": _LEAF,
     "errors.py": _LEAF,
-    "integration/compat/config_objects.py": _PER_NAME,
-    "integration/compat/versions.py": _PER_NAME,
     "integration/huggingface/output_folder.py": "no part of the patch that asks it",
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
@@ -65,15 +58,7 @@ SMALL_FILES = {
     "integration/patches/transformers_generation_utils.py": _PER_MODULE,
     "kernels/gpu/norm.py": _PER_KERNEL,
     "kernels/norm.py": _PER_KERNEL,
-    "launch/backends/local.py": _PER_LAUNCHER,
-    "launch/backends/slurm.py": _PER_LAUNCHER,
-    "launch/errors.py": _LEAF,
-    "launch/executables.py": "the commands that an installation puts on the path",
-    "layout/intervals.py": _LEAF,
-    "layout/memory.py": "the counterpart of layout/partitions.py",
-    "layout/sub_groups.py": "one way of cutting, as each file of layout is",
     "optim/sgd.py": "one file per optimizer",
-    "schedules/range_test.py": "one file per schedule",
     "versions.py": _LEAF,
 }
 

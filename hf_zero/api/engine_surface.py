@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.loader import data_loader
+from hf_zero.api.inputs import data_loader
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.timers import ThroughputTimer
 from hf_zero.checkpoint.deepspeed import keys as ds

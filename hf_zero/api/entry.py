@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.loader import data_loader
-from hf_zero.api.model_view import model_view
+from hf_zero.api.inputs import data_loader, model_view
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments
 from hf_zero.api.parameter_offload import ParameterOffload
@@ -79,7 +78,7 @@ def initialize(
     """
     listen()
     if model is None:
-        raise WrongArgument("initialize() needs model=, a torch.nn.Module")
+        raise WrongArgument("initialize requires a model: it needs model=, a torch.nn.Module")
     _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
@@ -145,28 +144,12 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     from_args = getattr(args, "deepspeed_config", None)
     given = config if config is not None else config_params
     if given is not None and from_args is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    "args.deepspeed_config",
-                    from_args,
-                    "the config is given twice: here and as config=",
-                    "give it in one place",
-                )
-            ]
-        )
+        rule = "the config is given twice: here and as config="
+        raise ConfigError(Problem("args.deepspeed_config", from_args, rule, "give it in one place"))
     source = given if given is not None else from_args
     if source is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "config",
-                    None,
-                    "no config was given",
-                    "pass config= (dict, path, JSON text or base64) or args.deepspeed_config",
-                )
-            ]
-        )
+        fix = "pass config= (dict, path, JSON text or base64) or args.deepspeed_config"
+        raise ConfigError(Problem("config", None, "no config was given", fix))
     return source
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.layout import Piece
-from hf_zero.layout.intervals import round_up
+from hf_zero.layout.buckets import round_up
 from hf_zero.offload.sub_group import SubGroup
 from hf_zero.params.sharded_parameter import of
 from hf_zero.step.assemble import Assembly

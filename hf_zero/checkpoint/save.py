@@ -35,8 +35,14 @@ from hf_zero.checkpoint.shard_states import (
 )
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
-from hf_zero.layout.memory import extents_in_memory
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, sub_groups
+from hf_zero.layout.partitions import (
+    GroupPartition,
+    Member,
+    SubGroupPartition,
+    extents_in_memory,
+    round_robin,
+    sub_groups,
+)
 from hf_zero.layout.reshard import Extent, reshard
 from hf_zero.optim.stored import COUNTERS
 from hf_zero.optim.updater import WholeStates

@@ -1,4 +1,5 @@
 """Groups and collectives: the only room that talks to torch.distributed."""
+# ruff: noqa: F401  (what other rooms import from here)
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives
 from hf_zero.comm.ledger import Ledger, Tally, ledger
@@ -18,27 +19,3 @@ from hf_zero.comm.process_group import (
     set_timeout,
 )
 from hf_zero.comm.rows import Pending, Rows
-
-__all__ = [
-    "background_collectives",
-    "Channel",
-    "Collectives",
-    "Gathering",
-    "Ledger",
-    "MAX_SEND_BUFFERS",
-    "Negotiation",
-    "Pending",
-    "Rows",
-    "Tally",
-    "barrier",
-    "collectives_for",
-    "destroy_process_group",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init_distributed",
-    "is_initialized",
-    "ledger",
-    "local_device",
-    "set_timeout",
-]

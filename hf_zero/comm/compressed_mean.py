@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_zero.comm.collectives import Collectives, own_shard
 from hf_zero.kernels.signs import PER_BYTE, pack_signs_with_error, unpack_signs
 from hf_zero.layout import Interval
-from hf_zero.layout.intervals import round_up
+from hf_zero.layout.buckets import round_up
 
 _ALIGN_BYTES = 8
 

@@ -1,4 +1,5 @@
 """ds.json in, frozen typed policies out."""
+# ruff: noqa: F401  (what other rooms import from here)
 
 from __future__ import annotations
 
@@ -27,40 +28,3 @@ from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine, resolve, resolve_offload, resolve_precision
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
-
-__all__ = [
-    "AcceleratorView",
-    "AutocastPolicy",
-    "BatchPolicy",
-    "CheckpointPolicy",
-    "CompatibilityPolicy",
-    "ConfigDict",
-    "ConfigError",
-    "FilePolicy",
-    "Findings",
-    "Given",
-    "GatherPolicy",
-    "GradientPolicy",
-    "LoggingPolicy",
-    "LossScalePolicy",
-    "ModelView",
-    "OptimizerOffload",
-    "OptimizerPolicy",
-    "OptimizerSees",
-    "Other",
-    "ParameterOffload",
-    "PrecisionPolicy",
-    "Problem",
-    "Provenance",
-    "Resolved",
-    "SchedulerPolicy",
-    "Source",
-    "TrainingView",
-    "Views",
-    "ZeroPolicy",
-    "examine",
-    "load_config",
-    "resolve",
-    "resolve_offload",
-    "resolve_precision",
-]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from hf_zero.config.deepspeed_errors import kinds_of, shown_rule
 
 FEATURES_PAGE = "docs/features.md"
 
@@ -97,7 +99,8 @@ class Problem:
         head = self.path if self.value is ABSENT else f"{self.path} = {show(self.value)}"
         head += f"  [{self.origin}]" if self.origin else ""
         against = f"\n    but:  {self.other}" if self.other else ""
-        return f"{head}{against}\n    rule: {self.rule}\n    fix:  {self.fix}"
+        rule = shown_rule(self.path, self.rule, show(self.value))
+        return f"{head}{against}\n    rule: {rule}\n    fix:  {self.fix}"
 
 
 class DeepSpeedConfigError(Exception):
@@ -115,7 +118,8 @@ class ConfigError(DeepSpeedConfigError, ValueError):
         cls, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used"
     ) -> ConfigError:
         given = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        error: ConfigError = super().__new__(_raised_as(frozenset(kind for one in given for kind in kinds_of(one))))
+        kinds = frozenset(kind for one in given for kind in kinds_of(one.path, one.rule, one.value))
+        error: ConfigError = super().__new__(_raised_as(kinds))
         error.problems = given  # may have been an iterator, which gives its entries once
         return error
 
@@ -130,30 +134,6 @@ class ConfigError(DeepSpeedConfigError, ValueError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
         # Errors travel between processes; the default would hand the finished text back to __init__.
         return (ConfigError, (self.problems, self.headline))
-
-
-# What DeepSpeed 0.19.8 raises, where that is neither a ValueError nor its own DeepSpeedConfigError: the path of the
-# problem, words of our rule ("": any), the type.
-_KINDS: tuple[tuple[str, str, type[Exception]], ...] = (
-    (r"train_.*|gradient_accumulation_steps", "", AssertionError),
-    (r"fp16\.enabled, bf16\.enabled", "", AssertionError),
-    (r"(optimizer|scheduler)\.type", "", AssertionError),
-    (r"(optimizer|scheduler)\.params", "", TypeError),
-    (r"(optimizer|scheduler)\.params\..*", "there is no such argument", TypeError),
-    (r"scheduler\.params\..*", " needs ", TypeError),
-    (r"bf16\.bf16_.*|fp16\.fp16_.*|data_types\.param_dtype", "", AssertionError),
-    (r"data_types\.grad_accum_dtype", "", NotImplementedError),
-    (r"config|args\.deepspeed_config", "given", AssertionError),
-)
-
-
-def kinds_of(problem: Problem) -> Iterator[type[Exception]]:
-    """The types, besides our own, of the error that DeepSpeed raises for such a problem."""
-    for path, words, kind in _KINDS:
-        if re.fullmatch(path, problem.path) and words in problem.rule:
-            yield kind
-    if problem.value == "auto" and problem.path.rpartition(", ")[2].startswith("train_"):
-        yield TypeError  # it computes with the text
 
 
 @functools.cache

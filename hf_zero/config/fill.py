@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +63,7 @@ def _one_writer_per_node(config: Mapping[str, Any], changes: Changes, training: 
 def apply(config: dict[str, Any], changes: Changes) -> None:
     """Write the values into the config, in place, and remember who gave them."""
     for path, value in changes.values.items():
-        holder = config
-        for key in path[:-1]:
-            holder[key] = holder.get(key) or {}  # null is as good as absent
-            holder = holder[key]
-        holder[path[-1]] = value
+        _set(config, path, value, lambda section: section or {})  # null is as good as absent
     if isinstance(config, ConfigDict):
         config.filled.update(changes.sources)
 
@@ -91,12 +87,16 @@ def filled(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
     """A copy of the config with the values written in; sections that no value touches are shared."""
     result: dict[str, Any] = dict(config)
     for path, value in changes.values.items():
-        holder = result
-        for key in path[:-1]:
-            holder[key] = dict(holder.get(key) or {})
-            holder = holder[key]
-        holder[path[-1]] = value
+        _set(result, path, value, lambda section: dict(section or {}))
     return result
+
+
+def _set(holder: dict[str, Any], path: tuple[str, ...], value: object, opened: Callable[[Any], dict[str, Any]]) -> None:
+    """Write a value below sections, each of which is replaced by what `opened` makes of it."""
+    for key in path[:-1]:
+        holder[key] = opened(holder.get(key))
+        holder = holder[key]
+    holder[path[-1]] = value
 
 
 def unfilled_autos(config: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -127,21 +127,11 @@ def _plain(value: object) -> object:
 
 def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, offer: Offer) -> Problem:
     """The problem of a fixed value that somebody else states differently."""
-    if isinstance(offer.value, numbers.Number) or isinstance(offer.value, list):
-        shown: object = offer.value
-    else:
-        shown = str(offer.value)
-    path = dotted(keys)
+    shown = offer.value if isinstance(offer.value, (numbers.Number, list)) else str(offer.value)
+    path, rule = dotted(keys), "the config and TrainingArguments must say the same"
     fix = 'write "auto" in the config so that it follows, or make the two equal'
-    return Problem(
-        path,
-        value,
-        "the config and TrainingArguments must say the same",
-        fix,
-        origin=str(source_in(config, path)),
-        other=Other(offer.name, shown, str(offer.source)),
-        edit=Edit(keys, value="auto"),
-    )
+    origin, other = str(source_in(config, path)), Other(offer.name, shown, str(offer.source))
+    return Problem(path, value, rule, fix, origin=origin, other=other, edit=Edit(keys, value="auto"))
 
 
 def _is_foreign(config: Mapping[str, Any], path: str) -> bool:

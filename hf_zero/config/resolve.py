@@ -8,31 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
 
+from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.fill import fill, filled
-from hf_zero.config.policies import (
-    AutocastPolicy,
-    BatchPolicy,
-    CheckpointPolicy,
-    CompatibilityPolicy,
-    FilePolicy,
-    GatherPolicy,
-    GradientPolicy,
-    LoggingPolicy,
-    LossScalePolicy,
-    OptimizerOffload,
-    OptimizerPolicy,
-    ParameterOffload,
-    PrecisionPolicy,
-    Provenance,
-    Resolved,
-    SchedulerPolicy,
-    ZeroPolicy,
-)
 from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
@@ -54,7 +36,7 @@ def resolve(
     model: ModelView | None = None,
     *,
     world_size: int,
-) -> Resolved:
+) -> policies.Resolved:
     """Answer every question that the config leaves open.
 
     Args:
@@ -79,12 +61,12 @@ class Findings:
     """All that there is to say about a config, right or wrong."""
 
     config: Root  # without the keys that failed
-    batch: BatchPolicy | None  # None: it does not follow from what is known
-    optimizer: OptimizerPolicy | None
-    scheduler: SchedulerPolicy | None
+    batch: policies.BatchPolicy | None  # None: it does not follow from what is known
+    optimizer: policies.OptimizerPolicy | None
+    scheduler: policies.SchedulerPolicy | None
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
-    provenance: Mapping[str, Provenance]
+    provenance: Mapping[str, policies.Provenance]
     autos: frozenset[str]  # what still says "auto"
     world_size: int
 
@@ -157,7 +139,7 @@ def _as_problem(remark: Remark) -> Problem:
 
 def _batch(
     config: Root, translated: Translated, world_size: int, broken: set[str]
-) -> tuple[BatchPolicy | None, list[Problem]]:
+) -> tuple[policies.BatchPolicy | None, list[Problem]]:
     if broken & set(_BATCH_KEYS):
         return None, []  # the equation would only repeat what is wrong
     try:
@@ -173,17 +155,17 @@ def _batch(
     return dataclasses.replace(batch, drop_last=config.dataloader_drop_last), []
 
 
-def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
+def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolved:
     config, batch = findings.config, findings.batch
     assert batch is not None
-    return Resolved(
+    return policies.Resolved(
         batch=batch,
         precision=_precision(config),
         zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero()),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
-        logging=LoggingPolicy(
+        logging=policies.LoggingPolicy(
             level=config.log_level,
             steps_per_print=config.steps_per_print,
             wall_clock_breakdown=config.wall_clock_breakdown,
@@ -197,7 +179,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
     )
 
 
-def resolve_precision(raw: Mapping[str, object]) -> PrecisionPolicy:
+def resolve_precision(raw: Mapping[str, object]) -> policies.PrecisionPolicy:
     """Only the dtypes, from a config that may still have open ends (a model is built before all is known)."""
     findings = examine(raw, Views(world_size=1), complete=False)
     wrong = [problem for problem in findings.problems if problem.path.startswith(("bf16", "fp16", "data_types"))]
@@ -206,25 +188,25 @@ def resolve_precision(raw: Mapping[str, object]) -> PrecisionPolicy:
     return _precision(findings.config)
 
 
-def resolve_offload(raw: Mapping[str, object]) -> tuple[ParameterOffload | None, FilePolicy]:
+def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffload | None, policies.FilePolicy]:
     """Only where parameters are kept, from a config that may still have open ends."""
     config = examine(raw, Views(world_size=1), complete=False).config
     zero = config.zero_optimization or Zero()
     return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
 
 
-def compatibility(config: Root) -> CompatibilityPolicy:
+def compatibility(config: Root) -> policies.CompatibilityPolicy:
     """The section hf_zero as a policy."""
     own = config.hf_zero or HfZero()
-    return CompatibilityPolicy(
+    return policies.CompatibilityPolicy(
         broadcast_buffers=own.broadcast_buffers, decay_biases_and_norms=own.decay_biases_and_norms
     )
 
 
-def _checkpoint(config: Root) -> CheckpointPolicy:
+def _checkpoint(config: Root) -> policies.CheckpointPolicy:
     section, zero = config.checkpoint or Checkpoint(), config.zero_optimization or Zero()
     own = (config.hf_zero or HfZero()).checkpoint
-    return CheckpointPolicy(
+    return policies.CheckpointPolicy(
         tag_validation=section.tag_validation,
         load_universal=section.load_universal,
         node_local=section.use_node_local_storage,
@@ -233,8 +215,8 @@ def _checkpoint(config: Root) -> CheckpointPolicy:
     )
 
 
-def _zero(zero: Zero, aio: Aio, own: HfZero) -> ZeroPolicy:
-    return ZeroPolicy(
+def _zero(zero: Zero, aio: Aio, own: HfZero) -> policies.ZeroPolicy:
+    return policies.ZeroPolicy(
         stage=zero.stage,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
@@ -248,8 +230,8 @@ def _zero(zero: Zero, aio: Aio, own: HfZero) -> ZeroPolicy:
     )
 
 
-def _gather(zero: Zero, leaf: LeafModule) -> GatherPolicy:
-    return GatherPolicy(
+def _gather(zero: Zero, leaf: LeafModule) -> policies.GatherPolicy:
+    return policies.GatherPolicy(
         max_live_numel=zero.stage3_max_live_parameters,
         max_reuse_numel=zero.stage3_max_reuse_distance,
         prefetch_numel=zero.stage3_prefetch_bucket_size,
@@ -262,10 +244,10 @@ def _gather(zero: Zero, leaf: LeafModule) -> GatherPolicy:
     )
 
 
-def _optimizer_offload(section: OffloadOptimizer | None) -> OptimizerOffload | None:
+def _optimizer_offload(section: OffloadOptimizer | None) -> policies.OptimizerOffload | None:
     if section is None or section.device in (None, "none"):
         return None
-    return OptimizerOffload(
+    return policies.OptimizerOffload(
         device="nvme" if section.device == "nvme" else "cpu",
         folder=section.nvme_path,
         pinned=section.pin_memory,
@@ -277,10 +259,10 @@ def _optimizer_offload(section: OffloadOptimizer | None) -> OptimizerOffload | N
     )
 
 
-def _parameter_offload(section: OffloadParam | None) -> ParameterOffload | None:
+def _parameter_offload(section: OffloadParam | None) -> policies.ParameterOffload | None:
     if section is None or section.device in (None, "none"):
         return None
-    return ParameterOffload(
+    return policies.ParameterOffload(
         device="nvme" if section.device == "nvme" else "cpu",
         folder=section.nvme_path,
         pinned=section.pin_memory,
@@ -290,19 +272,19 @@ def _parameter_offload(section: OffloadParam | None) -> ParameterOffload | None:
     )
 
 
-def _file_policy(section: Aio) -> FilePolicy:
-    return FilePolicy(
+def _file_policy(section: Aio) -> policies.FilePolicy:
+    return policies.FilePolicy(
         block_bytes=section.block_size,
         queue_depth=section.queue_depth,
         thread_groups=max(section.intra_op_parallelism, section.thread_count),
     )
 
 
-def _precision(config: Root) -> PrecisionPolicy:
+def _precision(config: Root) -> policies.PrecisionPolicy:
     fp16, bf16, types = config.fp16 or Fp16(), config.bf16 or Bf16(), config.data_types or DataTypes()
     autocast = autocast_of(config)
     loss_scale = _loss_scale(config, autocast)
-    return PrecisionPolicy(
+    return policies.PrecisionPolicy(
         model=model_dtype(config),
         communication=config.communication_data_type,
         accumulation=types.grad_accum_dtype,
@@ -316,10 +298,10 @@ def _precision(config: Root) -> PrecisionPolicy:
     )
 
 
-def _loss_scale(config: Root, autocast: AutocastPolicy | None) -> LossScalePolicy | None:
+def _loss_scale(config: Root, autocast: policies.AutocastPolicy | None) -> policies.LossScalePolicy | None:
     fp16, amp = config.fp16 or Fp16(), config.amp or Amp()
     if fp16.enabled:
-        return LossScalePolicy(
+        return policies.LossScalePolicy(
             fixed=fp16.loss_scale or None,
             initial=2.0**fp16.initial_scale_power,
             window=fp16.loss_scale_window,
@@ -332,11 +314,11 @@ def _loss_scale(config: Root, autocast: AutocastPolicy | None) -> LossScalePolic
     # What torch's GradScaler starts from.
     fixed = None if amp.loss_scale == "dynamic" else float(amp.loss_scale)
     minimum = 1.0 if amp.min_loss_scale is None else amp.min_loss_scale
-    return LossScalePolicy(fixed=fixed or None, window=2000, hysteresis=1, minimum=minimum)
+    return policies.LossScalePolicy(fixed=fixed or None, window=2000, hysteresis=1, minimum=minimum)
 
 
-def _gradients(config: Root, world_size: int) -> GradientPolicy:
-    return GradientPolicy(
+def _gradients(config: Root, world_size: int) -> policies.GradientPolicy:
+    return policies.GradientPolicy(
         clip_norm=config.gradient_clipping,
         average=config.gradient_allreduce_op == "mean",
         predivide=float(world_size) if config.prescale_gradients else config.gradient_predivide_factor,

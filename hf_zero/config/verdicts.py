@@ -62,18 +62,16 @@ def _stages(verdict: Verdict) -> str:
 
 
 def _refusal(around: Path, value: object, default: object, verdict: Verdict) -> Iterator[Problem]:
-    path = ".".join(around)
+    path, rule = ".".join(around), f"not available: {verdict.why}"
     if isinstance(value, Section):
         value = value.model_dump(exclude_unset=True) or {}
     if isinstance(value, dict):
         if not _is_off(value, verdict.switch):
             off = f'set "{verdict.switch}": false in it' if verdict.switch else "leave it empty"
-            yield Problem(
-                path, value, f"not available: {verdict.why}", f"remove the section or {off}; see {FEATURES_PAGE}"
-            )
+            yield Problem(path, value, rule, f"remove the section or {off}; see {FEATURES_PAGE}")
     elif value != default and (isinstance(value, bool) or value not in verdict.off):
         keep = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
-        yield Problem(path, value, f"not available: {verdict.why}", f"remove it or set {keep}; see {FEATURES_PAGE}")
+        yield Problem(path, value, rule, f"remove it or set {keep}; see {FEATURES_PAGE}")
 
 
 def _is_off(section: dict[str, object], switch: str) -> bool:

@@ -143,7 +143,8 @@ class Late(AtOnce):
         _learn(self._clocks[Lane.OUT], self._clocks[Lane.COMPUTE])
         source = values.detach().clone()
         event = self._copy(Lane.OUT, source, here, _site())
-        self._kept.append((event, source))  # torch keeps it, and the compute stream is in order
+        # torch keeps both: the compute stream is in order, and page-locked memory is not given away before its copy
+        self._kept += [(event, source), (event, here)]
         return here, event
 
     def _copy(self, lane: Lane, source: Tensor, target: Tensor, site: str) -> LateEvent:

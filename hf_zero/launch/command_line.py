@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.backends import BACKENDS, Backend
 from hf_zero.launch.backends.base import Request
-from hf_zero.launch.errors import LaunchError, shown
 from hf_zero.launch.hostfile import check_host
 from hf_zero.launch.job import Job, Program
 from hf_zero.launch.options import LAUNCHERS, parse

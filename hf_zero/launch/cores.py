@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 
 _MAX_CORE = 1 << 16
 

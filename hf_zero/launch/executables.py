@@ -1,19 +1,94 @@
-"""The commands `deepspeed` and `ds_report`: a real DeepSpeed's own where one answers to the name, else ours."""
+"""The launcher under DeepSpeed's names: `deepspeed.launcher.runner`, and the commands `deepspeed` and `ds_report`."""
 
 from __future__ import annotations
 
+import argparse
+import base64
+import json
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from hf_zero.integration.startup import FINDER
+from hf_zero.launch import options
+from hf_zero.launch.command_line import main as launch
+from hf_zero.launch.filters import exclude, include
+from hf_zero.launch.hostfile import read_hostfile
+from hf_zero.launch.variables import PREFIXES
+from hf_zero.launch.world import Node, World
+
+DLTS_HOSTFILE = options.DEFAULT_HOSTFILE
+EXPORT_ENVS = PREFIXES
+"""Prefixes of environment variables that travel to other machines; programs append to it."""
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The launcher's command line, with the script in `user_script`."""
+    return options.parse(sys.argv[1:] if args is None else args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Start the ranks and leave with their exit status, unless that is 0."""
+    status = launch(sys.argv[1:] if args is None else list(args))
+    if status:
+        sys.exit(status)
+
+
+def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, int] | None:
+    """Host -> slots in the order of the file; None where there is no such file.
+
+    Raises:
+        LaunchError: a ValueError, with file, line and rule.
+    """
+    if not Path(hostfile_path).is_file():
+        return None
+    world = read_hostfile(Path(hostfile_path))
+    return OrderedDict((node.name, len(node.slots)) for node in world.nodes)
+
+
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
+) -> OrderedDict[str, list[int]]:
+    """Host -> slots that take part, by the words of --include and --exclude."""
+    return parse_resource_filter(
+        {host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion
+    )
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> OrderedDict[str, list[int]]:
+    """The same for slots that are listed one by one.
+
+    Raises:
+        ValueError: when both are given, or one names what is not there.
+    """
+    if include_str and exclude_str:
+        raise ValueError("include_str and exclude_str are mutually exclusive: give the shorter one")
+    world = World(tuple(Node(host, tuple(map(str, slots))) for host, slots in host_info.items()))
+    if include_str:
+        world = include(world, include_str)
+    elif exclude_str:
+        world = exclude(world, exclude_str)
+    return OrderedDict((node.name, [int(slot) for slot in node.slots]) for node in world.nodes)
+
+
+def encode_world_info(world_info: Mapping[str, Any]) -> str:
+    """Urlsafe base64 of the JSON text, as launchers hand it on."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def deepspeed() -> None:
-    """Start ranks: the launcher's options are the same."""
-    home = "hf_zero.launch.deepspeed_names" if FINDER.answers() else "deepspeed.launcher.runner"
+    """Start ranks: by a real DeepSpeed's launcher where one answers to the name; ours has the same options."""
+    home = __name__ if FINDER.answers() else "deepspeed.launcher.runner"
     import_module(home).main()
 
 
 def ds_report() -> None:
-    """Say what an issue needs: versions, devices, limits."""
+    """Say what an issue needs: versions, devices, limits. Like `deepspeed`, the real one's where there is one."""
     home = "hf_zero.integration.compat.env_report" if FINDER.answers() else "deepspeed.env_report"
     import_module(home).cli_main()

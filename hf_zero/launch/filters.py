@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.hostfile import MAX_SLOTS
 from hf_zero.launch.world import Node, World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.world import Node, World
 
 MAX_BYTES = 16 << 20

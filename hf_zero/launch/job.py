@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from hf_zero.launch import LaunchError
 from hf_zero.launch.cores import parse_cores, share_cores, usable_cores
-from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.world import VISIBLE_DEVICES, Node, Place, World
 from hf_zero.rank_environment import LOCAL_ADDRESS
 

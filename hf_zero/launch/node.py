@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.job import Job
 from hf_zero.launch.ranks import report_to_launcher, run_node
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hf_zero.launch.errors import LaunchError
+from hf_zero.launch import LaunchError
 
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm", "torchrun", "standard", "nossh", "local")
 DEFAULT_HOSTFILE = "/job/hostfile"

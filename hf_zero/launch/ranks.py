@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.failure import Failure
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.supervise import Supervisor

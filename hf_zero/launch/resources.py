@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.filters import exclude, include, limit
 from hf_zero.launch.hostfile import MAX_SLOTS, check_host, read_hostfile
 from hf_zero.launch.options import DEFAULT_HOSTFILE, NO_FILE_OF_ACCELERATE

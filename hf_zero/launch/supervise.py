@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, BinaryIO
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.failure import Failure
 from hf_zero.launch.job import RankCommand
 from hf_zero.launch.output import CHUNK_BYTES, Stream, Tail

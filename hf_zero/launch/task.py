@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from hf_zero.launch.errors import LaunchError
+from hf_zero.launch import LaunchError
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.node import enter
 from hf_zero.launch.ranks import report_to_launcher, run_commands

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hf_zero.launch.errors import LaunchError, shown
+from hf_zero.launch import LaunchError, shown
 
 FILE_VARIABLE = "DS_ENV_FILE"
 FILE_NAME = ".deepspeed_env"

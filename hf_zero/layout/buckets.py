@@ -15,12 +15,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_zero.layout.intervals import Interval, round_up
-
 ALIGN_NUMEL = 32
 MAX_BUCKET_NUMEL = 1 << 25  # 64 MiB of 16-bit gradients: networks are at full speed long before this
 MIN_BUCKET_NUMEL = 1 << 20  # smaller collectives cost more in latency than they win in overlap
 BUCKETS_PER_MODEL = 8  # enough to overlap reduction with backward, and a pool of two is a quarter of the gradients
+# Vectorised kernels treat the last few elements of a vector apart. Cuts at multiples of this many make no new ends.
+CUT_NUMEL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Elements `start <= i < stop` of a flat line."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"an interval needs 0 <= start <= stop, got [{self.start}, {self.stop})")
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, other: Interval) -> Interval | None:
+        """The common part, or None when the two share no element."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Interval(start, stop) if start < stop else None
+
+
+def round_up(numel: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `numel`."""
+    return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +239,29 @@ def _lay_out(index: int, chosen: list[int], specs: Sequence[ParameterSpec], worl
         slots=tuple(slots),
         runs=(Run(first.group, 0),),
     )
+
+
+def cut_sub_groups(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[tuple[int, Interval], ...]:
+    """(optimizer group, elements of `owned`) of every sub-group, in order; they cover `owned`.
+
+    Args:
+        limit: none has more elements than this, rounded up to a multiple of `CUT_NUMEL`; None: one for each run.
+    """
+    found = []
+    for number, run in enumerate(bucket.runs):
+        stop = bucket.runs[number + 1].start if number + 1 < len(bucket.runs) else owned.numel
+        step = stop - run.start if limit is None else round_up(max(1, limit), CUT_NUMEL)
+        for start in range(run.start, stop, max(1, step)):
+            found.append((run.group, Interval(start, min(start + step, stop))))
+    return tuple(found)
+
+
+def pieces_of_sub_group(bucket: Bucket, owned: Interval, part: Interval) -> tuple[Piece, ...]:
+    """Which parts of which parameters lie in elements `part` of `owned`; `in_shard` counts from where `part` begins."""
+    found = []
+    for piece in bucket.pieces(owned):
+        common = Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(part)
+        if common is not None:
+            skipped = common.start - piece.in_shard
+            found.append(Piece(piece.parameter, common.start - part.start, piece.in_parameter + skipped, common.numel))
+    return tuple(found)

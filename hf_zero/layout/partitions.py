@@ -1,4 +1,4 @@
-"""The two ways in which DeepSpeed's files cut parameters into ranks, as arithmetic.
+"""The two ways in which DeepSpeed's files cut parameters into ranks, as arithmetic, and where the same lies in memory.
 
 Stages 1 and 2: one flat line per optimizer group, padded to a multiple of 2 x world, cut into world equal parts.
 Stage 3: every parameter by itself, ceil(numel / world) elements per rank, laid out in sub-groups.
@@ -6,10 +6,10 @@ Stage 3: every parameter by itself, ceil(numel / world) elements per rank, laid 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_zero.layout.intervals import Interval, round_up
+from hf_zero.layout.buckets import FlatLayout, Interval, cut_sub_groups, pieces_of_sub_group, round_up
 from hf_zero.layout.reshard import Extent
 
 
@@ -116,3 +116,21 @@ def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGr
     if chosen:
         closed.append(SubGroupPartition(tuple(chosen), world))
     return tuple(closed)
+
+
+def extents_in_memory(
+    layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None
+) -> Iterator[Extent]:
+    """What `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
+
+    Args:
+        sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.
+        sub_group_numel: the limit that sub-groups were cut by; None: one per optimizer group in a bucket.
+    """
+    buffer = 0
+    for bucket in layout.buckets:
+        owned = bucket.shard(rank) if sharded else Interval(0, bucket.numel)
+        for _, part in cut_sub_groups(bucket, owned, sub_group_numel):
+            for piece in pieces_of_sub_group(bucket, owned, part):
+                yield Extent(piece.parameter, piece.in_parameter, piece.numel, rank, buffer, piece.in_shard)
+            buffer += 1

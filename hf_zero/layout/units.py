@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_zero.layout.buckets import Bucket, Run, Slot, chunk_numel
-from hf_zero.layout.intervals import round_up
+from hf_zero.layout.buckets import Bucket, Run, Slot, chunk_numel, round_up
 
 CHUNK_ALIGN_NUMEL = 8  # 16 bytes of a 16-bit type: wide copies stay wide, and the padding stays small at any world size
 

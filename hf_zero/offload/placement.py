@@ -13,7 +13,7 @@ from hf_zero.config import OptimizerOffload, ParameterOffload
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import HOST_MEMORY, Memory
 from hf_zero.layout import Bucket, Interval
-from hf_zero.layout.sub_groups import cut_sub_groups
+from hf_zero.layout.buckets import cut_sub_groups
 from hf_zero.offload.departures import MAX_DEPARTURES, Departures
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.drive import Drive

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from hf_zero.layout import Bucket, Interval, Piece
-from hf_zero.layout.sub_groups import pieces_of_sub_group
+from hf_zero.layout.buckets import pieces_of_sub_group
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector, at_hand_or_absent
 

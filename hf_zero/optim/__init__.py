@@ -1,4 +1,5 @@
 """Optimizers: shard in, shard out; found by their ds.json `type`, or given by the user."""
+# ruff: noqa: F401  (what other rooms import from here)
 
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
@@ -9,23 +10,3 @@ from hf_zero.optim.muon import Muon
 from hf_zero.optim.registry import build_optimizer
 from hf_zero.optim.traits import runs_natively, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, SubGroup, Updater, WholeStepUpdater
-
-__all__ = [
-    "Adam8bit",
-    "AdamW8bit",
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
-    "FusedAdam",
-    "FusedLamb",
-    "FusedLion",
-    "SubGroup",
-    "MasterTensor",
-    "Muon",
-    "Peers",
-    "Updater",
-    "WholeStepUpdater",
-    "build_optimizer",
-    "runs_natively",
-    "updater_for",
-]

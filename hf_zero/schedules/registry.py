@@ -11,8 +11,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from hf_zero.config import ConfigError, Problem, SchedulerPolicy
 from hf_zero.schedules.base import HasParamGroups, Schedule, StepSchedule
-from hf_zero.schedules.one_cycle import OneCycle
-from hf_zero.schedules.range_test import LRRangeTest
+from hf_zero.schedules.cycles import LRRangeTest, OneCycle
 from hf_zero.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 _OURS = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)

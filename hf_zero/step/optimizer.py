@@ -10,6 +10,7 @@ import torch
 from hf_zero.layout.sharding import Sharding
 from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
+from hf_zero.step.late_norm import LateNorm
 from hf_zero.step.loss_factors import StepRules
 from hf_zero.step.sharded_step import ShardedStep
 from hf_zero.surface import Surface
@@ -82,10 +83,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._step.outcome is not None and self._step.outcome.skipped
 
     @property
+    def knows_overflow(self) -> bool:
+        """Whether asking for `overflow` waits for nothing."""
+        return self._step.outcome is None or self._step.outcome.is_known
+
+    @property
     def grad_norm(self) -> float | None:
         """Global L2 norm before clipping: of the gradients that wait for their step, where `foresee_norm` has looked,
         else of the last step; None before the first. Waits for the device."""
         return self._step.grad_norm
+
+    @property
+    def late_norm(self) -> LateNorm | float | None:
+        """The same as a number that is read only when somebody looks at its value."""
+        return self._step.late_norm
 
     @property
     def has_gradients(self) -> bool:

@@ -17,6 +17,7 @@ from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import Agreement, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, ReducedGradients, held_gradients
+from hf_zero.step.late_norm import LateNorm, late_norm
 from hf_zero.step.loss_factors import LossFactors, StepRules, refuse_minimum_loss_scale
 from hf_zero.step.outcome import NormRule, StepOutcome
 from hf_zero.step.owned_values import OwnedValues
@@ -65,6 +66,11 @@ class ShardedStep:
         """Of the gradients that wait for their step, where `foresee_norm` has looked, else of the last step."""
         known = self._foreseen or self.outcome
         return None if known is None else known.norm
+
+    @property
+    def late_norm(self) -> LateNorm | float | None:
+        """The same, read only when somebody looks at its value."""
+        return late_norm(self._foreseen, self.outcome)
 
     def expect(self, factor: float) -> None:
         """Gradients are coming of a loss that was multiplied with `factor`."""

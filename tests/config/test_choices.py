@@ -138,7 +138,7 @@ BAD_SCHEDULER: list[tuple[dict[str, Any], str, str]] = [
     (
         {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
         "scheduler.params.warmup_num_steps",
-        "must be at least 0",
+        "must be a positive integer or 0",
     ),
     ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, "scheduler.params.warmup_type", '"log" or "linear"'),
     ({"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}, "scheduler.params.warmup_max_lr", "must be a number"),

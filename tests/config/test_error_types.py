@@ -1,9 +1,10 @@
-"""Whoever catches what DeepSpeed raises catches ours: the same wrong set-ups under both."""
+"""Whoever catches DeepSpeed's errors, or looks for their words, finds ours: the same wrong set-ups under both."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import hf_zero
 from hf_zero.config import ConfigError, Problem
 from hf_zero.config.errors import DeepSpeedConfigError
 from tests.config.deepspeed_answers import ask_deepspeed
-from tests.config.wrong_setups import NO_MODEL, RAISED, SETUPS
+from tests.config.wrong_setups import NO_MODEL, RAISED, SETUPS, WITHOUT_WORDS, WORDS
 from tests.support.ranks import free_port
 
 CATCHES = {
@@ -35,17 +36,17 @@ for name, config in given["setups"].items():
     parameters = None if model is None else model.parameters()
     try:
         deepspeed.initialize(model=model, model_parameters=parameters, config=config)
-        answer[name] = "nothing"
+        answer[name] = ["nothing", ""]
     except BaseException as error:
-        answer[name] = type(error).__name__
+        answer[name] = [type(error).__name__, str(error)]
 """
 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_an_error_is_caught_by_what_was_written_for_deepspeeds(name: str) -> None:
-    """`except AssertionError` and `pytest.raises(TypeError)` of others' scripts and suites let ours pass."""
+    """`except AssertionError` and `pytest.raises(TypeError)` of others' suites catch ours, and `match=` too."""
     model = None if name == NO_MODEL else torch.nn.Linear(4, 4)
-    with pytest.raises(CATCHES[RAISED[name]]) as caught:
+    with pytest.raises(CATCHES[RAISED[name]], match=WORDS.get(name)) as caught:
         hf_zero.initialize(model=model, config=copy.deepcopy(SETUPS[name]))
     if name != NO_MODEL:
         assert isinstance(caught.value, ConfigError) and type(caught.value).__name__ == "ConfigError"
@@ -63,4 +64,7 @@ def test_an_error_is_of_no_type_that_its_problems_do_not_call_for() -> None:
 @pytest.mark.oracle
 def test_the_record_is_what_deepspeed_raises(tmp_path: Path) -> None:
     given = {"setups": SETUPS, "no_model": NO_MODEL, "port": free_port()}
-    assert ask_deepspeed(PROGRAM, given, tmp_path, timeout_s=240) == RAISED
+    answers = ask_deepspeed(PROGRAM, given, tmp_path, timeout_s=240)
+    assert {name: kind for name, (kind, _) in answers.items()} == RAISED
+    assert WORDS.keys() | WITHOUT_WORDS.keys() == SETUPS.keys()
+    assert [name for name, words in WORDS.items() if not re.search(words, answers[name][1])] == []

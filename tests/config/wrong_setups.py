@@ -1,4 +1,4 @@
-"""Set-ups that DeepSpeed refuses: what is given to `initialize`, and the type of the error that it raises there."""
+"""Set-ups that DeepSpeed refuses: what is given to `initialize`, the type of the error, and words of its message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SETUPS: dict[str, Any] = {
     "an unknown tag rule": _with(checkpoint={"tag_validation": "maybe"}),
     "a parallel write in words": _with(checkpoint={"parallel_write": {"pipeline_stage": "x"}}),
     "an unknown accumulation dtype": {**_optimizer("SGD", lr=1e-3), "data_types": {"grad_accum_dtype": "int8"}},
-    "masters without bf16 masters": _with(bf16={"enabled": True, "bf16_optimizer_states": True}),
+    "masters without bf16 masters": _zero() | {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     "an unknown log level": _with(log_level="loud"),
     "a compression section that is on": _with(compression_training={"weight_quantization": {"enabled": True}}),
     "an elastic batch": _with(elasticity={"enabled": True, "micro_batch_sizes": [1]}),
@@ -106,3 +106,50 @@ RAISED: dict[str, str] = {
     "text that is no config": "ValueError",
     NO_MODEL: "AssertionError",
 }
+
+# Words (a regex) that DeepSpeed's message and ours both have: what `pytest.raises(..., match=...)` of others looks for.
+# Where the message is not DeepSpeed's own but pydantic's ("Input should be ..."), or speaks of what DeepSpeed once had
+# ("... has been removed"), it is the key.
+_EQUATION = r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size"
+_EXTRA = "Extra inputs are not permitted"
+_SOURCE = "Expected a string path to an existing deepspeed config"
+WORDS: dict[str, str] = {
+    "no batch size": "train_batch_size or train_micro_batch_size_per_gpu needs to be provided",
+    "batch sizes that do not fit": _EQUATION,
+    "batch size 0": "has to be greater than 0",
+    "fp16 and bf16": "modes cannot be simultaneously enabled",
+    "negative loss scale": "fp16.loss_scale must be >= 0",
+    "a stage that does not exist": "stage",
+    "a bucket size in words": "reduce_bucket_size",
+    "an unknown key of zero_optimization": f"(?s)stagee.*{_EXTRA}",
+    "an unknown key of fp16": f"(?s)los_scale.*{_EXTRA}",
+    "an unknown key of bf16": f"(?s)loss_scale.*{_EXTRA}",
+    "an unknown device": "offload_optimizer.device",
+    "a ratio above 1": "offload_optimizer.ratio",
+    "an unknown optimizer": "(?s)AdamWW.* is not a supported DeepSpeed Optimizer",
+    "an optimizer in lower case": "(?s)sgd.* is not a supported DeepSpeed Optimizer",
+    "max_grad_norm in the optimizer": "'max_grad_norm' is not supported as an optimizer parameter",
+    "an unknown argument of the optimizer": "got an unexpected keyword argument 'speed'",
+    "an unknown scheduler": "does not recognize LR scheduler '?WarmupLRR",
+    "a scheduler in lower case": "does not recognize LR scheduler '?warmuplr",
+    "an unknown argument of the scheduler": "got an unexpected keyword argument 'speed'",
+    "a scheduler without its total": "missing 1 required positional argument: 'total_num_steps'",
+    "a negative warm-up": "warmup_num_steps must be a positive integer",
+    "a cycle without rates": r"missing \d required positional arguments?: 'cycle_min_lr'",
+    "an unknown communication dtype": "Invalid communication_data_type",
+    "an unknown reduction": "Invalid gradient_allreduce_op",
+    "an unknown tag rule": "invalid tag_validation value",
+    "a parallel write in words": "pipeline_stage value of 'x' is invalid",
+    "an unknown accumulation dtype": "unsupported mix of model_dtype",
+    "masters without bf16 masters": "bf16_optimizer_states requires bf16_master_weights_and_grads",
+    "an unknown log level": "is not one of the valid logging levels",
+    "a compression section that is on": "compression_training",
+    "an elastic batch": "elasticity",
+    "groups of MiCS": "zero_optimization.mics_shard_size",
+    "no config": "requires --deepspeed_config to specify configuration file",
+    "a config that is a number": _SOURCE,
+    "a file that is not there": _SOURCE,
+    "text that is no config": _SOURCE,
+    NO_MODEL: "initialize requires a model",
+}
+WITHOUT_WORDS = {"batch size nobody fills": "Python's own complaint, of text that DeepSpeed computes with"}

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
 from hf_zero.launch.backends.base import Command, Request
-from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.job import Job, Program
 from hf_zero.launch.options import LAUNCHERS
 from hf_zero.launch.task import rank_command

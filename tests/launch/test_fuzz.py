@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
 from hf_zero.launch.backends.base import Request
-from hf_zero.launch.errors import LaunchError
 from hf_zero.launch.filters import exclude, include
 from hf_zero.launch.hostfile import parse_hostfile
 from hf_zero.launch.job import Job, Program

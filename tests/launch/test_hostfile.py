@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.launch.errors import LaunchError
+from hf_zero.launch import LaunchError
 from hf_zero.launch.filters import exclude, include, limit
 from hf_zero.launch.hostfile import parse_hostfile, read_hostfile
 from hf_zero.launch.world import Node, Place, World

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.layout import Interval, MemberSpec, ParameterSpec, lay_rows, plan_layout
-from hf_zero.layout.sub_groups import CUT_NUMEL, cut_sub_groups, pieces_of_sub_group
+from hf_zero.layout.buckets import CUT_NUMEL, cut_sub_groups, pieces_of_sub_group
 
 
 def test_a_limit_cuts_every_group_anew() -> None:

@@ -35,9 +35,8 @@ def _copied(source: Mapping[object, object]) -> ConfigDict:
             return copy.deepcopy(source)
         return ConfigDict(copy.deepcopy(dict(source)))  # keys are checked when the config is resolved
     except Exception as error:
-        raise ConfigError(
-            Problem("config", source, f"the dict cannot be copied: {error}", "use plain values")
-        ) from error
+        rule = f"the dict cannot be copied: {error}"
+        raise ConfigError(Problem("config", source, rule, "use plain values")) from error
 
 
 def _from_text_or_path(source: str | os.PathLike[str]) -> ConfigDict:
@@ -96,9 +95,8 @@ def _from_text(text: str, name: str, file: str = "") -> ConfigDict:
         document = _parsed(text.removeprefix("\ufeff"))
     except SyntaxProblem as error:
         place = error.place
-        raise ConfigError(
-            Problem(f"{name}:{place.line}:{place.column}", _line(text, place.line), f"{place}: {error.what}", error.fix)
-        ) from None
+        where, line = f"{name}:{place.line}:{place.column}", _line(text, place.line)
+        raise ConfigError(Problem(where, line, f"{place}: {error.what}", error.fix)) from None
     value = document.value
     if not isinstance(value, dict):
         raise ConfigError(Problem(name, value, "a config is one JSON object", 'begin it with { and "key": value pairs'))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import psutil
@@ -25,21 +24,10 @@ class DeepSpeedAccelerator:
     """
 
 
-def _asks(name: str) -> Any:
-    """A method whose answer is that of torch's module for the device."""
-
-    def ask(self: Accelerator, *given: Any, **named: Any) -> Any:
-        # By position: DeepSpeed says device_index where torch says device.
-        return getattr(self._runtime, name)(*given, *named.values())
-
-    ask.__name__ = name
-    return ask
-
-
 class Accelerator(DeepSpeedAccelerator):
     """One kind of device ("cuda", "cpu", ...); questions that a CPU has no answer to get a harmless one.
 
-    Sizes are bytes.
+    Sizes are bytes. Methods of one expression stand in `_ANSWERS` below.
     """
 
     def __init__(self, kind: str) -> None:
@@ -52,56 +40,18 @@ class Accelerator(DeepSpeedAccelerator):
         return self._kind == "cpu"
 
     @property
+    def _is_cuda(self) -> bool:
+        return self._kind == "cuda"
+
+    @property
     def _runtime(self) -> Any:
         return self._host if self._is_cpu else torch.get_device_module(self._kind)
 
-    is_available = _asks("is_available")
-    device_count = _asks("device_count")
-    current_device = _asks("current_device")
-    set_device = _asks("set_device")
-    synchronize = _asks("synchronize")
-    empty_cache = _asks("empty_cache")
-    memory_allocated = _asks("memory_allocated")
-    max_memory_allocated = _asks("max_memory_allocated")
-    memory_reserved = memory_cached = _asks("memory_reserved")
-    max_memory_reserved = max_memory_cached = _asks("max_memory_reserved")
-    memory_stats = _asks("memory_stats")
-    reset_peak_memory_stats = _asks("reset_peak_memory_stats")
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-    manual_seed = _asks("manual_seed")
-    manual_seed_all = _asks("manual_seed_all")
-    initial_seed = _asks("initial_seed")
-    stream = _asks("stream")
-    current_stream = _asks("current_stream")
-    default_stream = _asks("default_stream")
     Stream = property(lambda self: self._runtime.Stream)
     Event = property(lambda self: self._runtime.Event)
 
-    def is_synchronized_device(self) -> bool:
-        """Whether a call returns when its work is done."""
-        return self._is_cpu
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
     def device_name(self, device_index: int | None = None) -> str:
         return self._kind if self._is_cpu or device_index is None else f"{self._kind}:{device_index}"
-
-    def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device(self.device_name(device_index))
-
-    def current_device_name(self) -> str:
-        return self.device_name(self.current_device())
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on a device of this kind."""
-        return tensor.device.type == self._kind
-
-    def communication_backend_name(self) -> str:
-        return BACKENDS.get(self._kind, "gloo")
-
-    def visible_devices_envs(self) -> list[str]:
-        """Environment variables that say which devices a process may see."""
-        return [_VISIBLE.get(self._kind, "CUDA_VISIBLE_DEVICES")]
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[object]
@@ -109,47 +59,17 @@ class Accelerator(DeepSpeedAccelerator):
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
-    def export_envs(self) -> list[str]:
-        """Prefixes of variables that a launcher hands to other machines for this kind of device."""
-        return ["NCCL", "LD_LIBRARY", "PATH"] if self._kind == "cuda" else []
-
-    # Memory and random numbers of one device
-
     def _index(self, device_index: int | None) -> int:
         return int(self.current_device() if device_index is None else device_index)
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return int(self._runtime.get_device_properties(self._index(device_index)).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         if self._is_cpu:
             return int(psutil.virtual_memory().available)
-        return self.total_memory(device_index) - int(self.memory_allocated(device_index))
-
-    def random(self) -> ModuleType:
-        return torch.random
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        state: Tensor = self._runtime.get_rng_state(self._index(device_index))
-        return state
-
-    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        self._runtime.set_rng_state(new_state, self._index(device_index))
-
-    def default_generator(self, device_index: int) -> torch.Generator:
-        return torch.default_generator if self._is_cpu else self._runtime.default_generators[device_index]
-
-    # Page-locked memory of the host
+        return int(self.total_memory(device_index)) - int(self.memory_allocated(device_index))
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
         """The tensor in page-locked memory; where there is no device to copy to, the tensor itself."""
         return tensor if self._is_cpu else tensor.pin_memory()
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return not self._is_cpu and bool(tensor.is_pinned())
-
-    def pin_memory_alignment(self) -> int:
-        return 1
 
     def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """A host tensor in page-locked memory, where there is a device to copy to."""
@@ -158,29 +78,19 @@ class Accelerator(DeepSpeedAccelerator):
     def pin_empty_like(self, tensor: Tensor, device: str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
         return self.pin_empty(*tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
-    def unpin_memory(self, tensor: Tensor) -> None:
-        """Nothing to do: memory is unlocked when its tensor is freed."""
-
     def register_host_memory(self, address: int, num_bytes: int) -> None:
         """Page-lock memory that somebody else has allocated."""
-        if self._kind == "cuda":
+        if self._is_cuda:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
 
     def unregister_host_memory(self, address: int) -> None:
-        if self._kind == "cuda":
+        if self._is_cuda:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
-    # Dtypes
-
-    def is_bf16_supported(self) -> bool:
-        probe = getattr(self._runtime, "is_bf16_supported", None)
-        return True if probe is None else bool(probe())
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def is_fp64_supported(self) -> bool:
-        return self._kind != "npu"
+    def _probe(self, name: str, otherwise: bool) -> bool:
+        """What torch's module for the device says, if it has the question."""
+        probe = getattr(self._runtime, name, None)
+        return otherwise if probe is None else bool(probe())
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes that models train in."""
@@ -195,39 +105,8 @@ class Accelerator(DeepSpeedAccelerator):
             raise AttributeError(f"the accelerator {self.__dict__.get('_kind')!r} has no attribute {name!r}")
         return lambda data=(): torch.tensor(data, dtype=kind, device=self.device())
 
-    # Graphs, profiler ranges, compilers
-
-    def is_current_stream_capturing(self) -> bool:
-        probe = getattr(self._runtime, "is_current_stream_capturing", None)
-        return probe is not None and bool(probe())
-
-    def create_graph(self) -> Any:
-        return self._runtime.CUDAGraph() if self._kind == "cuda" else None
-
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
-        return self._runtime.graph(graph, pool, stream) if self._kind == "cuda" else nullcontext()
-
-    def replay_graph(self, graph: Any) -> None:
-        if graph is not None:
-            graph.replay()
-
-    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any:
-        return self._runtime.nvtx.range_push(msg) if self._kind == "cuda" else None
-
-    def range_pop(self, domain: Any = None) -> Any:
-        return self._runtime.nvtx.range_pop() if self._kind == "cuda" else None
-
-    def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        return getattr(self._runtime, "_lazy_call", lambda call: call())(callback)
-
-    def is_triton_supported(self) -> bool:
-        return self._kind == "cuda" and torch.cuda.get_device_capability()[0] >= 7
-
-    def prefer_triton_grouped_mm(self) -> bool:
-        return False
-
-    def get_compile_backend(self) -> str:
-        return self._compile_backend
+        return self._runtime.graph(graph, pool, stream) if self._is_cuda else nullcontext()
 
     def set_compile_backend(self, backend: str) -> None:
         """What `torch.compile` should use, for callers that ask `get_compile_backend`."""
@@ -236,20 +115,84 @@ class Accelerator(DeepSpeedAccelerator):
             raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(known)}")
         self._compile_backend = backend
 
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
-    def get_op_builder(self, class_name: str) -> type:
-        return builder_named(class_name)
-
-    def create_op_builder(self, class_name: str) -> Any:
-        return self.get_op_builder(class_name)()
-
     def build_extension(self) -> Any:
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension
 
+
+def _asks(name: str) -> Callable[..., Any]:
+    """A method whose answer is that of torch's module for the device."""
+
+    def ask(self: Accelerator, *given: Any, **named: Any) -> Any:
+        # By position: DeepSpeed says device_index where torch says device.
+        return getattr(self._runtime, name)(*given, *named.values())
+
+    return ask
+
+
+_ASKED = (
+    "is_available", "device_count", "current_device", "set_device", "synchronize", "empty_cache", "memory_allocated",
+    "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats", "reset_peak_memory_stats",
+    "manual_seed", "manual_seed_all", "initial_seed", "stream", "current_stream", "default_stream",
+)  # fmt: skip
+_ALIASES = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+    # Whether a call returns when its work is done, and what follows from that.
+    "use_host_timers": "is_synchronized_device",
+    "resolves_data_dependency": "is_synchronized_device",
+    "handles_memory_backpressure": "is_synchronized_device",
+}
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    **{name: _asks(name) for name in _ASKED},
+    "is_synchronized_device": lambda self: self._is_cpu,
+    "device": lambda self, device_index=None: torch.device(self.device_name(device_index)),
+    "current_device_name": lambda self: self.device_name(self.current_device()),
+    "on_accelerator": lambda self, tensor: tensor.device.type == self._kind,
+    "communication_backend_name": lambda self: BACKENDS.get(self._kind, "gloo"),
+    # Environment variables: those that say which devices a process may see, and prefixes that a launcher hands on.
+    "visible_devices_envs": lambda self: [_VISIBLE.get(self._kind, "CUDA_VISIBLE_DEVICES")],
+    "export_envs": lambda self: ["NCCL", "LD_LIBRARY", "PATH"] if self._is_cuda else [],
+    "total_memory": lambda self, device_index=None: int(
+        self._runtime.get_device_properties(self._index(device_index)).total_memory
+    ),
+    "random": lambda self: torch.random,
+    "get_rng_state": lambda self, device_index=None: self._runtime.get_rng_state(self._index(device_index)),
+    "set_rng_state": lambda self, new_state, device_index=None: self._runtime.set_rng_state(
+        new_state, self._index(device_index)
+    ),
+    "default_generator": lambda self, device_index: (
+        torch.default_generator if self._is_cpu else self._runtime.default_generators[device_index]
+    ),
+    "is_pinned": lambda self, tensor: not self._is_cpu and bool(tensor.is_pinned()),
+    "pin_memory_alignment": lambda self: 1,
+    "unpin_memory": lambda self, tensor: None,  # memory is unlocked when its tensor is freed
+    "is_bf16_supported": lambda self: self._probe("is_bf16_supported", True),
+    "is_fp16_supported": lambda self: True,
+    "is_fp64_supported": lambda self: self._kind != "npu",
+    "is_triton_supported": lambda self: self._is_cuda and torch.cuda.get_device_capability()[0] >= 7,
+    "prefer_triton_grouped_mm": lambda self: False,
+    "is_current_stream_capturing": lambda self: self._probe("is_current_stream_capturing", False),
+    "create_graph": lambda self: self._runtime.CUDAGraph() if self._is_cuda else None,
+    "replay_graph": lambda self, graph: None if graph is None else graph.replay(),
+    "range_push": lambda self, msg, domain=None, category=None: (
+        self._runtime.nvtx.range_push(msg) if self._is_cuda else None
+    ),
+    "range_pop": lambda self, domain=None: self._runtime.nvtx.range_pop() if self._is_cuda else None,
+    "lazy_call": lambda self, callback: getattr(self._runtime, "_lazy_call", lambda call: call())(callback),
+    "get_compile_backend": lambda self: self._compile_backend,
+    "op_builder_dir": lambda self: "deepspeed.ops.op_builder",
+    "get_op_builder": lambda self, class_name: builder_named(class_name),
+    "create_op_builder": lambda self, class_name: self.get_op_builder(class_name)(),
+}
+for _name, _answer in _ANSWERS.items():
+    _answer.__name__ = _name
+    setattr(Accelerator, _name, _answer)
+for _name, _same in _ALIASES.items():
+    setattr(Accelerator, _name, _ANSWERS[_same])
 
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,

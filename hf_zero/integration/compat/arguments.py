@@ -1,4 +1,4 @@
-"""Command-line flags that DeepSpeed scripts read: the config, and learning-rate schedules."""
+"""How DeepSpeed scripts read settings: flags of the command line (config, schedules), and `DeepSpeedConfig`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import Any
 
+from hf_zero.comm import get_rank, get_world_size
+from hf_zero.config.objects import ConfigView
 from hf_zero.schedules import VALID_LR_SCHEDULES
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -109,3 +111,22 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
         return None, "WarmupCosineLR scales the optimizer's own rates and names none"
     key = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name, "warmup_max_lr")
     return config["params"][key], ""
+
+
+class DeepSpeedConfig(ConfigView):
+    """What a config means for the ranks of this job, as attributes: see ConfigView."""
+
+    def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None) -> None:
+        """
+        Args:
+            config: dict, path, JSON text or base64.
+            mpu: its data-parallel size counts, where it has one.
+
+        Raises:
+            ConfigError: with all problems at once; a DeepSpeedConfigError and a ValueError.
+        """
+        if mesh_device is not None:
+            raise NotImplementedError("DeepSpeedConfig(mesh_device=...): data parallelism only; leave it out")
+        world_size = get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
+        super().__init__(config, world_size)
+        self.global_rank = get_rank()

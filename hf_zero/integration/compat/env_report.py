@@ -36,7 +36,7 @@ def cli_main(words: Sequence[str] | None = None) -> None:
 def _rows() -> Iterator[tuple[str, str]]:
     import torch
 
-    from hf_zero.integration.compat.versions import version as answered
+    from hf_zero.integration.compat.utils import version as answered
 
     yield "hf_zero", _version("hf-zero")
     loaded = sys.modules.get(NAME)

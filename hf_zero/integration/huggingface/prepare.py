@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_zero.api.entry import initialize
-from hf_zero.api.model_view import model_view
+from hf_zero.api.inputs import model_view
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_unfilled, fill

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hf_zero.integration.names.homes import HOMES, SAME_MODULE, homes_of
+from hf_zero.integration.names.homes import SAME_MODULE, all_homes, homes_of
 from hf_zero.integration.names.unsupported import (
     FEATURES,
     ROOT,
@@ -76,8 +76,8 @@ class GeneratedLoader:
         if path in SAME_MODULE:
             sys.modules[module.__name__] = import_module(SAME_MODULE[path])
             return
-        built = f"Names of DeepSpeed, from where hf_zero keeps them (homes.py): deepspeed.{path}."
-        module.__doc__ = built if homes_of(path) else refusal(path)
+        built = f"Names of DeepSpeed, from where hf_zero keeps them (homes.json): deepspeed.{path}."
+        module.__doc__ = built if _has_names_of_ours(path) else refusal(path)
         vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_names(module.__name__)
 
     def get_code(self, name: str) -> object:
@@ -85,9 +85,14 @@ class GeneratedLoader:
         return compile(f"import sys\nfrom {name} import main\nsys.exit(main())", name, "exec")
 
 
+def _has_names_of_ours(path: str) -> bool:
+    borrowed = known_modules().get(path, {}).get("borrowed", {})
+    return bool(homes_of(path)) or any(name in homes_of(module) for name, module in borrowed.items())
+
+
 def generated_spec(name: str) -> ModuleSpec | None:
     """The spec of a module `deepspeed....`; None where neither DeepSpeed nor we have such a one."""
     path = name.partition(".")[2]
-    if path not in known_modules() and path not in HOMES and path not in SAME_MODULE:
+    if path not in known_modules() and path not in all_homes() and path not in SAME_MODULE:
         return None
     return ModuleSpec(name, GeneratedLoader(), origin=__file__, is_package=is_package(path))  # type: ignore[arg-type]

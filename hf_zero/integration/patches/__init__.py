@@ -52,6 +52,8 @@ class Patch:
             Misfit: the name is not there, or takes other parameters.
         """
         holder, name, original = _look(module, self.place)
+        if isinstance(original, property) and original.fget is not None:
+            original = original.fget
         if not callable(original):
             raise Misfit("is not there")
         found = ", ".join(inspect.signature(original).parameters)
@@ -72,8 +74,8 @@ class Patch:
             return
         replacement = functools.wraps(original)(self.make(original))
         setattr(replacement, MARK, original)
-        is_static = isinstance(inspect.getattr_static(holder, name), staticmethod)
-        setattr(holder, name, staticmethod(replacement) if is_static else replacement)
+        kind = type(inspect.getattr_static(holder, name))
+        setattr(holder, name, kind(replacement) if kind in (staticmethod, property) else replacement)
         for importer in map(sys.modules.get, self.importers):
             if getattr(importer, name, None) is original:
                 setattr(importer, name, replacement)

@@ -9,6 +9,7 @@ from hf_zero.config import load_config
 from hf_zero.config.batch import STEPS
 from hf_zero.config.canonical import normalise
 from hf_zero.integration.huggingface.engine_choice import prepared_by
+from hf_zero.integration.huggingface.late_numbers import knows_skip
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("accelerate.utils.deepspeed")
@@ -63,3 +64,18 @@ def around_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
             prepared.zero_grad()
 
     return zero_grad
+
+
+@PATCHES.add(
+    "DeepSpeedOptimizerWrapper.step_was_skipped(self)",
+    without="the host waits for the device after every update, to learn whether it was skipped",
+    until="accelerate asks only where there is a loss scale, as without an engine",
+)
+def around_step_was_skipped(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Asked after every update; where no loss scale depends on it, "no" as long as nobody knows, as without an engine,
+    where no update is skipped without a loss scale."""
+
+    def step_was_skipped(self: Any) -> bool:
+        return original(self) if knows_skip(self.optimizer) else False
+
+    return step_was_skipped

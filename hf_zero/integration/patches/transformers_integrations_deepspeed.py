@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.api.model_view import model_view
+from hf_zero.api.inputs import model_view
 from hf_zero.comm import collectives_for, get_rank, local_device, set_timeout
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise

@@ -1,4 +1,4 @@
-"""transformers.trainer: the best model, and the learning rate in the log."""
+"""transformers.trainer: the best model, the learning rate in the log, and what Trainer asks after every step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.loading import load_whole
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
+from hf_zero.integration.patches import MARK, Patches
 
 PATCHES = Patches("transformers.trainer")
 _NO_PAIR = "save_only_model does not go with load_best_model_at_end"
+_WAITS = "the host waits for the device after every step"
+_NORM_IS_LATE = "Trainer keeps the norm as a tensor until it logs"
 _PAIR_WORKS = "Trainer loads the best model from its weights, with whatever engine, instead of refusing the pair"
 
 
@@ -74,3 +77,65 @@ def around_load_best_model(original: Callable[..., None]) -> Callable[..., None]
             del vars(model)["load_state_dict"]
 
     return _load_best_model
+
+
+@PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)
+def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer asks for the norm after every step, and for most of them never looks at it."""
+
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        if not _logs_floats(self):
+            return original(self, model)
+        with late_norms(self):
+            return original(self, model)
+
+    return _clip_grad_norm
+
+
+@PATCHES.add("Trainer._get_grad_norm(self, model, grad_norm)", without=_WAITS, until=_NORM_IS_LATE)
+def around_get_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where nothing is clipped (max_grad_norm 0)."""
+
+    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        if not _logs_floats(self):
+            return original(self, model, grad_norm)
+        with late_norms(self):
+            return original(self, model, grad_norm)
+
+    return _get_grad_norm
+
+
+def _logs_floats(trainer: Any) -> bool:
+    """Whether ours stands where a norm becomes part of a log: a subclass may have a method of its own there."""
+    return hasattr(type(trainer)._maybe_log_save_evaluate, MARK)
+
+
+@PATCHES.add(
+    "Trainer._maybe_log_save_evaluate(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, "
+    "learning_rate)",
+    without=_WAITS,
+    until=_NORM_IS_LATE,
+)
+def around_log(original: Callable[..., None]) -> Callable[..., None]:
+    """Here the norm becomes a float, if it is going to be logged: histories, callbacks and trackers see floats."""
+
+    def _maybe_log_save_evaluate(self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any) -> None:
+        restore_filter(self)
+        original(self, tr_loss, as_float(grad_norm) if self.control.should_log else grad_norm, *args, **options)
+
+    return _maybe_log_save_evaluate
+
+
+@PATCHES.add(
+    "Trainer.training_step(self, model, inputs, num_items_in_batch)",
+    without="with logging_nan_inf_filter, which is Trainer's default, the host waits for every loss",
+    until="Trainer's logging_nan_inf_filter chooses on the device, with torch.where",
+)
+def around_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer reads the loss of every micro-batch to keep a NaN out of its log; the device can do that by itself."""
+
+    def training_step(self: Any, *args: Any, **options: Any) -> Any:
+        restore_filter(self)
+        return filtered(self, original(self, *args, **options))
+
+    return training_step

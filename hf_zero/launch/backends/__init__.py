@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from hf_zero.launch.backends.base import Backend, Command
-from hf_zero.launch.backends.local import Local, NoSsh
-from hf_zero.launch.backends.mpi import IntelMpi, Mpich, Mvapich, OpenMpi
 from hf_zero.launch.backends.pdsh import Pdsh
-from hf_zero.launch.backends.slurm import Slurm
-from hf_zero.launch.backends.torchrun import Standard, Torchrun
+from hf_zero.launch.backends.per_rank import IntelMpi, Mpich, Mvapich, OpenMpi, Slurm
+from hf_zero.launch.backends.this_host import Local, NoSsh, Standard, Torchrun
 
 BACKENDS: dict[str, type[Backend]] = {
     "pdsh": Pdsh,

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_zero.launch.errors import LaunchError
+from hf_zero.launch import LaunchError
 from hf_zero.launch.job import Job
 from hf_zero.launch.relay import Relay
 

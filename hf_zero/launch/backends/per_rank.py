@@ -1,4 +1,4 @@
-"""mpirun of Open MPI, and of MPICH, Intel and MVAPICH, which are all Hydra.
+"""What starts `launch.task` once per rank: mpirun of Open MPI, of MPICH, Intel and MVAPICH (all Hydra), and srun.
 
 They only start the ranks: what these say to each other does not go through MPI.
 """
@@ -6,16 +6,10 @@ They only start the ranks: what these say to each other does not go through MPI.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from hf_zero.launch.backends.base import (
-    Backend,
-    Command,
-    Request,
-    launcher_environment,
-    python_variables,
-    task_words,
-)
-from hf_zero.launch.errors import LaunchError
+from hf_zero.launch import LaunchError
+from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, python_variables, task_words
 from hf_zero.launch.job import Job
 
 
@@ -93,3 +87,31 @@ def even_placement(job: Job, name: str) -> list[str]:
             f"--launcher {name} needs as many slots on every host ({counts}): narrow them with --num_gpus"
         )
     return ["-n", str(job.world.num_ranks), "-ppn", str(per_node), "-hosts", ",".join(job.world.names)]
+
+
+class Slurm(Backend):
+    """srun, inside an allocation or making one: it chooses the hosts unless the job names them."""
+
+    name = "slurm"
+    programs = (("srun",),)
+    package = "slurm-client"
+    refuses = {"ssh_port": "srun uses no ssh", "force_multi": "srun is used for one node as well"}
+
+    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+        per_node = job.world.slots_per_node()
+        if per_node is None:
+            raise LaunchError("--launcher slurm starts as many ranks on every node: narrow the slots with --num_gpus")
+        for node in job.world.nodes:
+            if node.slots != tuple(str(slot) for slot in range(per_node)):
+                raise LaunchError(
+                    f"--launcher slurm chooses no devices ({node.name}:{','.join(node.slots)}): Slurm hands them out. "
+                    "Name whole hosts in --include and --exclude, and a number in --num_gpus"
+                )
+        nodes = len(job.world.nodes)
+        words = [programs[0], "--nodes", str(nodes), "--ntasks", str(job.world.num_ranks)]
+        words += ["--ntasks-per-node", str(per_node), "--kill-on-bad-exit=1"]
+        if request.has_hosts:
+            words += ["--nodelist", ",".join(job.world.names)]
+        # srun hands its whole environment to the tasks, so that nothing has to be quoted.
+        environment = {**launcher_environment(), **python_variables(job)}
+        return Command([*words, *request.launcher_args, *task_words(replace(job, gives_devices=False))], environment)

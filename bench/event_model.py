@@ -1,0 +1,192 @@
+"""One training step as pieces of work on lanes: what our schedule of streams makes of bytes, links and FLOPs.
+
+    compute       forward 1 | forward 2 | ...  backward 2 | backward 1 | update
+    collectives   gather 2  | gather 3  | ...  reduce n  | ...
+    in            weights 2 | weights 3 | ...                          | updated weights
+    out                                        gradients n | ...
+    host                                                     update n | update n-1 | ...
+
+Each lane does its pieces in the order in which they were asked for; a piece begins when its lane is free and what it
+needs is done. The rules are those of docs/architecture.md: parameters come one unit ahead of their use (two buffers),
+gradients leave behind their unit, a sub-group's weights go back while the next one is updated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LANES = ("compute", "collectives", "in", "out", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One GPU and its share of the host; bytes and FLOPs per second that are reached, not those of a data sheet."""
+
+    name: str
+    gpus: int
+    flops: float
+    memory: float
+    link: float  # to other GPUs, one direction
+    host_link: float  # PCIe, one direction
+    host_memory: float  # of the host's memory, this GPU's share
+    capacity: float  # bytes of device memory
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model of equal blocks."""
+
+    name: str
+    parameters: float
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is kept where. Weights and gradients are bf16, masters and both moments fp32."""
+
+    stage: int
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    tokens: int = 16384  # of one GPU and step
+    recomputes: bool = True  # forward again in backward
+    clips: bool = True  # no update before the norm of all gradients is known
+    trained: float = 1.0  # share of the parameters; the others are frozen
+
+    @property
+    def name(self) -> str:
+        away = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
+        return f"{self.stage}" + (f", {' and '.join(away)} on the host" if away else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    lane: str
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Step:
+    """Pieces of work in the order in which they are asked for."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    _free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+
+    def do(self, lane: str, what: str, seconds: float, *after: float) -> float:
+        """Ask for a piece; returns when it ends."""
+        start = max(self._free[lane], *after, 0.0)
+        self._free[lane] = start + seconds
+        if seconds:
+            self.pieces.append(Piece(lane, what, start, start + seconds))
+        return start + seconds
+
+    @property
+    def seconds(self) -> float:
+        return max(piece.end for piece in self.pieces)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds of work of every lane: none of them can be faster than its own."""
+        found = dict.fromkeys(LANES, 0.0)
+        for piece in self.pieces:
+            found[piece.lane] += piece.end - piece.start
+        return found
+
+    @property
+    def bound(self) -> str:
+        return max(LANES, key=lambda lane: self.busy[lane])
+
+    @property
+    def over_slowest(self) -> float:
+        """How much longer than its slowest lane."""
+        return self.seconds / self.busy[self.bound]
+
+    def overlap(self, first: str, second: str) -> float:
+        """Seconds in which both lanes work."""
+        ours, theirs = ([p for p in self.pieces if p.lane == lane] for lane in (first, second))
+        return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in ours for b in theirs)
+
+
+UPDATE_BYTES = 28  # of a parameter: masters and moments read and written, gradient read, weight written
+
+
+def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:
+    """Model states that stay on the device, without activations."""
+    sharded = 1 / machine.gpus
+    weights = 2 * (sharded if setup.stage == 3 else 1.0)
+    gradients = 2 * (sharded if setup.stage >= 2 else 1.0)
+    states = 12 * (sharded if setup.stage >= 1 else 1.0)
+    if setup.offload_optimizer:
+        states, gradients = 0.0, 0.0 if setup.stage >= 2 else gradients
+    if setup.offload_parameters:
+        weights = 0.0
+    buffers = 4 * 2 / shape.units  # two units under way, their gradients too
+    return shape.parameters * (weights + gradients + states + buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    """Of one unit."""
+
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+    bring: float
+    take: float
+    host_update: float
+    update: float
+
+
+def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
+    numel = shape.parameters / shape.units
+    owned = numel / machine.gpus if setup.stage else numel
+    updated = owned * setup.trained
+    crossing = (machine.gpus - 1) / machine.gpus
+    once = 2 * numel * crossing / machine.link
+    forward = 2 * numel * setup.tokens / machine.flops
+    moved = 2 * owned / machine.host_link
+    return _Seconds(
+        forward=forward,
+        backward=forward * (1 + setup.trained + setup.recomputes),
+        gather=once if setup.stage in (1, 2, 3) else 0.0,
+        reduce=once * (2 if setup.stage == 0 else 1) * setup.trained,
+        bring=moved if setup.offload_parameters else 0.0,
+        take=moved * setup.trained if setup.offload_optimizer else 0.0,
+        host_update=UPDATE_BYTES * updated / machine.host_memory if setup.offload_optimizer else 0.0,
+        update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
+    )
+
+
+def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
+    """One step in steady state: the weights of the step before are where forward expects them."""
+    step, one, units = Step(), _seconds(machine, shape, setup), range(shape.units)
+    gathers = setup.stage == 3
+    used: list[float] = []  # when each pass over a unit ends
+
+    def pass_over(unit: int, what: str, seconds: float) -> float:
+        # Two buffers: what comes for this use waits for the use before the last one.
+        free = used[-2] if len(used) > 1 else 0.0
+        here = step.do("in", f"weights {unit}", one.bring, free)
+        whole = step.do("collectives", f"gather {unit}", one.gather if gathers else 0.0, free, here)
+        used.append(step.do("compute", f"{what} {unit}", seconds, whole))
+        return used[-1]
+
+    for unit in units:
+        pass_over(unit, "forward", one.forward)
+    arrived: list[float] = []
+    for unit in reversed(units):
+        done = pass_over(unit, "backward", one.backward)
+        reduced = step.do("collectives", f"reduce {unit}", one.reduce, done)
+        arrived.append(step.do("out", f"gradients {unit}", one.take, reduced))
+    norm = arrived[-1] if setup.clips else 0.0
+    for unit, gradient in zip(reversed(units), arrived):
+        updated = step.do("host", f"update {unit}", one.host_update, gradient, norm)
+        updated = step.do("compute", f"update {unit}", one.update, updated)
+        if setup.offload_optimizer and not setup.offload_parameters:
+            updated = step.do("in", f"updated weights {unit}", one.take, updated)
+        if setup.stage in (1, 2):
+            step.do("collectives", f"gather updated {unit}", one.gather, updated)
+    return step

@@ -1,0 +1,78 @@
+"""What Trainer asks after every step, answered without waiting for the device.
+
+    Trainer asks                           and gets
+    the gradient norm                      a `LateNorm`, which becomes a float where Trainer logs
+    whether the loss is NaN or infinite    no: the device itself has replaced such a loss, as Trainer would have
+    whether the update was skipped         what is known; without a loss scale nobody waits to learn it
+
+On a CPU all of it is at hand, and Trainer's own code answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.device.registry import runtime_of
+from hf_zero.integration.huggingface.engine_choice import EngineChoice
+from hf_zero.step.late_norm import LateNorm
+from hf_zero.step.optimizer import ZeroOptimizer
+
+_FILTERS = "_hf_zero_filters_losses"  # on a Trainer, while its own filter is off: what it is set to
+
+
+def runs_ahead(trainer: Any) -> bool:
+    """Whether this Trainer has an engine of ours whose host need not wait for its device."""
+    engine = getattr(trainer, "model_wrapped", None)
+    return isinstance(engine, ZeroEngine) and runtime_of(engine.device).runs_ahead
+
+
+@contextmanager
+def late_norms(trainer: Any) -> Iterator[None]:
+    """Inside, the accelerator's `clip_grad_norm_` answers with a `LateNorm` where the norm is not known yet."""
+    engines = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
+    if not isinstance(engines, EngineChoice) or not runs_ahead(trainer):
+        yield
+        return
+    engines.answers_late = True
+    try:
+        yield
+    finally:
+        engines.answers_late = False
+
+
+def as_float(norm: Any) -> Any:
+    """What goes into logs, callbacks and files."""
+    return float(norm) if isinstance(norm, LateNorm) else norm
+
+
+def filtered(trainer: Any, loss: Tensor) -> Tensor:
+    """What Trainer's logging_nan_inf_filter makes of a micro-batch's loss: the mean of those before, if it is not
+    finite. Trainer would read the loss to see whether it is; here the device chooses."""
+    if not trainer.args.logging_nan_inf_filter or not runs_ahead(trainer):
+        return loss
+    before = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+    setattr(trainer, _FILTERS, True)
+    trainer.args.logging_nan_inf_filter = False  # until `restore_filter`
+    return torch.where(torch.isfinite(loss), loss, before.to(loss.dtype))
+
+
+def restore_filter(trainer: Any) -> None:
+    """Let the arguments say what the user has set; before every loss, log, save and evaluation."""
+    if vars(trainer).pop(_FILTERS, False):
+        trainer.args.logging_nan_inf_filter = True
+
+
+def knows_skip(optimizer: Any) -> bool:
+    """Whether asking for the last step's overflow waits for nothing, or the loss scale depends on the answer.
+
+    Without a loss scale a skipped step is rare and told by itself: the engine logs it, and its schedule goes back.
+    """
+    if not isinstance(optimizer, ZeroOptimizer):
+        return True
+    return optimizer.knows_overflow or optimizer.rules.loss_scale is not None

@@ -1,0 +1,79 @@
+"""The event model of a step: lanes overlap as our schedule has it, and docs/performance.md says what it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.event_model import Machine, Setup, Shape, Step, device_bytes, simulate
+from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, page
+
+# Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it happens.
+ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)
+TWO_UNITS = Shape("two", 2.0, 2)
+PLAIN = Setup(0, tokens=1, recomputes=False)
+
+
+def spans(step: Step, lane: str) -> list[tuple[str, float, float]]:
+    return [(piece.what, piece.start, piece.end) for piece in step.pieces if piece.lane == lane]
+
+
+def test_a_step_without_offload_is_its_compute() -> None:
+    step = simulate(ROUND, TWO_UNITS, PLAIN)
+    assert spans(step, "compute") == [
+        ("forward 0", 0, 1), ("forward 1", 1, 2), ("backward 1", 2, 4), ("backward 0", 4, 6), ("update 1", 6, 7),
+        ("update 0", 7, 8),
+    ]  # fmt: skip
+    assert step.bound == "compute" and step.over_slowest == 1.0
+
+
+def test_a_step_with_everything_on_the_host() -> None:
+    """Weights come one unit ahead; gradients leave while the unit before computes; updates follow one another."""
+    setup = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True)
+    step = simulate(ROUND, TWO_UNITS, setup)
+    assert spans(step, "in") == [("weights 0", 0, 1), ("weights 1", 1, 2), ("weights 1", 2, 3), ("weights 0", 3, 4)]
+    assert spans(step, "compute") == [
+        ("forward 0", 1, 2), ("forward 1", 2, 3), ("backward 1", 3, 5), ("backward 0", 5, 7),
+    ]  # fmt: skip
+    assert spans(step, "out") == [("gradients 1", 5, 6), ("gradients 0", 7, 8)]
+    assert spans(step, "host") == [("update 1", 8, 9), ("update 0", 9, 10)], "clipping needs the norm of all gradients"
+    early = simulate(ROUND, TWO_UNITS, replace(setup, clips=False))
+    assert spans(early, "host") == [("update 1", 6, 7), ("update 0", 8, 9)]
+
+
+def test_weights_go_back_while_the_next_are_updated() -> None:
+    step = simulate(ROUND, TWO_UNITS, replace(PLAIN, stage=3, offload_optimizer=True))
+    assert spans(step, "host") == [("update 1", 7, 8), ("update 0", 8, 9)]
+    assert spans(step, "in") == [("updated weights 1", 8, 9), ("updated weights 0", 9, 10)]
+
+
+def test_everything_overlaps_with_offload() -> None:
+    setup = Setup(3, offload_optimizer=True, offload_parameters=True, tokens=4096, clips=False)
+    step = simulate(MACHINES[2], SHAPES[1], setup)
+    for lane in ("in", "out", "host"):
+        assert step.overlap("compute", lane) > 0.4 * step.busy[lane], lane
+    assert step.overlap("in", "out") > 0 and step.overlap("out", "host") > 0 and step.overlap("in", "host") > 0
+
+
+@pytest.mark.parametrize(("machine", "shape", "setup"), BOUNDS, ids=lambda part: getattr(part, "name", ""))
+def test_a_step_is_near_its_slowest_lane(machine: Machine, shape: Shape, setup: Setup) -> None:
+    assert simulate(machine, shape, setup).over_slowest <= 1.1
+
+
+def test_every_lane_has_a_case_in_which_it_is_the_slowest() -> None:
+    assert {simulate(*case).bound for case in BOUNDS} == {"compute", "collectives", "in", "host"}
+
+
+def test_bytes_that_stay_on_the_device() -> None:
+    """16 bytes per parameter at stage 0; ZeRO's formulas for 8 GPUs above; nothing but two units where all is away."""
+    eight, shape = MACHINES[1], Shape("one", 1.0, 1 << 30)
+    for stage, expected in ((0, 16.0), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
+        assert device_bytes(eight, shape, Setup(stage)) == pytest.approx(expected, abs=1e-6)
+    assert device_bytes(eight, shape, Setup(3, True, True)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_page_says_what_the_model_says() -> None:
+    """`python -m bench.roofline --write` writes it."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text) == text
