@@ -159,7 +159,7 @@ class Late(AtOnce):
         copy.number, copy.clock = clock[lane], clock.copy()
         _poison(copy.target)
         self._copies.append(copy)
-        self._note(lane.value, f"{_place(site)} {copy.source.numel()}")
+        _note(self.trace, lane.value, f"{_place(site)} {copy.source.numel()}")
         if self._random.random() < self._early:
             self._carry_out(self._random.choice(self._copies))
         return LateEvent(copy.clock, self._num_ranges)
@@ -199,7 +199,7 @@ class Late(AtOnce):
         if isinstance(event, LateEvent) and not self.skips(site):
             self._look()
             _learn(self._clocks[Lane.COMPUTE], event.clock)
-            self._note("compute", f"{_place(site)} waits")
+            _note(self.trace, "compute", f"{_place(site)} waits")
             self._settle()
 
     def host_wait(self, event: Event) -> None:
@@ -207,7 +207,7 @@ class Late(AtOnce):
         if isinstance(event, LateEvent) and not self.skips(site):
             self._look()
             self.num_host_waits += not self.has_passed(event)
-            self._note("host", f"{_place(site)} waits")
+            _note(self.trace, "host", f"{_place(site)} waits")
             self._host_learns(event.clock)
 
     def has_passed(self, event: Event) -> bool:
@@ -236,7 +236,7 @@ class Late(AtOnce):
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         self._num_ranges += 1
-        self._note("compute", name)
+        _note(self.trace, "compute", name)
         with super().range(name):
             yield
 
@@ -276,9 +276,10 @@ class Late(AtOnce):
             if not is_free and not torch.equal(_bytes(copy.source), _bytes(copy.before)):
                 raise LateError(f"{copy.site}: the source of a copy {copy.lane.value} has changed before it was done")
 
-    def _note(self, lane: str, what: str) -> None:
-        if self.trace is not None:
-            self.trace.append((lane, what))
+
+def _note(trace: list[tuple[str, str]] | None, lane: str, what: str) -> None:
+    if trace is not None:
+        trace.append((lane, what))
 
 
 def _ends(copy: _Copy) -> tuple[Tensor, Tensor]:
