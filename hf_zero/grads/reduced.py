@@ -54,7 +54,8 @@ class ReducedGradient:
         self._memory = runtime_of(trained.device).own
         self._departures = trained.placement.departures
         self._vector: Vector | None = None
-        self._has_counted = False  # whether the vector holds anything; what has been added may be on its way
+        self._num_added = self._num_counted = 0  # parts since the last step; the difference is on its way
+        self._num_squared = 0  # parts in `_squares`
         self._squares: Tensor | None = None
 
     @property
@@ -117,13 +118,14 @@ class ReducedGradient:
         Args:
             is_lent: others write to its memory as soon as this returns.
         """
+        self._num_added += 1
         if self._departures is None:
             self._count_in(part)
         else:
             # The squares are counted on the device, so that the norm need not wait for the copy; and a copy on the
             # device takes far less time than a lent buffer would be missed for.
             is_first, place = not self.is_there, self._place
-            self._squares = sum_of_squares(part) if is_first else None
+            self._squares, self._num_squared = (sum_of_squares(part), 1) if is_first else (None, 0)
             stays = is_first and place.tensor is not None and place.dtype == part.dtype
             leaving = part.clone() if is_lent else part
             self._departures.send(leaving, self._count_in, place.tensor if stays else None)
@@ -133,22 +135,26 @@ class ReducedGradient:
         """Add what is in the memory that sums are made in."""
         place = self._place
         if self._state is not ReducedState.AWAITED:
-            place.fetch(reads=self._has_counted)
+            place.fetch(reads=self._num_counted > 0)
         total = place.take()
-        if self._has_counted:
+        if self._num_counted:
             add_into(total, part)
         elif part.data_ptr() != total.data_ptr():
             total.copy_(part)
+        self._num_counted += 1
         if place.tensor is None:
-            self._squares = sum_of_squares(total)  # while they are here
+            self._squares, self._num_squared = sum_of_squares(total), self._num_counted  # while they are here
         place.release(changed=True)
-        self._has_counted = True
 
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares of what lies in `part` of the owned interval: 0-dim, fp64."""
-        if self._squares is None:
+        if self._num_squared != self._num_added:
             self._settle()
-        if self._squares is not None and part.numel == self._trained.owned.numel:
+        if (
+            self._num_squared == self._num_added
+            and self._squares is not None
+            and part.numel == self._trained.owned.numel
+        ):
             return self._squares
         with self.opened() as total:
             return sum_of_squares(total.narrow(0, part.start, part.numel))
@@ -163,7 +169,7 @@ class ReducedGradient:
         """Forget the sum. Its room stays."""
         self._settle()
         self._state = ReducedState.NONE
-        self._has_counted = False
+        self._num_added = self._num_counted = self._num_squared = 0
         self._squares = None
 
     def give_up_room(self) -> None:
