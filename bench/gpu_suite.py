@@ -2,6 +2,7 @@
 
     python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
     python -m bench.gpu_suite --quick               # smaller vectors; --json FILE keeps the figures
+    python -m bench.gpu_suite --train               # and whole steps beside FSDP2, torchao, DeepSpeed (gpu_train.py)
     python -m bench.gpu_suite --offload             # and the largest model with offload to the host (gpu_offload.py)
 
 Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install; `--offload` needs
@@ -219,6 +220,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="time 2**24 elements")
     parser.add_argument("--offload", action="store_true", help="train the largest model that host memory holds, too")
+    parser.add_argument(
+        "--train", action="store_true", help="train 0.5B to 7B beside FSDP2, torchao and DeepSpeed, too"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -235,9 +239,17 @@ def main() -> None:
 
         offload = gpu_offload.measure(gpu_offload.parse([]))
         sys.stdout.write(f"\nlargest model with offload: {json.dumps(offload, indent=1)}\n")
+    trained = None
+    if options.train:
+        from bench import gpu_train
+
+        torch.cuda.empty_cache()
+        trained = gpu_train.run(["0.5b", "1.5b", "7b"], [*gpu_train.OURS, *gpu_train.OTHERS], steps=8, budget_s=400)
     if options.json:
         answer = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed, "rows": rows}
-        options.json.write_text(json.dumps({**answer, "waits": waits, "offload": offload}, indent=1))
+        options.json.write_text(
+            json.dumps({**answer, "waits": waits, "offload": offload, "trained": trained}, indent=1)
+        )
     sys.exit(f"{len(failed)} checks failed" if failed else 0)
 
 

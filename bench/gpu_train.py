@@ -1,0 +1,215 @@
+"""Llama-shaped models on one GPU: ours at stages 0, 2, 3 and with offload, beside FSDP2, torchao and DeepSpeed.
+
+    python -m bench.gpu_train --json figures.json            # every case in a process of its own, within --budget-s
+    python -m bench.gpu_train --dry-run                      # tiny shapes, a few steps, on whatever there is
+    python -m bench.gpu_train --case "hf_zero 3 offload" --size 7b
+
+bf16, AdamW, clipping to 1, recomputation. Of each: tokens per second, peak device memory and what the model states take
+by prediction (`bench.event_model.device_bytes`). What is not installed, or does not fit, is said to be so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.event_model import Setup, Shape, device_bytes
+from bench.gpu_offload import VOCABULARY, Llama
+from bench.roofline import MACHINES
+from bench.surroundings import ROOT
+
+# name -> hidden, heads, layers, sequences, length
+SIZES = {
+    "tiny": (64, 2, 2, 2, 32),
+    "0.5b": (1280, 20, 20, 8, 2048),
+    "1.5b": (2048, 16, 28, 8, 2048),
+    "7b": (4096, 32, 32, 4, 2048),
+}
+OURS = {
+    "hf_zero 0": Setup(0),
+    "hf_zero 2": Setup(2),
+    "hf_zero 3": Setup(3),
+    "hf_zero 2 offload": Setup(2, offload_optimizer=True),
+    "hf_zero 3 offload": Setup(3, offload_optimizer=True, offload_parameters=True),
+}
+OTHERS = ("torch fused", "fsdp2", "fsdp2 offload", "torchao offload", "deepspeed 2 offload", "deepspeed 3 offload")
+NEEDS = {"torchao offload": "torchao"}
+Step = Callable[[Tensor], Tensor]
+
+
+def ds_config(setup: Setup, batch: int) -> dict[str, Any]:
+    """The same for ours and DeepSpeed."""
+    zero: dict[str, Any] = {"stage": setup.stage}
+    zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if setup.offload_optimizer else {}
+    zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if setup.offload_parameters else {}
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 30,
+    }
+
+
+def with_engine(module: str, model: Llama, setup: Setup, batch: int) -> Step:
+    """`initialize` of hf_zero or DeepSpeed."""
+    library = importlib.import_module(module)
+    engine = library.initialize(model=model, model_parameters=model.parameters(), config=ds_config(setup, batch))[0]
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def with_torch(model: Llama, device: torch.device, case: str) -> Step:
+    """fp32 masters and autocast, FSDP2 with or without its CPU offload, or torchao's optimizer on the host."""
+    model = model if case == "fsdp2 offload" else model.to(device)
+    if case.startswith("fsdp2"):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if case.endswith("offload") else OffloadPolicy()
+        options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": offload}
+        for block in model.layers:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    optimizer: Any
+    if case == "torchao offload":
+        from torchao.optim import CPUOffloadOptimizer
+
+        model = model.bfloat16()
+        optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(tokens: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=case == "torch fused"):
+            loss: Tensor = model(tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def measure(case: str, size: str, steps: int) -> dict[str, Any]:
+    """One case, in this process."""
+    from hf_zero.comm import init_distributed
+
+    hidden, heads, layers, batch, length = SIZES[size]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    init_distributed()
+    torch.manual_seed(0)
+    model = Llama(hidden, heads, layers)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    setup = OURS.get(case.replace("deepspeed", "hf_zero"))
+    if setup is None:
+        step = with_torch(model, device, case)
+    else:
+        step = with_engine("hf_zero" if case in OURS else "deepspeed", model, setup, batch)
+    tokens = torch.randint(VOCABULARY, (batch, length), device=device)
+    losses = [float(step(tokens)) for _ in range(2)]
+    start = time.perf_counter()
+    for _ in range(steps):
+        last = step(tokens)
+    losses.append(float(last))
+    seconds = (time.perf_counter() - start) / steps
+    found = {"case": case, "size": size, "parameters": numel, "s_per_step": seconds, "losses": losses}
+    found["tokens_per_s"] = batch * length / seconds
+    if device.type != "cpu":
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    if setup is not None:
+        found["predicted_states_gb"] = device_bytes(replace(MACHINES[0]), Shape(size, numel, layers), setup) / 1e9
+    return found
+
+
+def missing(case: str) -> str | None:
+    """What a case needs and this interpreter has not; a DeepSpeed is one whose own package is there."""
+    module = NEEDS.get(case)
+    if module and importlib.util.find_spec(module) is None:
+        return f"{module} is not installed"
+    if case.startswith("deepspeed"):
+        from importlib.metadata import distributions
+
+        names = {(found.metadata["Name"] or "").lower() for found in distributions() if found.files}
+        return None if "deepspeed" in names else "deepspeed is not installed"
+    return None
+
+
+def apart(case: str, size: str, steps: int, timeout_s: float) -> dict[str, Any]:
+    """One case in a fresh process."""
+    reason = missing(case)
+    if reason:
+        return {"case": case, "size": size, "skipped": reason}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    switch = {"HF_ZERO": "0"} if case.startswith("deepspeed") else {}
+    words = [sys.executable, "-m", "bench.gpu_train", "--case", case, "--size", size, "--steps", str(steps)]
+    try:
+        result = subprocess.run(
+            words, env={**os.environ, **place, **switch}, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"case": case, "size": size, "failed": f"no end within {timeout_s:.0f} s"}
+    if result.returncode:
+        return {"case": case, "size": size, "failed": (result.stderr.strip().splitlines() or ["?"])[-1]}
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def run(sizes: list[str], cases: list[str], steps: int, budget_s: float) -> list[dict[str, Any]]:
+    """Every case of every size, the small ones first; those beyond the budget are skipped and named."""
+    end, rows = time.monotonic() + budget_s, []
+    for size in sizes:
+        for case in cases:
+            left = end - time.monotonic()
+            late = {"case": case, "size": size, "skipped": f"beyond the budget of {budget_s:.0f} s"}
+            rows.append(apart(case, size, steps, left) if left > 0 else late)
+            sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+            sys.stdout.flush()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", help=f"one of {', '.join([*OURS, *OTHERS])}: alone, in this process")
+    parser.add_argument("--size", default="0.5b", choices=SIZES)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--budget-s", type=float, default=400, help="no case begins after that")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, one step")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    if options.case:
+        sys.stdout.write("\n" + json.dumps(measure(options.case, options.size, options.steps)) + "\n")
+        return
+    sizes = ["tiny"] if options.dry_run else ["0.5b", "1.5b", "7b"]
+    rows = run(sizes, [*OURS, *OTHERS], 1 if options.dry_run else options.steps, options.budget_s)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    failed = [row for row in rows if "failed" in row]
+    sys.exit(f"{len(failed)} cases failed" if options.dry_run and failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The training part of the suite for GPUs runs, on tiny shapes and on the CPU, so that it does not rot."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.gpu_train import OTHERS, OURS, apart, ds_config, missing, run
+
+
+@pytest.mark.parametrize("case", ["hf_zero 3 offload", "torch fused"])
+def test_a_case_trains(case: str) -> None:
+    found = apart(case, "tiny", 1, 250)
+    assert "failed" not in found, found
+    assert found["losses"][2] < found["losses"][0] and found["tokens_per_s"] > 0
+
+
+def test_what_is_not_there_or_too_late_is_said() -> None:
+    lacking = [case for case in OTHERS if missing(case)]
+    rows = run(["tiny"], lacking, 1, 100) + run(["tiny"], ["hf_zero 0"], 1, 0)
+    assert all("not installed" in row["skipped"] or "budget" in row["skipped"] for row in rows)
+    assert "beyond the budget of 0 s" in rows[-1]["skipped"]
+
+
+def test_offload_is_in_the_config() -> None:
+    zero = ds_config(OURS["hf_zero 3 offload"], 2)["zero_optimization"]
+    assert zero["stage"] == 3 and {"offload_optimizer", "offload_param"} <= zero.keys()
