@@ -12,7 +12,8 @@ from hf_zero.offload.staged import StagingPool
 
 def departures() -> tuple[Late, Departures]:
     runtime = Late(early=0.0)
-    return runtime, Departures(runtime, StagingPool(runtime, lambda n, dtype: torch.empty(n, dtype=dtype), is_host=True))
+    pool = StagingPool(runtime, lambda numel, dtype: torch.empty(numel, dtype=dtype), is_host=True)
+    return runtime, Departures(runtime, pool)
 
 
 def test_what_is_sent_is_counted_in_when_it_is_asked_for() -> None:
