@@ -1,7 +1,11 @@
 """Training-time features: what an engine tells them while it trains, and what they keep in its checkpoints.
 
     engine                      every feature, in the order in which they were made
+    initialize          ->      adjust_groups(groups)                 before the optimizer gets its parameters
+                        ->      begin(tools)                          the engine is complete
+    a loader's batch    ->      on_batch(progress, batch)             a training batch, before anything is counted
     forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
+                        ->      after_forward(progress, ..., output)  may replace what forward returns
     step() at a boundary ->     before_step(progress)                 gradients are there, nothing is clipped yet
                         ->      after_step(progress, applied)         weights and counters are new
     save_checkpoint     ->      state_dict()                          under its name, in the model's file
@@ -13,7 +17,7 @@ A feature acts on the model by itself (hooks, a forward of its own): the engine 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +39,20 @@ class Progress:
     training: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTools:
+    """What a feature may ask of its engine.
+
+    Attributes:
+        full_gradient: of a parameter, whole, reduced since the last step; None where there is none. Collective.
+        forward_only: places another model as the engine's own is, without training it, and returns what runs its
+            forward.
+    """
+
+    full_gradient: Callable[[Any], Any]
+    forward_only: Callable[[Any], Callable[..., Any]]
+
+
 class TrainingFeature:
     """One feature; every verb does nothing unless a subclass says otherwise.
 
@@ -44,15 +62,33 @@ class TrainingFeature:
 
     name = ""
 
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        """What the loop gets instead of a training batch, before anything in it is counted."""
+        return batch
+
+    def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Put parameters of its own into the optimizer's groups, in place, or take out what has left the model."""
+
+    def begin(self, tools: EngineTools) -> None:
+        """Parameters are where they stay, equal on all ranks. May be collective."""
+
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         """The keywords that the model's forward gets; called for evaluation, too."""
         return keywords
+
+    def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        """What the engine's forward returns; `inputs` and `keywords` are the model's."""
+        return output
 
     def before_step(self, progress: Progress) -> None:
         """An update is about to be made of reduced gradients."""
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
         """An update has been made; not `applied`: it was skipped on all ranks (overflow)."""
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        """Whether the learning-rate schedule stays where it is after the update that was just made."""
+        return False
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Plain values and CPU tensors, equal on all ranks; None: nothing has to be kept."""
@@ -91,10 +127,31 @@ class Features:
         """The feature of this name, or None."""
         return next((feature for feature in self._all if feature.name == name), None)
 
+    def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
+        for feature in self._all:
+            feature.adjust_groups(groups)
+
+    def begin(self, tools: EngineTools) -> None:
+        for feature in self._all:
+            feature.begin(tools)
+
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         for feature in self._all:
             keywords = feature.before_forward(progress, keywords)
         return keywords
+
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        for feature in self._all:
+            batch = feature.on_batch(progress, batch)
+        return batch
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        return any(feature.holds_schedule(progress) for feature in self._all)
+
+    def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        for feature in reversed(self._all):
+            output = feature.after_forward(progress, inputs, keywords, output)
+        return output
 
     def before_step(self, progress: Progress) -> None:
         for feature in self._all:

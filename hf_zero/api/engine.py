@@ -101,7 +101,9 @@ class ZeroEngine(nn.Module):
         self.gradients.note_forward()
         kwargs = self.training_features.before_forward(self.training_progress, kwargs)
         with self._timer.phase("forward"), self._forward_precision.context():
-            output = self.module(*self._forward_precision.cast(args), **kwargs)
+            inputs = self._forward_precision.cast(args)
+            output = self.module(*inputs, **kwargs)
+            output = self.training_features.after_forward(self.training_progress, inputs, kwargs, output)
         if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
             self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
         return output
@@ -160,7 +162,8 @@ class ZeroEngine(nn.Module):
         moved = None
         if self.lr_scheduler is not None and not ScheduleMark.fits(self.lr_scheduler):
             outcome.read()  # what cannot go back must not be moved too early
-        if self.lr_scheduler is not None and not (outcome.is_known and outcome.skipped):
+        is_held = self.training_features.holds_schedule(self.training_progress)
+        if self.lr_scheduler is not None and not is_held and not (outcome.is_known and outcome.skipped):
             if outcome.is_known:
                 self.lr_scheduler.step()
             else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
@@ -12,15 +14,16 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.inputs import data_loader, model_view
+from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
-from hf_zero.api.parameter_access import attach_fragments
+from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
 from hf_zero.comm import Channel, collectives_for, get_world_size, init_distributed, local_device
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
+from hf_zero.features import EngineTools, Features
 from hf_zero.last_words import listen
 from hf_zero.log import announce, log_dist, logger
 from hf_zero.optim import build_optimizer
@@ -88,14 +91,11 @@ def initialize(
     device = local_device()
     AT_WORK.drop_abandoned()
     with suspended():
-        engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device)
+        features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
+        engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device, features)
+        features.begin(EngineTools(safe_get_full_grad, functools.partial(_forward_only, resolved, device)))
     if training_data is not None:
-        engine.training_dataloader = data_loader(
-            training_data,
-            resolved.batch.micro_batch_size,
-            collate_fn=collate_fn,
-            drop_last=resolved.batch.drop_last,
-        )
+        engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -109,10 +109,9 @@ class _Given:
     lr_scheduler: Any
 
 
-def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngine:
+def _build(given: _Given, resolved: Resolved, device: torch.device, features: Features) -> ZeroEngine:
     model, plan = given.model, _plan(resolved, device)
-    features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
-    base = _base_optimizer(resolved, model, given.optimizer, given.model_parameters)
+    base = _base_optimizer(resolved, given, features)
     _prepare_model(model, base, plan, device)
     assembly = assemble(model, base, plan, OPTIMIZER_NAMES) if base is not None else None
     store = assembly.store if assembly is not None else None
@@ -138,6 +137,13 @@ def _build(given: _Given, resolved: Resolved, device: torch.device) -> ZeroEngin
             features=features,
         )
     )
+
+
+def _forward_only(resolved: Resolved, device: torch.device, model: nn.Module) -> ZeroEngine:
+    """An engine that only runs `model`, in the dtype and at the stage of the one that trains."""
+    zero = dataclasses.replace(resolved.zero, offload_optimizer=None)
+    alone = dataclasses.replace(resolved, zero=zero, optimizer=None, scheduler=None)
+    return _build(_Given(model, None, None, None), alone, device, Features())
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -177,12 +183,13 @@ def _log_settings(resolved: Resolved) -> None:
         log_dist(f"the config asks for what does not happen (python -m hf_zero explain):{shown}", level=WARNING)
 
 
-def _base_optimizer(
-    resolved: Resolved, model: nn.Module, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
-) -> torch.optim.Optimizer | None:
+def _base_optimizer(resolved: Resolved, given: _Given, features: Features) -> torch.optim.Optimizer | None:
+    model, optimizer = given.model, given.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
+        features.adjust_groups(optimizer.param_groups)
         return optimizer
-    groups = _as_groups(model_parameters, model)
+    groups = _as_groups(given.model_parameters, model)
+    features.adjust_groups(groups)
     if optimizer is not None:
         return optimizer([parameter for group in groups for parameter in group["params"]])
     if resolved.optimizer is not None:
@@ -190,7 +197,7 @@ def _base_optimizer(
     return None
 
 
-def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> Sequence[dict[str, Any]]:
+def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> list[dict[str, Any]]:
     entries = list(model.parameters() if model_parameters is None else model_parameters)
     if entries and isinstance(entries[0], dict):
         groups = [dict(entry) for entry in entries]

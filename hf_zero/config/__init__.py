@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.errors import ConfigError, Other, Problem
 from hf_zero.config.policies import (
     AutocastPolicy,
@@ -25,6 +26,13 @@ from hf_zero.config.policies import (
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config
-from hf_zero.config.resolve import Findings, examine, resolve, resolve_offload, resolve_precision
+from hf_zero.config.resolve import (
+    Findings,
+    examine,
+    resolve,
+    resolve_compression,
+    resolve_offload,
+    resolve_precision,
+)
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

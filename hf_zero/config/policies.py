@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hf_zero.config.compression import CompressionPolicy
+from hf_zero.config.features.policies import FeaturesPolicy
 from hf_zero.config.sources import Source
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -204,6 +206,8 @@ class Resolved:
     logging: LoggingPolicy
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
+    features: FeaturesPolicy = FeaturesPolicy()
+    compression: CompressionPolicy = CompressionPolicy()
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason

@@ -73,6 +73,7 @@ def _entries(section: Section, prefix: str, origins: Origins) -> Iterator[Proven
                 yield Provenance(path=path, value=value, source=DEFAULT)
         elif isinstance(value, dict) and value:
             for key, inner in value.items():
-                yield Provenance(path=f"{path}.{key}", value=inner, source=origins.of(f"{path}.{key}"))
+                shown = inner.model_dump(exclude_unset=True) if isinstance(inner, Section) else inner
+                yield Provenance(path=f"{path}.{key}", value=shown, source=origins.of(f"{path}.{key}"))
         else:
             yield Provenance(path=path, value=value, source=origins.of(path))

@@ -13,7 +13,11 @@ from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
+from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
+from hf_zero.config.features.elasticity import elastic_sizes
+from hf_zero.config.features.policies import FeaturesPolicy
+from hf_zero.config.features.rules import resolve_features
 from hf_zero.config.fill import fill, filled
 from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
@@ -64,6 +68,7 @@ class Findings:
     batch: policies.BatchPolicy | None  # None: it does not follow from what is known
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
+    features: FeaturesPolicy
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
@@ -100,12 +105,21 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += [finding for finding in findings if isinstance(finding, Problem)]
     problems += contradictions(config, views.world_size)
     batch, wrong = _batch(config, translated, views.world_size, {problem.path for problem in problems})
+    elastic = elastic_sizes(config, views.world_size, origins.is_written)
+    if elastic.is_on:
+        drops_last = config.dataloader_drop_last
+        batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
+        wrong = []
+        problems += elastic.problems
     if complete or not {TRAIN, MICRO} & translated.autos:
         problems += wrong
     optimizer, found = resolve_optimizer(config.optimizer, translated.autos)
     problems += found
     scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
     problems += found
+    features = resolve_features(config)
+    problems += features.problems
+    remarks += features.remarks
     if config.hf_zero is not None and config.hf_zero.strict:
         problems += [_as_problem(remark) for remark in remarks if remark.ignored]
     return Findings(
@@ -113,6 +127,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         batch=batch,
         optimizer=optimizer,
         scheduler=scheduler,
+        features=features.policy,
         problems=tuple(with_origins(problems, origins)),
         remarks=tuple(remarks),
         provenance=MappingProxyType(record(config, batch, origins)),
@@ -172,6 +187,8 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         ),
         checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
+        features=findings.features,
+        compression=compression_policy(config),
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
@@ -193,6 +210,15 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffloa
     config = examine(raw, Views(world_size=1), complete=False).config
     zero = config.zero_optimization or Zero()
     return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
+
+
+def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
+    """Only what is compressed, from a config that may still have open ends (before Trainer fills them)."""
+    findings = examine(raw, Views(world_size=1), complete=False)
+    wrong = [problem for problem in findings.problems if problem.path.startswith((ROOT, "hf_zero.distillation"))]
+    if wrong:
+        raise ConfigError(wrong)
+    return compression_policy(findings.config)
 
 
 def compatibility(config: Root) -> policies.CompatibilityPolicy:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_zero.config import ConfigError, Problem, Views, examine, load_config
+from hf_zero.explain.compression import compression_words
 from hf_zero.explain.mend import default_target, mend, write_mended
 from hf_zero.explain.report import Report, as_json, report_on, show
 from hf_zero.explain.views import model_view_by_name, training_view_from_flags
@@ -57,6 +59,9 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
             notes.append(f"the mended config is in {target}; comments are not carried over")
             config, name = load_config(target), str(target)
         findings = examine(config, views, complete=False)
+        words, wrong = compression_words(findings, arguments.model)
+        notes += words
+        findings = dataclasses.replace(findings, problems=(*findings.problems, *wrong))
     except ConfigError as error:
         problems += error.problems
         return Report(name=str(arguments.config)[:200], problems=tuple(problems), notes=tuple(notes))

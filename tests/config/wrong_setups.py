@@ -55,7 +55,9 @@ SETUPS: dict[str, Any] = {
     "an unknown accumulation dtype": {**_optimizer("SGD", lr=1e-3), "data_types": {"grad_accum_dtype": "int8"}},
     "masters without bf16 masters": _zero() | {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     "an unknown log level": _with(log_level="loud"),
-    "a compression section that is on": _with(compression_training={"weight_quantization": {"enabled": True}}),
+    "a compression technique without its shared parameters": _with(
+        compression_training={"weight_quantization": {"enabled": True}}
+    ),
     "an elastic batch": _with(elasticity={"enabled": True, "micro_batch_sizes": [1]}),
     "groups of MiCS": _zero(stage=3, mics_shard_size=2),
     "no config": None,

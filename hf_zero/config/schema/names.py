@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -26,11 +26,24 @@ def subsection(field: FieldInfo) -> type[Section] | None:
 def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None:
     """The section class at a path, or None if the schema has none there."""
     section: type[Section] | None = root
+    by_name: type[Section] | None = None  # of a field that holds sections by names that the author chooses
     for key in path:
+        if by_name is not None:
+            section, by_name = by_name, None
+            continue
         if section is None or key not in section.model_fields:
             return None
+        by_name = named_sections(section.model_fields[key])
         section = subsection(section.model_fields[key])
     return section
+
+
+def named_sections(field: FieldInfo) -> type[Section] | None:
+    """The section class of a field dict[str, section]."""
+    if get_origin(field.annotation) is not dict:
+        return None
+    inner = get_args(field.annotation)[1]
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 def verdict_of(field: FieldInfo) -> Verdict:

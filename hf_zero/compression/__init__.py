@@ -1,0 +1,1 @@
+"""Smaller models: fewer bits, fewer weights, fewer layers."""

@@ -1,0 +1,1 @@
+"""What becomes of a compressed model after training: cut, counted, saved."""
