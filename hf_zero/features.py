@@ -3,6 +3,7 @@
     engine                      every feature, in the order in which they were made
     initialize          ->      adjust_groups(groups)                 before the optimizer gets its parameters
                         ->      begin(tools)                          the engine is complete
+    a loader's batch    ->      on_batch(progress, batch)             a training batch, before anything is counted
     forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
                         ->      after_forward(progress, ..., output)  may replace what forward returns
     step() at a boundary ->     before_step(progress)                 gradients are there, nothing is clipped yet
@@ -61,6 +62,10 @@ class TrainingFeature:
 
     name = ""
 
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        """What the loop gets instead of a training batch, before anything in it is counted."""
+        return batch
+
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put parameters of its own into the optimizer's groups, in place, or take out what has left the model."""
 
@@ -80,6 +85,10 @@ class TrainingFeature:
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
         """An update has been made; not `applied`: it was skipped on all ranks (overflow)."""
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        """Whether the learning-rate schedule stays where it is after the update that was just made."""
+        return False
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Plain values and CPU tensors, equal on all ranks; None: nothing has to be kept."""
@@ -130,6 +139,14 @@ class Features:
         for feature in self._all:
             keywords = feature.before_forward(progress, keywords)
         return keywords
+
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        for feature in self._all:
+            batch = feature.on_batch(progress, batch)
+        return batch
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        return any(feature.holds_schedule(progress) for feature in self._all)
 
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         for feature in reversed(self._all):

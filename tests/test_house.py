@@ -44,7 +44,6 @@ _LEAF = "imported from below by what cannot know each other"
 
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
-    "api/training_features.py": "a table that every feature enters itself in",
     "checkpoint/errors.py": _LEAF,
     "checkpoint/opening.py": "where every reader begins",
     "checkpoint/plain.py": _LEAF,

@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "compression"),
+    ("checkpoint", "attention", "compression", "data", "routing"),
     ("api",),
     ("integration",),
     ("explain",),

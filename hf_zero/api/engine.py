@@ -162,7 +162,8 @@ class ZeroEngine(nn.Module):
         moved = None
         if self.lr_scheduler is not None and not ScheduleMark.fits(self.lr_scheduler):
             outcome.read()  # what cannot go back must not be moved too early
-        if self.lr_scheduler is not None and not (outcome.is_known and outcome.skipped):
+        is_held = self.training_features.holds_schedule(self.training_progress)
+        if self.lr_scheduler is not None and not is_held and not (outcome.is_known and outcome.skipped):
             if outcome.is_known:
                 self.lr_scheduler.step()
             else:

@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.inputs import data_loader
+from hf_zero.api.inputs import training_loader
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.timers import ThroughputTimer
+from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_local_rank, get_rank, get_world_size
 from hf_zero.comm.mirror import get_world_group
@@ -91,8 +92,8 @@ _ZERO_KEYS = {
 }
 # Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
-    "autotuning_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled "
-    "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion random_ltd_enabled "
+    "autotuning_enabled "
+    "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion "
     "super_offload checkpoint_writer_enabled"
 ).split()
 
@@ -231,8 +232,7 @@ def _reload_states(engine: Any, non_blocking: bool = False) -> None:
 
 def _deepspeed_io(engine: Any, dataset: Any, collate_fn: Any = None) -> Any:
     """A DataLoader over this rank's part of `dataset`, in micro-batches."""
-    size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
-    return data_loader(dataset, size, collate_fn=collate_fn, drop_last=drop_last)
+    return training_loader(engine, dataset, collate_fn)
 
 
 def _get_type(engine: Any) -> list[Any]:
@@ -283,6 +283,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda engine: [],
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
     "pipeline_parallelism": lambda engine: False,
+    "random_ltd_scheduler": lambda engine: engine.training_features.named("random_ltd"),
     "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or get_rank() == 0,
     "save_zero_checkpoint": lambda engine: engine.zero_optimization(),
     "seq_data_parallel_group": lambda engine: get_world_group(),
@@ -299,6 +300,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
     **{f"zero_{name}": _key(f"zero_config.{path}") for name, path in _ZERO_KEYS.items()},
     **dict.fromkeys(_NEVER, _never),
+    **FEATURE_METHODS,
     "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
@@ -351,7 +353,6 @@ PARTS = {
 }
 _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _COMPILER = "engine.compile() runs the model under torch.compile"
-_DATA = "data efficiency is not supported: sample and shorten in the data loader or collator"
 _PROFILER = "the flops profiler is not supported: torch.utils.flop_counter.FlopCounterMode counts operations"
 _INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
 _EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
@@ -368,8 +369,6 @@ REFUSED = {
     "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
     "uses_parallelization_pass_only": _COMPILER,
     "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
-    "curriculum_learning_config data_efficiency_config data_sampling_config random_ltd_config random_ltd_initialize "
-    "random_ltd_scheduler set_custom_curriculum_learning_schedule set_data_post_process_func": _DATA,
     "flops flops_profiler flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file "
     "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules": _PROFILER,
     "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.inputs import data_loader, model_view
+from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
@@ -95,12 +95,7 @@ def initialize(
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device, features)
         features.begin(EngineTools(safe_get_full_grad, functools.partial(_forward_only, resolved, device)))
     if training_data is not None:
-        engine.training_dataloader = data_loader(
-            training_data,
-            resolved.batch.micro_batch_size,
-            collate_fn=collate_fn,
-            drop_last=resolved.batch.drop_last,
-        )
+        engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.comm import get_rank, get_world_size
 from hf_zero.config import ModelView
+from hf_zero.data.sampling import RankBatches
 
 # Names that a transformers configuration may answer to although its dict has another one (attribute_map).
 _ALIASES = ("hidden_size", "hidden_sizes", "text_config")
@@ -40,12 +41,36 @@ def config_mapping(config: Any) -> Mapping[str, object] | None:
     return values
 
 
-def data_loader(dataset: Any, batch_size: int, *, collate_fn: Any = None, drop_last: bool = False) -> DataLoader[Any]:
-    """Batches of this rank's part of `dataset`, shuffled anew when the caller sets `loader.sampler.set_epoch`.
+class TrainingLoader(DataLoader[Any]):
+    """A DataLoader whose batches pass through the engine's training-time features."""
 
-    An IterableDataset is taken as it is: it has to yield each rank its own samples.
+    engine: Any = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            features = self.engine.training_features
+            yield features.on_batch(self.engine.training_progress, batch) if features else batch
+
+
+def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLoader[Any]:
+    """Batches of this rank's part of `dataset` in the sizes and the order that the engine's config asks for.
+
+    Without a curriculum it is shuffled anew when the caller sets `loader.sampler.set_epoch`; an IterableDataset is
+    taken as it is and has to yield each rank its own samples.
     """
+    size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
+    curriculum = engine.training_features.named("data_sampler")
+    options: dict[str, Any] = {"collate_fn": collate_fn}
+    if curriculum is not None:
+        options["num_workers"] = curriculum.policy.num_workers
     if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn, drop_last=drop_last)
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=get_world_size(), rank=get_rank())
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
+        loader = TrainingLoader(dataset, batch_size=size, drop_last=drop_last, **options)
+    elif curriculum is not None and curriculum.policy.chooses_samples:
+        stream = curriculum.stream(len(dataset), engine.train_batch_size())
+        batches = RankBatches(stream, size, get_world_size(), get_rank(), lambda: int(curriculum.next_step))
+        loader = TrainingLoader(dataset, batch_sampler=batches, **options)
+    else:
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=get_world_size(), rank=get_rank())
+        loader = TrainingLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
+    loader.engine = engine
+    return loader

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from hf_zero.attention.feature import sparse_attention_of
 from hf_zero.compression.feature import compression_feature
 from hf_zero.config import Resolved
+from hf_zero.data.curriculum import length_curriculum_of
+from hf_zero.data.sampling import sampled_curriculum_of
 from hf_zero.features import Features, TrainingFeature
+from hf_zero.routing.layer_drop import layer_drop_of
+from hf_zero.routing.random_ltd import random_ltd_of
 
 Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
 
@@ -18,7 +24,14 @@ def _compression(model: nn.Module, resolved: Resolved) -> TrainingFeature | None
 
 
 # In the order in which they see a forward.
-MAKERS: tuple[Maker, ...] = (_compression,)
+MAKERS: tuple[Maker, ...] = (
+    length_curriculum_of,
+    sampled_curriculum_of,
+    sparse_attention_of,
+    random_ltd_of,
+    layer_drop_of,
+    _compression,
+)
 
 
 def features_of(model: nn.Module, resolved: Resolved) -> Features:
@@ -29,3 +42,56 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
     """
     made = (make(model, resolved) for make in MAKERS)
     return Features(feature for feature in made if feature is not None)
+
+
+def _has(engine: Any, feature: str) -> bool:
+    return engine.training_features.named(feature) is not None
+
+
+def _section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = (engine.config.get("data_efficiency") or {}).get(name) or {}
+    return section
+
+
+def _sampling_section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = _section(engine, "data_sampling").get(name) or {}
+    return section
+
+
+def _sampled_curriculum(engine: Any, caller: str) -> Any:
+    feature = engine.training_features.named("data_sampler")
+    if feature is None:
+        raise RuntimeError(
+            f"engine.{caller}() needs data_efficiency.data_sampling.curriculum_learning to be switched on in the config"
+        )
+    return feature
+
+
+def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
+    """Functions from an update's number to a difficulty, by metric (seqlen: of the section curriculum_learning)."""
+    lengths = engine.training_features.named("curriculum_learning")
+    if lengths is not None and "seqlen" in schedule_func_dict:
+        lengths.set_custom_get_difficulty(schedule_func_dict["seqlen"])
+        return
+    _sampled_curriculum(engine, "set_custom_curriculum_learning_schedule").set_custom(schedule_func_dict)
+
+
+def _set_post_process(engine: Any, post_process_func: Any) -> None:
+    """A function of (batch, {"current_difficulties": {metric: difficulty}}) that makes the batch to train on."""
+    _sampled_curriculum(engine, "set_data_post_process_func").post_process = post_process_func
+
+
+# What an engine answers about its features, by DeepSpeed's names.
+FEATURE_METHODS: dict[str, Callable[..., Any]] = {
+    "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
+    "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
+    "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},
+    "data_efficiency_enabled": lambda engine: _has(engine, "data_sampler") or _has(engine, "random_ltd"),
+    "data_sampling_config": lambda engine: _section(engine, "data_sampling"),
+    "data_sampling_enabled": lambda engine: _has(engine, "data_sampler"),
+    "random_ltd_config": lambda engine: _section(engine, "data_routing").get("random_ltd") or {},
+    "random_ltd_enabled": lambda engine: _has(engine, "random_ltd"),
+    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is made
+    "set_custom_curriculum_learning_schedule": _set_custom_curriculum,
+    "set_data_post_process_func": _set_post_process,
+}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_zero.config.compression import CompressionPolicy
+from hf_zero.config.features.policies import FeaturesPolicy
 from hf_zero.config.sources import Source
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -205,6 +206,7 @@ class Resolved:
     logging: LoggingPolicy
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
+    features: FeaturesPolicy = FeaturesPolicy()
     compression: CompressionPolicy = CompressionPolicy()
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open

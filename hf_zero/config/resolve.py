@@ -15,6 +15,9 @@ from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
+from hf_zero.config.features.elasticity import elastic_sizes
+from hf_zero.config.features.policies import FeaturesPolicy
+from hf_zero.config.features.rules import resolve_features
 from hf_zero.config.fill import fill, filled
 from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
@@ -65,6 +68,7 @@ class Findings:
     batch: policies.BatchPolicy | None  # None: it does not follow from what is known
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
+    features: FeaturesPolicy
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
@@ -101,12 +105,21 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += [finding for finding in findings if isinstance(finding, Problem)]
     problems += contradictions(config, views.world_size)
     batch, wrong = _batch(config, translated, views.world_size, {problem.path for problem in problems})
+    elastic = elastic_sizes(config, views.world_size, origins.is_written)
+    if elastic.is_on:
+        drops_last = config.dataloader_drop_last
+        batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
+        wrong = []
+        problems += elastic.problems
     if complete or not {TRAIN, MICRO} & translated.autos:
         problems += wrong
     optimizer, found = resolve_optimizer(config.optimizer, translated.autos)
     problems += found
     scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
     problems += found
+    features = resolve_features(config)
+    problems += features.problems
+    remarks += features.remarks
     if config.hf_zero is not None and config.hf_zero.strict:
         problems += [_as_problem(remark) for remark in remarks if remark.ignored]
     return Findings(
@@ -114,6 +127,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         batch=batch,
         optimizer=optimizer,
         scheduler=scheduler,
+        features=features.policy,
         problems=tuple(with_origins(problems, origins)),
         remarks=tuple(remarks),
         provenance=MappingProxyType(record(config, batch, origins)),
@@ -173,6 +187,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         ),
         checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
+        features=findings.features,
         compression=compression_policy(config),
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,

@@ -14,7 +14,11 @@ from hf_zero.config.schema.names import Resemblance, leading_paths, resemblance,
 from hf_zero.config.sources import dotted
 
 # Where DeepSpeed reads single keys and passes over all others; its other sections are strict.
-_LOOSE = {"", "optimizer", "scheduler", "activation_checkpointing", "checkpoint", "data_types", "aio", "torch_autocast"}
+_LOOSE = {
+    *("", "optimizer", "scheduler", "activation_checkpointing", "checkpoint", "data_types", "aio", "torch_autocast"),
+    *("sparse_attention", "curriculum_learning", "curriculum_learning.schedule_config", "elasticity"),
+    *("progressive_layer_drop", "data_efficiency", "data_efficiency.data_sampling", "data_efficiency.data_routing"),
+}
 _ROUNDS = 20  # every round removes what failed; a round more than the deepest section is enough
 
 

@@ -157,10 +157,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "zero_optimization.zero_quantized_gradients",
         ],
     ),
-    "sparse attention": (
-        {"sparse_attention": {"mode": "fixed", "block": 16}},
-        ["sparse_attention"],
-    ),
 }
 
 # Shown in guides, but placeholders rather than JSON: the message says where reading stopped, and why.

@@ -44,7 +44,7 @@ L profiling.flops_profiler: FlopsProfiler get_model_profile
 L profiling.flops_profiler.profiler: FlopsProfiler
 W : version __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__
 W git_version_info: version git_hash git_branch installed_ops
-L elasticity: compute_elastic_config elasticity_enabled
+W elasticity: compute_elastic_config elasticity_enabled
 W launcher.runner: main parse_args fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS DLTS_HOSTFILE
 W comm: mpi_discovery all_reduce barrier get_rank init_distributed
 W comm.comm: all_reduce barrier get_rank is_initialized
@@ -82,7 +82,7 @@ L monitor.monitor: MonitorMaster
 W env_report: main
 T runtime.zero.muon.muon_optimizer: MuonWithAuxAdam
 T : set_optimizer_flags
-L runtime.data_pipeline.curriculum_scheduler: CurriculumScheduler
+W runtime.data_pipeline.curriculum_scheduler: CurriculumScheduler
 W moe.utils: split_params_into_different_moe_groups_for_optimizer is_moe_param
 E moe.layer: MoE
 E pipe: PipelineModule LayerSpec TiedLayerSpec
@@ -91,7 +91,7 @@ E runtime.pipe.engine: PipelineEngine
 E runtime.hybrid_engine: DeepSpeedHybridEngine
 W compression.compress: init_compression redundancy_clean
 W compression.scheduler: compression_scheduler
-L ops.sparse_attention: SparseSelfAttention
+W ops.sparse_attention: SparseSelfAttention
 E ops.transformer: DeepSpeedTransformerLayer DeepSpeedTransformerConfig
 E ops.op_builder: CPUAdamBuilder UtilsBuilder AsyncIOBuilder
 W ops: __compatible_ops__

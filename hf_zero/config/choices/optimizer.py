@@ -41,6 +41,7 @@ _TORCH_TAKERS = {
     "eps": ("adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "sparseadam"),
 }
 _WITHOUT_DECAY = ("lbfgs", "rprop", "sparseadam")
+_LAST_STAGE = 3
 # The last stage that these work at; every other type works at all of them.
 _HIGHEST_STAGE = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
 
@@ -98,14 +99,14 @@ def _optimizer_refusal(name: str) -> Problem | None:
 
 def highest_stage(name: str) -> int:
     """The last stage at which the optimizer of this type works."""
-    return _HIGHEST_STAGE.get(name.lower(), 3)
+    return _HIGHEST_STAGE.get(name.lower(), _LAST_STAGE)
 
 
 def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
     """The 1-bit optimizers average gradients themselves, whole: not every stage has them so."""
     name = section.type if section is not None else None
     highest = highest_stage(name or "")
-    if stage <= highest:
+    if stage <= highest or highest == _LAST_STAGE:  # a stage that does not exist is reported by itself
         return None
     rule = f"{name} works {'at stages 0 and 1' if highest else 'at stage 0'}, and this config has stage {stage}"
     return Problem("optimizer.type", name, rule, f'set zero_optimization.stage to {highest}, or use "AdamW"')

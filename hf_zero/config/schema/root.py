@@ -8,6 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, create_model
 
 from hf_zero.config.schema.compression import Compression, Distillation
+from hf_zero.config.schema.data import (
+    CurriculumLearning,
+    DataEfficiency,
+    Elasticity,
+    ProgressiveLayerDrop,
+    SparseAttention,
+)
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,
@@ -183,17 +190,17 @@ class Root(Section):
     comet: Refused | None = unsupported(None, "Monitor.", why=_OWN)
 
     autotuning: Refused | None = unsupported(None, "Configuration search.", why="there is no search")
-    data_efficiency: Refused | None = unsupported(
-        None, "Sampling and token dropping.", why="data is left to the script"
-    )
-    curriculum_learning: Refused | None = unsupported(None, "Old curriculum.", why="data is left to the script")
-    sparse_attention: Refused | None = unsupported(
-        None, "Sparse attention.", why="attention is left to the model (attn_implementation=...)", switch=""
-    )
+    data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")
+    curriculum_learning: CurriculumLearning | None = detail(None, "Short sequences first (docs/data_efficiency.md).")
+    sparse_attention: SparseAttention | None = detail(None, "Sparse attention (docs/sparse_attention.md).")
     compression_training: Compression | None = detail(None, "Quantisation, pruning and layer reduction.")
-    elasticity: Refused | None = unsupported(None, "Elastic batch sizes.", why="batch sizes are taken as written")
-    progressive_layer_drop: Free | None = unsupported(None, "Layer dropping.", why="it is not supported")
-    eigenvalue: Free | None = unsupported(None, "Eigenvalues of the Hessian.", why="it is not supported")
+    elasticity: Elasticity | None = detail(None, "Batch sizes for many numbers of ranks (docs/elasticity.md).")
+    progressive_layer_drop: ProgressiveLayerDrop | None = detail(None, "Layers left out (docs/data_efficiency.md).")
+    eigenvalue: Free | None = unsupported(
+        None,
+        "Eigenvalues of the Hessian.",
+        why="they only stretched periods of MoQ, and DeepSpeed never reads the section",
+    )
     quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not supported")
     weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")
     graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")

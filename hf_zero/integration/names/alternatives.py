@@ -23,7 +23,7 @@ _CHECKPOINT_TOOLS = (
     "tools for Megatron checkpoints are not supported: load_checkpoint takes checkpoints of any stage and number of "
     "ranks, and `python -m hf_zero.zero_to_fp32` writes whole weights"
 )
-_DATA = "data efficiency is not supported yet: sample and shorten in the data loader or collator"
+_DATA = "curricula, samplers and random-LTD work from ds.json alone: docs/data_efficiency.md"
 _SWAPPING = "how states move to a drive is decided by zero_optimization.offload_optimizer, offload_param and aio"
 _MONITORS = "monitors are not supported yet: Trainer's report_to writes to TensorBoard, W&B and Comet"
 _LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage"
@@ -45,6 +45,9 @@ ALTERNATIVES = {
     "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
     "compile": _COMPILER,
     "compression": "compression is asked for by compression_training in ds.json, see docs/compression.md",
+    "elasticity.DSElasticAgent": (
+        "torchrun restarts ranks itself: torchrun --nnodes 1:4 --max-restarts 100 (docs/elasticity.md)"
+    ),
     "datastates": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
     "inference": _INFERENCE,
     "io": _DRIVE,

@@ -20,17 +20,12 @@ ROOT = "deepspeed"
 REMOVED: dict[str, dict[str, Any]] = {
     "compression.compress": {"functions": "init_compression redundancy_clean student_initialization"},
     "compression.scheduler": {"classes": "compression_scheduler"},
-    "elasticity": {
-        "package": True,
-        "functions": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
-    },
+    "elasticity": {"package": True, "classes": "DSElasticAgent"},
+    "elasticity.config": {"errors": ""},
+    "elasticity.elasticity": {"functions": ""},
     "ops.muon": {"package": True},
-    "ops.sparse_attention": {
-        "package": True,
-        "classes": "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig DenseSparsityConfig "
-        "FixedSparsityConfig LocalSlidingWindowSparsityConfig SparseAttentionUtils SparseSelfAttention "
-        "SparsityConfig VariableSparsityConfig",
-    },
+    "ops.sparse_attention": {"package": True},
+    "ops.sparse_attention.sparsity_config": {"classes": ""},
 }
 FEATURES = "docs/features.md in the hf_zero repository lists what exists"
 

@@ -52,6 +52,7 @@ def around_process(original: Callable[..., None]) -> Callable[..., None]:
     """Instead of the first phase of Trainer's filling: all contradictions at once, before weights load."""
 
     def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
+        _take_elastic_sizes(self.config, args)
         try:
             views = Views(
                 world_size=args.world_size,
@@ -72,6 +73,27 @@ def around_process(original: Callable[..., None]) -> Callable[..., None]:
         self._dtype = _dtype(self)
 
     return trainer_config_process
+
+
+def _take_elastic_sizes(config: dict[str, Any], args: Any) -> None:
+    """With elasticity in ds.json, Trainer's batch sizes are those that go with this number of ranks."""
+    section = config.get("elasticity")
+    if not isinstance(section, Mapping) or not section.get("enabled"):
+        return
+    world = getattr(args, "world_size", 1)
+    batch = examine({"elasticity": section}, Views(world_size=world), complete=False).batch
+    if batch is None:
+        return  # what is wrong with it is said with everything else
+    args.per_device_train_batch_size = batch.micro_batch_size
+    args.gradient_accumulation_steps = batch.accumulation_steps
+    logger.info(
+        "elasticity: %d ranks make %d x %d x %d = %d samples per update",
+        world,
+        batch.micro_batch_size,
+        batch.accumulation_steps,
+        world,
+        batch.train_batch_size,
+    )
 
 
 def _their_checks(hf_config: Any, process: Callable[..., None], args: Any, auto_find_batch_size: bool) -> None:

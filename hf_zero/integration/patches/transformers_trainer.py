@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.loading import load_whole
+from hf_zero.data.sampling import sampler_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
 from hf_zero.integration.patches import MARK, Patches
 
@@ -77,6 +78,58 @@ def around_load_best_model(original: Callable[..., None]) -> Callable[..., None]
             del vars(model)["load_state_dict"]
 
     return _load_best_model
+
+
+@PATCHES.add(
+    "Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)",
+    without="a curriculum shortens batches in the engine, after Trainer has counted their tokens",
+    until="Trainer hands every training batch to a callback before it counts tokens",
+)
+def around_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batches pass through the engine's features where they leave the loader: only training batches come this way,
+    after those that a resumed run skips, and before the tokens of an update are counted."""
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        engine = self.model_wrapped
+        if isinstance(engine, ZeroEngine) and engine.training_features:
+            epoch_iterator = _through_features(engine, epoch_iterator)
+        return original(self, epoch_iterator, num_batches, device)
+
+    return get_batch_samples
+
+
+def _through_features(engine: ZeroEngine, batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield engine.training_features.on_batch(engine.training_progress, batch)
+
+
+@PATCHES.add(
+    "Trainer._get_train_sampler(self, train_dataset)",
+    without="samples are not chosen by data_efficiency.data_sampling",
+    until="Trainer asks the engine for the sampler of its training data",
+)
+def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With a curriculum over samples in ds.json, Trainer draws by it; other ways of sampling contradict it."""
+
+    def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        plugin = getattr(self.args, "deepspeed_plugin", None)
+        if plugin is None or dataset is None or not hasattr(dataset, "__len__"):
+            return original(self, train_dataset)
+        args = self.args
+        total = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        sampler = sampler_for(plugin.deepspeed_config, len(dataset), total)
+        if sampler is None:
+            return original(self, train_dataset)
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        if strategy != "random":
+            raise ValueError(
+                f"TrainingArguments.train_sampling_strategy = {strategy!r} and data_efficiency.data_sampling in the "
+                "config both choose samples: leave the strategy at 'random', or switch the section off"
+            )
+        return sampler
+
+    return _get_train_sampler
 
 
 @PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)

@@ -1,0 +1,1 @@
+"""Training-time features in a config: their policies, and the rules of their sections."""

@@ -1,0 +1,109 @@
+"""The section `elasticity`: its rule, and the three batch sizes that follow from it and the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.errors import ABSENT, Edit, Problem
+from hf_zero.config.features.elastic import ElasticProblem, ElasticRule, elastic_batch
+from hf_zero.config.policies import BatchPolicy
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.data import Elasticity
+
+_VERSIONS = (0.1, 0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticSizes:
+    """Batch sizes by an elasticity section; None where there is none, or where it has problems."""
+
+    batch: BatchPolicy | None = None
+    problems: tuple[Problem, ...] = ()
+    is_on: bool = False
+
+
+def rule_of(section: Elasticity) -> tuple[ElasticRule | None, list[Problem]]:
+    """The rule that a switched-on section states, or what is wrong with it."""
+    problems = list(_section_problems(section))
+    if problems:
+        return None, problems
+    assert section.max_train_batch_size is not None and section.micro_batch_sizes, "asked for above"
+    rule = ElasticRule(
+        max_batch=section.max_train_batch_size,
+        micro_batches=tuple(section.micro_batch_sizes),
+        min_ranks=section.min_gpus,
+        max_ranks=section.max_gpus,
+        prefers_larger=section.prefer_larger_batch,
+        by_nodes=section.version == _VERSIONS[1],
+        per_node=section.num_gpus_per_node if section.version == _VERSIONS[1] else 1,
+        model_ranks=section.model_parallel_size,
+    )
+    return rule, []
+
+
+def _section_problems(section: Elasticity) -> Iterator[Problem]:
+    for name in ("max_train_batch_size", "micro_batch_sizes"):
+        value = getattr(section, name)
+        if not value:
+            rule = "must be given where elasticity is enabled"
+            yield Problem(f"elasticity.{name}", ABSENT if value is None else value, rule, "see docs/elasticity.md")
+    if section.version not in _VERSIONS:
+        yield Problem("elasticity.version", section.version, "must be 0.1 or 0.2", "0.2 counts in whole nodes")
+    elif section.model_parallel_size > 1 and section.version != _VERSIONS[1]:
+        rule = "needs version 0.2"
+        yield Problem("elasticity.model_parallel_size", section.model_parallel_size, rule, "set version to 0.2")
+    if section.min_gpus > section.max_gpus:
+        rule = f"is more than max_gpus = {section.max_gpus}"
+        yield Problem("elasticity.min_gpus", section.min_gpus, rule, "swap them")
+
+
+def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], bool]) -> ElasticSizes:
+    """The batch sizes of a job of `world_size` ranks. A size of the author's own that differs is a problem."""
+    section = config.elasticity
+    if section is None or not section.enabled:
+        return ElasticSizes()
+    rule, problems = rule_of(section)
+    if section.model_parallel_size > 1:
+        fix = "write 1"
+        problems.append(
+            Problem(
+                "elasticity.model_parallel_size",
+                section.model_parallel_size,
+                "not available in training: only data parallelism is supported",
+                fix,
+            )
+        )
+    if rule is None or problems:
+        return ElasticSizes(problems=tuple(problems), is_on=True)
+    try:
+        found = elastic_batch(rule, world_size)
+    except ElasticProblem as error:
+        paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
+        fix = "start a number of ranks that goes with it, or change the section"
+        return ElasticSizes(
+            problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),), is_on=True
+        )
+    assert found.micro is not None, "asked for a number of ranks"
+    sizes = BatchPolicy(
+        train_batch_size=found.batch,
+        micro_batch_size=found.micro,
+        accumulation_steps=found.batch // (found.micro * world_size),
+    )
+    if section.ignore_non_elastic_batch_info:
+        return ElasticSizes(sizes, is_on=True)
+    return ElasticSizes(sizes, tuple(_contradictions(config, sizes, is_written)), is_on=True)
+
+
+def _contradictions(config: Root, sizes: BatchPolicy, is_written: Callable[[str], bool]) -> Iterator[Problem]:
+    elastic = {TRAIN: sizes.train_batch_size, MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps}
+    for name, value in elastic.items():
+        given = getattr(config, name)
+        if given is not None and given != value and is_written(name):
+            rule = f"elasticity makes it {value} for this number of ranks"
+            fix = (
+                "remove it (a DataLoader of your own needs the sizes of compute_elastic_config), or set "
+                "elasticity.ignore_non_elastic_batch_info to true"
+            )
+            yield Problem(name, given, rule, fix, edit=Edit((name,)))

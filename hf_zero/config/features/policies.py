@@ -1,0 +1,103 @@
+"""What the sections of training-time features come to: small frozen values, None for what is switched off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseAttentionPolicy:
+    """Settings of one of the patterns; those of other patterns are at their defaults and not read."""
+
+    mode: str
+    block: int = 16
+    different_layout_per_head: bool = False
+    attention: str = "bidirectional"
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+    num_random_blocks: int = 0
+    local_window_blocks: tuple[int, ...] = (4,)
+    global_block_indices: tuple[int, ...] = (0,)
+    global_block_end_indices: tuple[int, ...] | None = None
+    num_sliding_window_blocks: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifficultyPolicy:
+    """How a difficulty grows with the number of the update, the first being 1."""
+
+    schedule: ScheduleType
+    minimum: int
+    maximum: int
+    total_steps: int = 1  # fixed_linear, fixed_root: the update that has the maximum
+    multiple: int = 1  # the same: difficulties are multiples of it
+    degree: int = 1  # fixed_root
+    difficulties: tuple[int, ...] = ()  # fixed_discrete
+    last_steps: tuple[int, ...] = ()  # fixed_discrete: of every difficulty but the last, the last update that has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricPolicy:
+    """One metric of a curriculum."""
+
+    name: str
+    difficulty: DifficultyPolicy
+    by_percentile: bool = False  # difficulty d: the first d / maximum of the samples; else: samples up to d
+    chooses_samples: bool = True  # False: the difficulty is only for what becomes of a batch
+    index_to_sample: str = ""  # paths of the analyzer's files, without .bin and .idx
+    index_to_metric: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPolicy:
+    """Which samples a training sees, and when."""
+
+    seed: int
+    num_epochs: int
+    num_workers: int
+    metrics: tuple[MetricPolicy, ...]
+
+    @property
+    def chooses_samples(self) -> bool:
+        return any(metric.chooses_samples for metric in self.metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomLTDPolicy:
+    """Tokens left out of some layers, fewer and fewer."""
+
+    num_layers: int
+    layer_ids: tuple[int, ...]
+    mask_name: str | None
+    is_decoder: bool
+    sequence_first: bool  # hidden states are [S, B, hidden]
+    min_tokens: int
+    max_tokens: int
+    total_steps: int
+    multiple: int
+    scales_schedule: bool = False  # the learning-rate schedule advances by layer tokens
+    seed: int = 1234
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDropPolicy:
+    """Layers left out by chance, deeper ones more often."""
+
+    theta: float
+    gamma: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeaturesPolicy:
+    """What acts while a model trains."""
+
+    sparse_attention: SparseAttentionPolicy | None = None
+    sequence_length: DifficultyPolicy | None = None  # of the older section, curriculum_learning
+    sampling: SamplingPolicy | None = None
+    random_ltd: RandomLTDPolicy | None = None
+    layer_drop: LayerDropPolicy | None = None

@@ -1,0 +1,214 @@
+"""Sections of training-time features: sparse attention, curricula, sampling, token and layer dropping, elasticity."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.schema.fields import (
+    Count,
+    Flag,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    PositiveNumber,
+    Refused,
+    Section,
+    Whole,
+    check,
+    detail,
+    ignored,
+    supported,
+    unsupported,
+)
+
+_MEMORY = "clusters are worked out from the index files by every rank, in memory"
+_WORKERS = "only dynamic batching reads it, in DeepSpeed, too"
+
+
+def _lowered(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _as_metrics(value: object) -> object:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object {...} of metrics by name")
+    return value
+
+
+Mode = Annotated[
+    Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
+    BeforeValidator(_lowered),
+]
+Direction = Annotated[Literal["unidirectional", "bidirectional"], BeforeValidator(_lowered)]
+Schedule = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+Metrics = Annotated[dict[str, Any], BeforeValidator(_as_metrics)]
+
+
+class SparseAttention(Section):
+    """Which blocks of keys a block of queries sees. Without any key in it the section asks for nothing."""
+
+    mode: Mode = supported("fixed", "The pattern; local_sliding_window is beyond what DeepSpeed reads here.")
+    block: Positive = supported(16, "Side of a block; on GPUs 64 and more pay.", unit="tokens")
+    different_layout_per_head: Flag = supported(False, "Heads may have patterns of their own.")
+    attention: Direction = supported("bidirectional", "unidirectional: no block sees later ones. Not for dense.")
+    num_local_blocks: Positive = supported(4, "fixed: blocks per window.")
+    num_global_blocks: Count = supported(1, "fixed: representatives per window; bigbird: first blocks seen by all.")
+    horizontal_global_attention: Flag = supported(False, "fixed, variable: global blocks see all, too.")
+    num_different_global_patterns: Positive = supported(1, "fixed: choices of representatives among heads.")
+    num_random_blocks: Count = supported(0, "variable, bigbird: random blocks per row; the same in every run.")
+    local_window_blocks: list[Positive] = supported([4], "variable: sizes of windows, the last one repeats.")
+    global_block_indices: list[Count] = supported([0], "variable, bslongformer: global blocks, or where they begin.")
+    global_block_end_indices: list[Count] | None = supported(None, "The same: where they end.")
+    num_sliding_window_blocks: Positive = supported(
+        3, "bigbird, bslongformer, local_sliding_window: neighbours, the block itself included."
+    )
+
+
+class ScheduleConfig(Section):
+    """How a difficulty grows."""
+
+    total_curriculum_step: Positive | None = supported(None, "fixed_linear, fixed_root: until the maximum.")
+    difficulty_step: Positive | None = supported(None, "The same: difficulties are multiples of it.")
+    root_degree: Positive | None = supported(None, "fixed_root: the degree.")
+    difficulty: list[Count] | None = supported(None, "fixed_discrete: the difficulties.")
+    max_step: list[Count] | None = supported(None, "fixed_discrete: the last update of each but the last.")
+
+
+class CurriculumLearning(Section):
+    """Sequences begin short and grow."""
+
+    enabled: Flag | None = supported(None, "Cut training batches to the difficulty of the update; must be given.")
+    curriculum_type: str | None = supported(None, "seqlen is the only one.")
+    min_difficulty: Positive | None = supported(None, "Length to begin with.", unit="tokens")
+    max_difficulty: Positive | None = supported(None, "Length in the end.", unit="tokens")
+    schedule_type: Schedule | None = supported(None, "How it grows.")
+    schedule_config: ScheduleConfig | None = detail(None, "Its numbers.")
+
+
+class CurriculumMetric(Section):
+    """One metric in curriculum_metrics."""
+
+    difficulty_type: Literal["value", "percentile"] | None = supported(
+        None, "value: samples up to the difficulty; percentile: the first difficulty/max of all samples."
+    )
+    clustering_type: str | None = supported(
+        None, "single_cluster: chooses no samples, the difficulty is for the batch only; else schedule_based."
+    )
+    index_to_sample_path: PathText | None = supported(None, "The analyzer's file, without its suffix.")
+    index_to_metric_path: PathText | None = supported(None, "The same; only for value.")
+    min_difficulty: Count | None = supported(None, "Difficulty to begin with.")
+    max_difficulty: Positive | None = supported(None, "Difficulty in the end.")
+    schedule_type: Schedule | None = supported(None, "How it grows.")
+    schedule_config: ScheduleConfig | None = detail(None, "Its numbers.")
+
+
+class SampledCurriculum(Section):
+    """Easy samples first, by any metrics."""
+
+    enabled: Flag = supported(False, "Choose samples by their metrics.")
+    data_cluster_path: PathText | None = ignored(None, "Folder for cluster files.", why=_MEMORY)
+    curriculum_metrics: Metrics | None = supported(
+        None,
+        "By name: difficulty_type, clustering_type, index_to_sample_path, index_to_metric_path, min_difficulty, "
+        "max_difficulty, schedule_type, schedule_config. seqlen_truncate and seqlen_reshape also act on batches.",
+    )
+
+
+class DataSampling(Section):
+    """Which samples are seen when."""
+
+    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    num_epochs: Positive = supported(1000, "A loader of ours ends after so many times the data.", unit="epochs")
+    num_workers: Count = supported(0, "Workers of a loader of ours.")
+    pin_memory: Flag = ignored(False, "Only for dynamic batching.", why=_WORKERS)
+    curriculum_learning: SampledCurriculum | None = detail(None, "By metrics.")
+    dynamic_batching: Refused | None = unsupported(
+        None,
+        "Batches by tokens.",
+        why="batches have a number of samples; train_sampling_strategy=group_by_length keeps their padding small",
+    )
+
+
+class LtdScheduleConfig(Section):
+    """Numbers of the schedule of random-LTD."""
+
+    require_steps: Positive | None = supported(None, "Updates until all tokens are kept.")
+    seq_per_step: Positive | None = supported(None, "Kept tokens are multiples of it.", unit="tokens")
+
+
+class LtdSchedule(Section):
+    """How many tokens the layers keep."""
+
+    min_value: Positive | None = supported(None, "Tokens in the beginning.", unit="tokens")
+    max_value: Positive | None = supported(None, "Tokens in the end.", unit="tokens")
+    schedule_type: Literal["fixed_linear"] | None = supported(None, "fixed_linear.")
+    schedule_config: LtdScheduleConfig | None = detail(None, "Its numbers.")
+
+
+class LayerTokenLr(Section):
+    """The learning rate by layer tokens."""
+
+    enabled: Flag = supported(
+        False, "The schedule advances by the share of layer tokens that an update has computed (DeepSpeed refuses it)."
+    )
+
+
+class RandomLTD(Section):
+    """Random layerwise token dropping."""
+
+    enabled: Flag = supported(False, "Leave tokens out of the listed layers.")
+    total_layer_num: Positive | None = supported(None, "Layers of the model.")
+    random_ltd_layer_num: Count | None = check(None, "Must be the number of random_ltd_layer_id.")
+    random_ltd_layer_id: list[Count] | None = supported(None, "The layers, from 0.")
+    model_mask_name: str | None = supported(None, "Keyword of a layer's mask; null: none.")
+    model_type: Literal["decoder", "encoder"] | None = supported(None, "decoder or encoder.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = supported(
+        None, "Dimensions of hidden states."
+    )
+    random_ltd_schedule: LtdSchedule | None = detail(None, "Its schedule.")
+    layer_token_lr_schedule: LayerTokenLr | None = detail(None, "The learning rate.")
+    micro_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
+    global_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
+
+
+class DataRouting(Section):
+    """What passes through which layers."""
+
+    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    random_ltd: RandomLTD | None = detail(None, "Tokens left out of layers.")
+
+
+class DataEfficiency(Section):
+    """Sampling and token dropping."""
+
+    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    seed: Count = supported(1234, "Of all that is drawn by chance here.")
+    data_sampling: DataSampling | None = detail(None, "Which samples.")
+    data_routing: DataRouting | None = detail(None, "Which layers.")
+
+
+class ProgressiveLayerDrop(Section):
+    """Layers left out by chance (arXiv 2010.13369)."""
+
+    enabled: Flag = supported(False, "Leave layers out, deeper ones more often, and more of them as training goes on.")
+    theta: Fraction = supported(1.0, "Share of layers that is kept in the end.")
+    gamma: NonNegative = supported(0.001, "How fast it gets there.")
+
+
+class Elasticity(Section):
+    """A batch size that goes with many numbers of ranks (docs/elasticity.md)."""
+
+    enabled: Flag = supported(False, "The three batch sizes follow from this section and the number of ranks.")
+    max_train_batch_size: Positive | None = supported(None, "Samples per update at most.", unit="samples")
+    micro_batch_sizes: list[Positive] | None = supported(None, "Samples per forward to choose from.", unit="samples")
+    min_gpus: Positive = supported(1, "Ranks at least.")
+    max_gpus: Positive = supported(10000, "Ranks at most.")
+    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, in DeepSpeed neither", unit="minutes")
+    version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
+    prefer_larger_batch: Flag = supported(True, "Of equally good batch sizes take the larger.")
+    ignore_non_elastic_batch_info: Flag = supported(False, "Batch sizes written beside the section do not matter.")
+    num_gpus_per_node: Positive = supported(1, "0.2: ranks that come and go together.")
+    model_parallel_size: Positive = supported(1, "0.2: ranks per model.")

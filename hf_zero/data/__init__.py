@@ -1,0 +1,1 @@
+"""What a training sees when: curricula, samplers, analysis of data sets, batches by tokens."""
