@@ -14,9 +14,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.meeting import connect
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
-from hf_zero.comm.cpu.shared_memory import SharedMemoryLink, connect
+from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.dead_ranks import remember_ranks
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.negotiation import Negotiation

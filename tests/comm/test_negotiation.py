@@ -213,7 +213,7 @@ def play(scripts: Sequence[Script], units: int, schedule: Schedule | None = None
         world.exchange(0, None)
         link = world.link()
         link._listen_to_all()
-        assert not any(link._readers.values()), "a block that nobody will read"
+        assert not any(link.own._readers.values()), "a block that nobody will read"
 
     world.run(body)
 

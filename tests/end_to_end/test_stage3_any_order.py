@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.comm.cpu import shared_memory
+from hf_zero.comm.cpu import meeting
 from tests.end_to_end.stage3 import (
     RECIPE,
     WIDTH,
@@ -129,7 +129,7 @@ def test_large_experts_end_too() -> None:
 
 
 def run_apart(rank: int, routes: Routes) -> Seen:
-    with mock.patch.object(shared_memory, "_machine", lambda: f"machine {rank}"):
+    with mock.patch.object(meeting, "_machine", lambda: f"machine {rank}"):
         return run_routes(rank, routes, ALL_ZERO)
 
 

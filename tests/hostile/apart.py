@@ -9,7 +9,7 @@ from unittest import mock
 from torch import nn, optim
 
 from hf_zero.comm import process_group
-from hf_zero.comm.cpu import shared_memory
+from hf_zero.comm.cpu import meeting
 from tests.hostile.body import make_zero_engine
 
 
@@ -18,5 +18,5 @@ def make_engine_apart(model: nn.Module, optimizer: optim.Optimizer, config: dict
     if any(link is not None for _, link in process_group._links.values()):
         process_group._links.clear()  # those of the ranks' warming up
         process_group._negotiations.clear()
-    with mock.patch.object(shared_memory, "_machine", lambda: f"machine {os.environ['RANK']}"):
+    with mock.patch.object(meeting, "_machine", lambda: f"machine {os.environ['RANK']}"):
         return make_zero_engine(model, optimizer, config)

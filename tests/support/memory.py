@@ -73,7 +73,7 @@ def live_bytes(excluded: Sequence[torch.Tensor] = ()) -> int:
 def shared_blocks() -> list[torch.Tensor]:
     """All memory through which data change hands, this rank's and the others'."""
     link = collectives_for(torch.device("cpu"))._link
-    return [*link.own_blocks, *link.foreign_blocks]
+    return [*link.own.tensors, *link.foreign_blocks]
 
 
 def kept_bytes() -> int:

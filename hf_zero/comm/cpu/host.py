@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
+from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, aligned_bytes
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
-from hf_zero.comm.cpu.shared_memory import NO_LABEL, Block, Label, Mismatch, SharedMemoryLink, call_number
+from hf_zero.comm.cpu.shared_memory import NO_LABEL, Label, Mismatch, SharedMemoryLink, call_number
+from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 from hf_zero.kernels.accumulate import sum_parts
 
-_ALIGN_BYTES = 64
 _OFFSETS = torch.int64
 
 
@@ -39,29 +40,6 @@ class _Posted(Pending):
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-
-
-class _SharedRows(Rows):
-    """Rows of other ranks, read in the memory that they share."""
-
-    def __init__(self, rank: int, row: Tensor, claim: Callable[[], dict[int, Block]], link: SharedMemoryLink) -> None:
-        self._rank = rank
-        self._row = row
-        self._claim = claim
-        self._link = link
-        self._blocks: dict[int, Block] | None = None
-
-    def wait(self) -> None:
-        if self._blocks is None:
-            self._blocks = self._claim()
-
-    def row(self, rank: int) -> Tensor:
-        assert self._blocks is not None, "read before wait"
-        return self._row if rank == self._rank else self._blocks[rank].view(0, self._row.numel(), self._row.dtype)
-
-    def give_back(self) -> None:
-        for peer, block in (self._blocks or {}).items():
-            self._link.finish(peer, block)
 
 
 class _Call(IntEnum):
@@ -89,7 +67,7 @@ class HostCollectives(ExchangeCollectives):
         self._sent: deque[tuple[Block, int]] = deque()
 
     def buffers(self) -> list[Tensor]:
-        return self._link.own_blocks
+        return self._link.own.tensors
 
     def new_subject(self) -> int:
         self._link.num_subjects += 1
@@ -117,7 +95,7 @@ class HostCollectives(ExchangeCollectives):
         return block.view(0, numel, dtype)
 
     def give_send_buffer(self, buffer: Tensor) -> None:
-        self._link.let_go(self._filled.pop(buffer.data_ptr()))
+        self._link.own.release(self._filled.pop(buffer.data_ptr()))
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         call, dtype, num_bytes_each = self._next_call(), flat.dtype, num_bytes(shard)
@@ -139,7 +117,7 @@ class HostCollectives(ExchangeCollectives):
                 for rank in range(self.world)
             ]
             sum_parts(parts, shard)
-            self._give_back(blocks)
+            self._link.finish(blocks)
 
         return _Posted(finish, lambda: self._all_have_posted(call))
 
@@ -151,31 +129,30 @@ class HostCollectives(ExchangeCollectives):
             for peer, block in blocks.items():
                 part = own_shard(flat, peer, self.world)
                 part.copy_(block.view(0, part.numel(), part.dtype))
-            self._give_back(blocks)
+            self._link.finish(blocks)
 
         return _Posted(finish, lambda: self._all_have_posted(call))
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         call, label = self._post_same(row, _Call.GATHER_ROWS)
-        return _SharedRows(self.rank, row, lambda: self._claim(call, label), self._link)
+        return SharedRows(self.rank, row, arrival=Arrival(self._link, lambda: self._claim(call, label)))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         call, label = self._next_call(), self._new_label(_Call.ALL_TO_ALL, 0)
-        rooms = [_room(part) for part in sent]
-        block = self._link.take(sum(rooms) + _ALIGN_BYTES * self.world)
+        block = self._link.take(sum(map(aligned_bytes, sent)) + ALIGN_BYTES * self.world)
         # The sender alone knows where each piece begins, so the block begins with a table.
         table = block.view(0, self.world, _OFFSETS)
-        offset = -(-8 * self.world // _ALIGN_BYTES) * _ALIGN_BYTES
+        offset = aligned_bytes(table)
         for peer in self._peers():
             table[peer] = offset
             block.view(offset, sent[peer].numel(), sent[peer].dtype).copy_(sent[peer])
-            offset += rooms[peer]
+            offset += aligned_bytes(sent[peer])
         self._link.post(block, call, label)
         blocks = self._claim(call, label)
         for peer, theirs in blocks.items():
             start = int(theirs.view(0, self.world, _OFFSETS)[self.rank])
             received[peer].copy_(theirs.view(start, received[peer].numel(), received[peer].dtype))
-        self._give_back(blocks)
+        self._link.finish(blocks)
 
     def _sum_small(self, values: Tensor) -> None:
         own = values.flatten()
@@ -183,14 +160,12 @@ class HostCollectives(ExchangeCollectives):
         blocks = self._claim(call, label)
         parts = [blocks[r].view(0, own.numel(), own.dtype) if r in blocks else own for r in range(self.world)]
         values.copy_(sum(parts[1:], parts[0]).view(values.shape))
-        self._give_back(blocks)
+        self._link.finish(blocks)
 
     def _post_same(self, values: Tensor, kind: _Call) -> tuple[int, Label]:
         """Show `values` (1-D) to all peers."""
         call, label = self._next_call(), self._new_label(kind, num_bytes(values))
-        block = self._link.take(num_bytes(values))
-        block.view(0, values.numel(), values.dtype).copy_(values)
-        self._link.post(block, call, label)
+        self._link.post(filled(self._link, [values]), call, label)
         return call, label
 
     def _all_have_posted(self, call: int) -> bool:
@@ -206,10 +181,6 @@ class HostCollectives(ExchangeCollectives):
                 "passes between two updates, and the same collective calls in the same order."
             ) from found
 
-    def _give_back(self, blocks: dict[int, Block]) -> None:
-        for peer, block in blocks.items():
-            self._link.finish(peer, block)
-
 
 def _described(label: Label) -> str:
     call, num_bytes, *subject = label
@@ -217,7 +188,3 @@ def _described(label: Label) -> str:
     engine, backward, bucket = subject
     about = f", bucket {bucket} of backward pass {backward} of engine {engine}" if engine else ""
     return f"{name} ({num_bytes} bytes{about})"
-
-
-def _room(piece: Tensor) -> int:
-    return -(-num_bytes(piece) // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -16,15 +16,16 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from torch import Tensor
 
-from hf_zero.comm.cpu.shared_memory import Block, Mail, SharedMemoryLink
+from hf_zero.comm.cpu.blocks import Block
+from hf_zero.comm.cpu.shared_memory import Mail, SharedMemoryLink
+from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled, offsets
 from hf_zero.comm.ledger import ledger
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
-from hf_zero.comm.rows import Rows, num_bytes
-
-_ALIGN_BYTES = 64
+from hf_zero.comm.rows import num_bytes
 
 
 class _Word(IntEnum):
@@ -72,20 +73,13 @@ class HostNegotiation(Negotiation):
     # Asking
 
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        block = self._filled(rows) if gathering.request.kind is Kind.GATHER else None
+        block = filled(self._link, rows) if gathering.request.kind is Kind.GATHER else None
         self._mine.append(gathering)
         self._queues[self.rank].append(_Asked(gathering.request, None))
         number, self._num_asked[self.rank] = self._num_asked[self.rank], self._num_asked[self.rank] + 1
         if block is not None:
-            gathering.rows = _PartRows.of_all(self.rank, rows)
+            gathering.rows = [SharedRows(self.rank, row, offset) for row, offset in zip(rows, offsets(rows))]
         self._link.mail(self._peers, _Word.REQUEST, block, number, gathering.request.fields())
-
-    def _filled(self, rows: Sequence[Tensor]) -> Block:
-        """A block with all of `rows`, at `_offsets`."""
-        block = self._link.take(_room(rows))
-        for row, offset in zip(rows, _offsets(rows), strict=True):
-            block.view(offset, row.numel(), row.dtype).copy_(row)
-        return block
 
     # Deciding
 
@@ -105,9 +99,9 @@ class HostNegotiation(Negotiation):
             gathering = self._mine.popleft()
             gathering.decision = decision
             if gathering.request.kind is Kind.GATHER:
-                arrival = _Arrival(self, number, blocks, len(gathering.rows or ()))
+                arrival = Arrival(self._link, partial(self._claim, number, blocks), len(gathering.rows or ()))
                 for rows in gathering.rows or ():
-                    assert isinstance(rows, _PartRows)
+                    assert isinstance(rows, SharedRows)
                     rows.arrival = arrival
                 return
         if decision.unit is not None:
@@ -119,22 +113,17 @@ class HostNegotiation(Negotiation):
         rows = source.open_rows(local)
         for row in rows:
             ledger.record("all_gather", num_bytes(row) * self.world)
-        self._link.mail(blocks, _Word.SERVED, self._filled(rows), number)
+        self._link.mail(blocks, _Word.SERVED, filled(self._link, rows), number)
         source.close_rows(local)
-        for peer, block in blocks.items():
-            self._link.finish(peer, block)
+        self._link.finish(blocks)
 
     # Waiting
 
-    def claim(self, number: int, blocks: dict[int, Block]) -> dict[int, Block]:
+    def _claim(self, number: int, blocks: dict[int, Block]) -> dict[int, Block]:
         """All peers' rows for decision `number`: `blocks`, and what the others send because of it."""
         others = [peer for peer in self._peers if peer not in blocks]
         self._wait(lambda: {peer for peer in others if (peer, number) not in self._served}, "to send its shard")
         return blocks | {peer: self._served.pop((peer, number)) for peer in others}
-
-    def finish(self, blocks: dict[int, Block]) -> None:
-        for peer, block in blocks.items():
-            self._link.finish(peer, block)
 
     def _wait(self, missing: Callable[[], set[int]], purpose: str) -> None:
         was_waiting, self._is_waiting = self._is_waiting, True
@@ -187,64 +176,3 @@ class HostNegotiation(Negotiation):
             self._served[mail.peer, mail.argument] = mail.block
         else:
             self._nudged = max(self._nudged, mail.argument)
-
-
-class _Arrival:
-    """The blocks of one gather, shared by the rows of its parts and given back with the last of them."""
-
-    def __init__(self, negotiation: HostNegotiation, number: int, blocks: dict[int, Block], num_parts: int) -> None:
-        self._negotiation = negotiation
-        self._number = number
-        self._requested = blocks
-        self._left = num_parts
-        self._blocks: dict[int, Block] | None = None
-
-    def blocks(self) -> dict[int, Block]:
-        if self._blocks is None:
-            self._blocks = self._negotiation.claim(self._number, self._requested)
-        return self._blocks
-
-    def give_back(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._negotiation.finish(self.blocks())
-
-
-class _PartRows(Rows):
-    """Rows of one part, read in the memory that the ranks share."""
-
-    def __init__(self, rank: int, row: Tensor, offset: int) -> None:
-        self.arrival: _Arrival | None = None
-        self._rank = rank
-        self._row = row
-        self._offset = offset
-
-    @classmethod
-    def of_all(cls, rank: int, rows: Sequence[Tensor]) -> list[Rows]:
-        return [cls(rank, row, offset) for row, offset in zip(rows, _offsets(rows), strict=True)]
-
-    def wait(self) -> None:
-        assert self.arrival is not None, "not granted yet"
-        self.arrival.blocks()
-
-    def row(self, rank: int) -> Tensor:
-        assert self.arrival is not None, "not granted yet"
-        if rank == self._rank:
-            return self._row
-        return self.arrival.blocks()[rank].view(self._offset, self._row.numel(), self._row.dtype)
-
-    def give_back(self) -> None:
-        assert self.arrival is not None, "not granted yet"
-        self.arrival.give_back()
-
-
-def _aligned(row: Tensor) -> int:
-    return -(-num_bytes(row) // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _offsets(rows: Sequence[Tensor]) -> list[int]:
-    return [sum(_aligned(row) for row in rows[:index]) for index in range(len(rows))]
-
-
-def _room(rows: Sequence[Tensor]) -> int:
-    return sum(_aligned(row) for row in rows)

@@ -11,39 +11,30 @@ until one has been read; blocks that are not taken for a while are dropped.
 
 from __future__ import annotations
 
-import mmap
-import os
-import socket
 import struct
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hf_zero.comm.cpu.wires import Gone, SocketWires, Wires
+from hf_zero.comm.cpu.blocks import Block, OwnBlocks
+from hf_zero.comm.cpu.wires import Gone, Wires
 from hf_zero.log import logger
 
 NUM_DETAILS = 5
 Label = tuple[int, ...]  # of a call: NUM_DETAILS integers that are the same on all ranks
 NO_LABEL: Label = (0,) * NUM_DETAILS
 FIRST_MAIL = 100  # kinds of words from here on are those of `mail`
-_WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
+WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
 _CALLS_PER_CHANNEL = 1 << 48
-_GRAIN_BYTES = 1 << 12
-_MAX_IDLE = 256  # takes of other blocks; about a step of a model of fifty layers
 STALL_S = 60.0  # without a word from anybody; then a warning says who is waited for
-_HOLDER = -1  # stands among a block's readers for the rank that made it
 
 
-def _word(kind: int, block: int, argument: int = 0, *details: int) -> bytes:
-    return _WORD.pack(kind, block, argument, *details, *NO_LABEL[len(details) :])
+def pack_word(kind: int, block: int, argument: int = 0, *details: int) -> bytes:
+    return WORD.pack(kind, block, argument, *details, *NO_LABEL[len(details) :])
 
 
 def call_number(channel: int, count: int) -> int:
@@ -61,28 +52,6 @@ class _Kind(IntEnum):
     READ = 2  # the receiver is done with the block
     DROPPED = 3  # the block is gone
     BLAMED = 4  # the sender ends, because this rank has stopped
-
-
-class Block:
-    """One piece of shared memory, mapped into this process.
-
-    Attributes:
-        last_take: the number of its last use; of own blocks only.
-        last_call: the call that it was posted as the last time; of own blocks only.
-    """
-
-    def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
-        self.number = number
-        self.num_bytes = num_bytes
-        self.last_take = 0
-        self.last_call = -1
-        with torch.inference_mode(False):
-            self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-        os.close(descriptor)
-
-    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements from byte `offset` on."""
-        return self.bytes.narrow(0, offset, numel * dtype.itemsize).view(dtype)
 
 
 class Mail(NamedTuple):
@@ -124,6 +93,7 @@ class SharedMemoryLink:
             did anything.
         calls: number of the last call on each channel.
         num_subjects: how many things have been given a number, see `Collectives.new_subject`.
+        own: the blocks that this rank has made.
     """
 
     def __init__(self, wires: Wires, timeout_s: float) -> None:
@@ -132,13 +102,9 @@ class SharedMemoryLink:
         self.attendants: list[Callable[[Callable[[], AbstractSet[int]]], bool]] = []
         self.calls: Counter[int] = Counter()
         self.num_subjects = 0
+        self.own = OwnBlocks()
         self._wires = wires
         self._peers = wires.peers
-        self._mine: dict[int, Block] = {}
-        self._num_made = 0
-        self._num_takes = 0
-        self._free: list[Block] = []
-        self._readers: dict[int, set[int]] = {}  # of a block that is not free: who has still to read it
         self._theirs: dict[tuple[int, int], Block] = {}
         self._posted: dict[tuple[int, int], tuple[int, Label]] = {}  # (peer, call) -> block, label; until claimed
         self._last_call: dict[tuple[int, int], int] = {}  # that was heard of (peer, channel)
@@ -148,11 +114,6 @@ class SharedMemoryLink:
         self._num_heard = 0
 
     @property
-    def own_blocks(self) -> list[Tensor]:
-        """The blocks that this rank has made."""
-        return [block.bytes for block in self._mine.values()]
-
-    @property
     def foreign_blocks(self) -> list[Tensor]:
         """Other ranks' blocks, mapped here."""
         return [block.bytes for block in self._theirs.values()]
@@ -160,31 +121,19 @@ class SharedMemoryLink:
     # Blocks
 
     def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
-        """A block of this rank's that nobody reads; one that `is_held` is not free again before `let_go`."""
+        """A block of this rank's that nobody reads; one that `is_held` is not free again before `own.release`."""
         self._listen_to_all()
-        self._num_takes += 1
-        size = max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES
-        # A block that is much larger stays for those who need it, or they would make another one.
-        fitting = [block for block in self._free if size <= block.num_bytes <= size + size // 4]
-        if fitting:
-            block = min(fitting, key=lambda block: block.num_bytes)
-            self._free.remove(block)
-        else:
-            block = self._new_block(size)
-        block.last_take = self._num_takes
-        self._readers[block.number] = {_HOLDER} if is_held else set()
-        self._drop_idle()
+        block = self.own.take(num_bytes, self._show, is_held=is_held)
+        for number in self.own.drop_idle():
+            for peer in self._peers:
+                self._send(peer, pack_word(_Kind.DROPPED, number), optional=True)
         return block
 
-    def let_go(self, block: Block) -> None:
-        """The holder is done with `block`."""
-        self._strike_reader(block.number, _HOLDER)
-
     def wait_until_read(self, block: Block, take: int) -> None:
-        """Return when all peers have read what was put into `block` at that take. It must have been let go."""
+        """Return when all peers have read what was put into `block` at that take. It must have been released."""
 
-        def readers() -> set[int]:
-            return self._readers.get(block.number, set()) if block.last_take == take else set()
+        def readers() -> AbstractSet[int]:
+            return self.own.readers(block) if block.last_take == take else set()
 
         def not_posted() -> set[int]:
             # A peer reads what this rank has posted once everybody has posted as much.
@@ -193,17 +142,18 @@ class SharedMemoryLink:
 
         self.wait_for(readers, not_posted)
 
-    def finish(self, peer: int, block: Block) -> None:
-        """`block` of `peer` has been read."""
-        self._send(peer, _word(_Kind.READ, block.number), optional=True)
+    def finish(self, blocks: Mapping[int, Block]) -> None:
+        """These blocks, by peer, have been read."""
+        for peer, block in blocks.items():
+            self._send(peer, pack_word(_Kind.READ, block.number), optional=True)
 
     # Calls
 
     def post(self, block: Block, call: int, label: Label = NO_LABEL) -> None:
         """Let all peers read `block` as the data of `call`; `label` is compared with theirs."""
-        self._readers[block.number].update(self._peers)
+        self.own.add_readers(block, self._peers)
         block.last_call = call
-        word = _word(_Kind.POSTED, block.number, call, *label)
+        word = pack_word(_Kind.POSTED, block.number, call, *label)
         for peer in self._peers:
             self._send(peer, word)
 
@@ -236,8 +186,8 @@ class SharedMemoryLink:
         """Send a word of others' making to `peers`, who are to read `block` if one is given."""
         receivers = tuple(peers)
         if block is not None:
-            self._readers[block.number].update(receivers)
-        word = _word(FIRST_MAIL + kind, -1 if block is None else block.number, argument, *details)
+            self.own.add_readers(block, receivers)
+        word = pack_word(FIRST_MAIL + kind, -1 if block is None else block.number, argument, *details)
         for peer in receivers:
             self._send(peer, word)
 
@@ -303,15 +253,10 @@ class SharedMemoryLink:
         finally:
             self._is_attending = False
 
-    def _new_block(self, size: int) -> Block:
-        descriptor = _anonymous_file(size)
-        number, self._num_made = self._num_made, self._num_made + 1
-        word = _word(_Kind.BLOCK, number, size)
+    def _show(self, number: int, num_bytes: int, descriptor: int) -> None:
+        """Tell all peers of a new block."""
         for peer in self._peers:
-            self._send(peer, word, descriptor)
-        block = Block(number, descriptor, size)
-        self._mine[number] = block
-        return block
+            self._send(peer, pack_word(_Kind.BLOCK, number, num_bytes), descriptor)
 
     def _send(self, peer: int, word: bytes, descriptor: int | None = None, *, optional: bool = False) -> None:
         try:
@@ -332,7 +277,7 @@ class SharedMemoryLink:
         while culprit in self._blamed:
             culprit = self._blamed.pop(culprit)
         for other in self._peers:
-            self._send(other, _word(_Kind.BLAMED, culprit), optional=True)
+            self._send(other, pack_word(_Kind.BLAMED, culprit), optional=True)
         return RuntimeError(f"rank {culprit} has stopped" + (f", and then rank {peer}" if peer != culprit else ""))
 
     def _listen_to_all(self) -> None:
@@ -349,7 +294,7 @@ class SharedMemoryLink:
                 return
             if not heard:
                 return
-            for kind, number, argument, *details in _WORD.iter_unpack(heard):
+            for kind, number, argument, *details in WORD.iter_unpack(heard):
                 self._num_heard += 1
                 self._take_in(peer, kind, number, argument, tuple(details), descriptors)
 
@@ -360,7 +305,7 @@ class SharedMemoryLink:
             self._posted[peer, argument] = number, details
             self._last_call[peer, channel_of(argument)] = argument
         elif kind == _Kind.READ:
-            self._strike_reader(number, peer)
+            self.own.strike_reader(number, peer)
         elif kind == _Kind.BLOCK:
             self._theirs[peer, number] = Block(number, descriptors.pop(), argument)
         elif kind == _Kind.DROPPED:
@@ -371,90 +316,3 @@ class SharedMemoryLink:
             assert self.on_mail is not None, "mail for nobody"
             block = None if number < 0 else self._theirs[peer, number]
             self.on_mail(Mail(peer, kind - FIRST_MAIL, block, argument, details))
-
-    def _strike_reader(self, number: int, reader: int) -> None:
-        self._readers[number].remove(reader)
-        if not self._readers[number]:
-            del self._readers[number]
-            self._free.append(self._mine[number])
-
-    def _drop_idle(self) -> None:
-        idle = [block for block in self._free if self._num_takes - block.last_take > _MAX_IDLE]
-        for block in idle:
-            self._free.remove(block)
-            del self._mine[block.number]
-            for peer in self._peers:
-                self._send(peer, _word(_Kind.DROPPED, block.number), optional=True)
-
-
-def connect(
-    rank: int, world: int, gather_objects: Callable[[object], list[object]], timeout_s: float
-) -> SharedMemoryLink | None:
-    """Link all ranks; None, on every rank, when they do not share a machine or it cannot do this. Collective."""
-    with _socket_folder() as folder:
-        listener = None if folder is None else _listen_at(f"{folder}/{rank}", world)
-        addresses = gather_objects([_machine(), f"{folder}/{rank}"] if listener is not None else None)
-        peers = _call(rank, addresses)
-        if not all(gather_objects(peers is not None)):
-            for peer in (peers or {}).values():
-                peer.close()
-            if listener is not None:
-                listener.close()
-            return None
-        assert listener is not None and peers is not None
-        for _ in range(world - 1 - rank):
-            caller, _ = listener.accept()  # all have called before anyone came here
-            peers[_WORD.unpack(caller.recv(_WORD.size, socket.MSG_WAITALL))[0]] = caller
-        listener.close()
-    return SharedMemoryLink(SocketWires(peers, _WORD.size), timeout_s)
-
-
-@contextmanager
-def _socket_folder() -> Iterator[str | None]:
-    """A folder for the time of meeting; None where none can be made: no temporary folder, or none with room."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="hf_zero-")
-    except OSError as error:
-        logger.warning("ranks do not share memory: no temporary folder can be made (%s); TMPDIR names one", error)
-        yield None
-        return
-    with folder as name:
-        yield name
-
-
-def _listen_at(path: str, world: int) -> socket.socket | None:
-    try:
-        os.close(_anonymous_file(_GRAIN_BYTES))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(path)
-        listener.listen(world)
-        return listener
-    except (OSError, AttributeError):  # not Linux, no room, or a folder whose name is too long for a socket
-        return None
-
-
-def _call(rank: int, addresses: list[object]) -> dict[int, socket.socket] | None:
-    """Connections to the lower ranks; None when some rank cannot be reached."""
-    peers: dict[int, socket.socket] = {}
-    try:
-        for peer, address in enumerate(addresses):
-            if not isinstance(address, list) or address[0] != _machine():
-                return None
-            path = str(address[1])
-            if peer < rank:
-                peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                peers[peer].connect(path)
-                peers[peer].sendall(_word(rank, 0))
-    except OSError:  # another file system or another user: a container of its own
-        return None
-    return peers
-
-
-def _machine() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text()
-
-
-def _anonymous_file(num_bytes: int) -> int:
-    descriptor = os.memfd_create("hf_zero")
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor

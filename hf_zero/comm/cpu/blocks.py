@@ -1,0 +1,118 @@
+"""Blocks of memory that ranks of one machine share: one as such, and those that this rank has made."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.rows import num_bytes
+from hf_zero.layout.buckets import round_up
+
+ALIGN_BYTES = 64  # of what lies behind something else in a block
+_GRAIN_BYTES = 1 << 12
+_MAX_IDLE = 256  # takes of other blocks; about a step of a model of fifty layers
+_HOLDER = -1  # stands among a block's readers for the rank that made it
+
+
+def aligned_bytes(piece: Tensor) -> int:
+    """What `piece` takes in a block, up to where the next one may lie."""
+    return round_up(num_bytes(piece), ALIGN_BYTES)
+
+
+class Block:
+    """One piece of shared memory, mapped into this process.
+
+    Attributes:
+        last_take: the number of its last use; of own blocks only.
+        last_call: the call that it was posted as the last time; of own blocks only.
+    """
+
+    def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
+        self.number = number
+        self.num_bytes = num_bytes
+        self.last_take = 0
+        self.last_call = -1
+        with torch.inference_mode(False):
+            self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        os.close(descriptor)
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """`numel` elements from byte `offset` on."""
+        return self.bytes.narrow(0, offset, numel * dtype.itemsize).view(dtype)
+
+
+class OwnBlocks:
+    """The blocks that this rank has made: which are free, and who has still to read the others."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, Block] = {}
+        self._num_made = 0
+        self._num_takes = 0
+        self._free: list[Block] = []
+        self._readers: dict[int, set[int]] = {}  # of a block that is not free
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [block.bytes for block in self._all.values()]
+
+    def take(self, num_bytes: int, show: Callable[[int, int, int], None], *, is_held: bool) -> Block:
+        """A block that nobody reads; `show` gets number, size and descriptor of one that had to be made.
+
+        One that `is_held` is not free again before `release`.
+        """
+        self._num_takes += 1
+        size = max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES
+        # A block that is much larger stays for those who need it, or they would make another one.
+        fitting = [block for block in self._free if size <= block.num_bytes <= size + size // 4]
+        if fitting:
+            block = min(fitting, key=lambda block: block.num_bytes)
+            self._free.remove(block)
+        else:
+            block = self._make(size, show)
+        block.last_take = self._num_takes
+        self._readers[block.number] = {_HOLDER} if is_held else set()
+        return block
+
+    def _make(self, size: int, show: Callable[[int, int, int], None]) -> Block:
+        descriptor = anonymous_file(size)
+        number, self._num_made = self._num_made, self._num_made + 1
+        show(number, size, descriptor)
+        block = self._all[number] = Block(number, descriptor, size)
+        return block
+
+    def release(self, block: Block) -> None:
+        """The holder is done with `block`."""
+        self.strike_reader(block.number, _HOLDER)
+
+    def readers(self, block: Block) -> AbstractSet[int]:
+        """Who has still to read it."""
+        return self._readers.get(block.number, set())
+
+    def add_readers(self, block: Block, readers: Iterable[int]) -> None:
+        self._readers[block.number].update(readers)
+
+    def strike_reader(self, number: int, reader: int) -> None:
+        self._readers[number].remove(reader)
+        if not self._readers[number]:
+            del self._readers[number]
+            self._free.append(self._all[number])
+
+    def drop_idle(self) -> list[int]:
+        """Numbers of the blocks that were not taken for a while; they are gone."""
+        idle = [block for block in self._free if self._num_takes - block.last_take > _MAX_IDLE]
+        for block in idle:
+            self._free.remove(block)
+            del self._all[block.number]
+        return [block.number for block in idle]
+
+
+def anonymous_file(num_bytes: int) -> int:
+    """Descriptor of memory that other processes can map."""
+    descriptor = os.memfd_create("hf_zero")
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
