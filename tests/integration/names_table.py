@@ -89,7 +89,8 @@ E pipe: PipelineModule LayerSpec TiedLayerSpec
 E runtime.pipe.topology: ProcessTopology PipeModelDataParallelTopology
 E runtime.pipe.engine: PipelineEngine
 E runtime.hybrid_engine: DeepSpeedHybridEngine
-L compression.compress: init_compression redundancy_clean
+W compression.compress: init_compression redundancy_clean
+W compression.scheduler: compression_scheduler
 W ops.sparse_attention: SparseSelfAttention
 E ops.transformer: DeepSpeedTransformerLayer DeepSpeedTransformerConfig
 E ops.op_builder: CPUAdamBuilder UtilsBuilder AsyncIOBuilder
