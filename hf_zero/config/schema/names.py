@@ -53,12 +53,12 @@ def verdict_of(field: FieldInfo) -> Verdict:
 
 
 def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema, sections included."""
+    """Every key path of the schema, sections included; `*` stands for a name that the author chooses."""
     for name, field in section.model_fields.items():
         yield prefix + name
         below = subsection(field)
         if below is not None:
-            yield from all_paths(below, f"{prefix}{name}.")
+            yield from all_paths(below, f"{prefix}{name}.*." if named_sections(field) else f"{prefix}{name}.")
 
 
 @dataclass(frozen=True, slots=True)
