@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def _announce(say: Console, view: CheckpointView, weights: Weights, options: argparse.Namespace) -> None:
     say.print(f"Processing zero checkpoint at {view.folder.tag}")
     say.print(f"Detected checkpoint of type zero stage {view.stage}, world_size: {view.world}")
-    if MASTER not in view.lines or not view.shapes:
+    if MASTER not in view.elements or not view.shapes:
         say.print("It holds no fp32 master weights with names; the model's own weights are written")
     say.print(f"Saving {options.dtype} state dict to {options.output} (total_numel={weights.num_parameters})")
 

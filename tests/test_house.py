@@ -40,9 +40,6 @@ _LEAF = "imported from below by what cannot know each other"
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
     "checkpoint/errors.py": _LEAF,
-    "checkpoint/opening.py": "where every reader begins",
-    "checkpoint/plain.py": _LEAF,
-    "checkpoint/script.py": "goes into checkpoint folders as a program",
     "device/host_copy.py": _LEAF,
     "errors.py": _LEAF,
     "integration/huggingface/output_folder.py": "no part of the patch that asks it",

@@ -45,8 +45,6 @@ MAY_NAME_CUDA = {
     "hf_zero.integration.compat.env_report": "reports how torch was built",
     "hf_zero.integration.compat.utils": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",
-    "hf_zero.offload.staged": "copies on the compute stream",
-    "hf_zero.offload.store": "asks whether pinning pays",
     "hf_zero.optim.onebit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.released": "lists the conversions of a tensor",
 }

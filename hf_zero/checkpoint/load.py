@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.stream import fill, span
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
 from hf_zero.checkpoint.whole_states import pieces_of
-from hf_zero.layout import chunk_numel
+from hf_zero.layout import chunk_interval
 from hf_zero.log import logger
 from hf_zero.optim import SubGroup, Updater
 from hf_zero.params.consolidation import persistent_buffers
@@ -111,25 +112,16 @@ class _Weights:
         if not owner:  # the model may call the first name of a tied pair what the checkpoint calls the second
             owner = next((alias for alias, main in view.aliases.items() if main == name), "")
         if owner in view.shapes:
-            line, index = view.lines[MASTER], view.indices[owner]
-            have, parts = view.shapes[owner], lambda start, stop: iter(line.parts(index, start, stop))
+            elements, index = view.elements[MASTER], view.indices[owner]
+            have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(index, start, stop))
         elif owner in view.frozen:
             pieces = view.frozen[owner]
-            have, parts = pieces.shape, lambda start, stop: _slice(pieces.parts, start, stop)
+            have, parts = pieces.shape, lambda start, stop: span(pieces.parts, start, stop)
         else:
             return None
         if tuple(have) != shape:
             raise _other_shape(view, name, tuple(have), shape)
         return parts
-
-
-def _slice(parts: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    cursor = 0
-    for part in parts:
-        low, high = max(start, cursor), min(stop, cursor + part.numel())
-        if low < high:
-            yield part.narrow(0, low - cursor, high - low)
-        cursor += part.numel()
 
 
 def _refuse_differences(view: CheckpointView, missing: set[str], unexpected: set[str]) -> None:
@@ -227,59 +219,49 @@ def _write_unsharded(subject: ModelSubject, plan: LoadPlan) -> None:
 def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
     handle = of(parameter)
     if handle is None and parameter.is_contiguous():
-        _fill(parameter.detach().view(-1), parts(0, parameter.numel()))
+        fill(parameter.detach().view(-1), parts(0, parameter.numel()))
     elif handle is None:  # channels_last, for one
         whole = torch.empty(parameter.numel(), dtype=parameter.dtype)
-        _fill(whole, parts(0, parameter.numel()))
+        fill(whole, parts(0, parameter.numel()))
         parameter.detach().copy_(whole.view(parameter.shape))
     elif handle.is_available:
         whole = torch.empty(handle.numel, dtype=handle.shard.dtype, device=handle.device)
-        _fill(whole, parts(0, handle.numel))
+        fill(whole, parts(0, handle.numel))
         handle.write(whole.view(handle.shape))
     else:
-        chunk = chunk_numel(handle.numel, handle.collectives.world)
-        start = min(handle.collectives.rank * chunk, handle.numel)
-        stop = min(start + chunk, handle.numel)
-        with handle.opened(changes=True) as own:
-            _fill(own.narrow(0, 0, stop - start), parts(start, stop))
+        own = chunk_interval(handle.numel, handle.collectives.rank, handle.collectives.world)
+        with handle.opened(changes=True) as shard:
+            fill(shard.narrow(0, 0, own.numel), parts(own.start, own.stop))
 
 
-def _fill(target: Tensor, parts: Iterator[Tensor]) -> None:
-    cursor = 0
-    for part in parts:
-        target.narrow(0, cursor, part.numel()).copy_(part)
-        cursor += part.numel()
-    assert cursor == target.numel(), f"{cursor} of {target.numel()} elements"
-
-
-def _write_masters(shard: SubGroup, plan: LoadPlan) -> None:
-    for piece in shard.pieces:
+def _write_masters(sub_group: SubGroup, plan: LoadPlan) -> None:
+    for piece in sub_group.pieces:
         parts = plan.weights.get(piece.parameter)
         if parts is not None:
-            target = shard.master.narrow(0, piece.in_shard, piece.numel)
-            _fill(target, parts(piece.in_parameter, piece.in_parameter + piece.numel))
-    if shard.lp_param is not None:
-        shard.lp_param.copy_(shard.master)
+            target = sub_group.master.narrow(0, piece.in_shard, piece.numel)
+            fill(target, parts(piece.in_parameter, piece.in_parameter + piece.numel))
+    if sub_group.lp_param is not None:
+        sub_group.lp_param.copy_(sub_group.master)
 
 
 def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     updater, names, view = subject.assembly.optimizer.updater, subject.names, plan.view
     steps: dict[int, int] = {}
-    for shard in updater.sub_groups:
-        group = plan.groups[shard.group]
+    for sub_group in updater.sub_groups:
+        group = plan.groups[sub_group.group]
         if group is None:
-            _start_anew(updater, shard)
+            _start_anew(updater, sub_group)
             continue
         common = group.scalars.get(ds.STEP)
         if common is not None:
-            steps.update({p.parameter: int(view.steps.get(names[p.parameter], common)) for p in shard.pieces})
+            steps.update({p.parameter: int(view.steps.get(names[p.parameter], common)) for p in sub_group.pieces})
         if view.shard_states:
-            _write_bound_state(updater, shard, view, names)
+            _write_bound_state(updater, sub_group, view, names)
         elif not (updater.keeps_everything_whole and _restores_whole(updater, view)):
             if not (view.states() or group.scalars):  # saved before the first update
-                _start_anew(updater, shard)
-            with updater.stager.opened(shard, changes=True):
-                _write_shard_state(subject, shard, group, view, steps)
+                _start_anew(updater, sub_group)
+            with updater.stager.opened(sub_group, changes=True):
+                _write_sub_group_state(subject, sub_group, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
         if group is not None:
             _write_options(options, group.options)
@@ -301,17 +283,17 @@ def _start_anew(updater: Updater, sub_group: SubGroup) -> None:
     updater.stager.forget_states(sub_group)
 
 
-def _write_shard_state(
-    subject: Subject, shard: SubGroup, group: Group, view: CheckpointView, steps: Mapping[int, int]
+def _write_sub_group_state(
+    subject: Subject, sub_group: SubGroup, group: Group, view: CheckpointView, steps: Mapping[int, int]
 ) -> None:
     updater, names = subject.assembly.optimizer.updater, subject.names
     optimizer = updater.optimizer
-    options = subject.assembly.optimizer.param_groups[shard.group]
+    options = subject.assembly.optimizer.param_groups[sub_group.group]
     wanted = updater.state_names(options)
     kinds = [kind for kind in view.states() if wanted is None or kind in wanted]
-    for tensor in shard.tensors:
+    for tensor in sub_group.tensors:
         state: dict[str, Any] = {}
-        inside = [piece for piece in shard.pieces if tensor.interval.start <= piece.in_shard < tensor.interval.stop]
+        inside = [piece for piece in sub_group.pieces if tensor.interval.start <= piece.in_shard < tensor.interval.stop]
         for kind in kinds:
             form = updater.form_of(kind)
             dtype = getattr(optimizer, "state_dtype", None) if form is None else torch.float32
@@ -332,9 +314,9 @@ def _write_shard_state(
             optimizer.state[tensor.parameter] = state
 
 
-def _write_bound_state(updater: Updater, shard: SubGroup, view: CheckpointView, names: Sequence[str]) -> None:
+def _write_bound_state(updater: Updater, sub_group: SubGroup, view: CheckpointView, names: Sequence[str]) -> None:
     """States that fit nothing but this very shard."""
-    saved = view.shard_states.get(pieces_of(shard, names))
+    saved = view.shard_states.get(pieces_of(sub_group, names))
     if saved is None:
         kind = type(updater.optimizer).__name__
         raise CheckpointError(
@@ -344,7 +326,7 @@ def _write_bound_state(updater: Updater, shard: SubGroup, view: CheckpointView, 
             'load_optimizer_states=False; with hf_zero.optimizer_sees "whole_tensors" states fit any number of ranks',
         )
     state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in saved.items()}
-    updater.optimizer.state[shard.tensors[0].parameter] = state
+    updater.optimizer.state[sub_group.tensors[0].parameter] = state
 
 
 def _write_whole_states(subject: Subject, plan: LoadPlan) -> None:
@@ -358,7 +340,7 @@ def _write_whole_states(subject: Subject, plan: LoadPlan) -> None:
         group = group_of[index]
         saved = view.whole_states.get(subject.names[index], {})
         if group is not None and updater.keeps_everything_whole:
-            states[index] = {**_from_lines(view, subject.names[index], group), **saved}
+            states[index] = {**_from_elements(view, subject.names[index], group), **saved}
         elif group is not None:
             states[index] = saved
     updater.restore_whole_states({index: state for index, state in states.items() if state})
@@ -366,11 +348,11 @@ def _write_whole_states(subject: Subject, plan: LoadPlan) -> None:
 
 def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
     """Whether states go to the updater by whole tensors; else they were read element by element already."""
-    reads_elements = any(tensor.whole is not None for shard in updater.sub_groups for tensor in shard.tensors)
+    reads_elements = any(tensor.whole is not None for sub_group in updater.sub_groups for tensor in sub_group.tensors)
     return bool(view.whole_states) or not reads_elements
 
 
-def _from_lines(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
+def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
     """What a parameter has of states of one value per element, whole; nothing if it has seen no update."""
     if name not in view.indices or (view.whole_states and name not in view.whole_states):
         return {}

@@ -1,14 +1,23 @@
-"""`open_checkpoint`: a folder in, a view out, whoever wrote it and at whatever stage."""
+"""`open_checkpoint`: a folder in, a view out, whoever wrote it and at whatever stage; and checks that ranks share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from hf_zero.checkpoint.deepspeed.folder import Folder, find
+from hf_zero.checkpoint.deepspeed.keys import UNIVERSAL_FOLDER
 from hf_zero.checkpoint.deepspeed.read_sharded import read_sharded
 from hf_zero.checkpoint.deepspeed.read_whole import Shapes, read_stage_0, read_universal
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.durable import Written
+from hf_zero.checkpoint.manifest import check_content, files_to_check, intact_alternatives
 from hf_zero.checkpoint.view import CheckpointView
+from hf_zero.comm import Collectives
+
+T = TypeVar("T")
 
 
 def open_checkpoint(
@@ -35,3 +44,56 @@ def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> Checkpoin
     if not folder.optimizer_files and not folder.model_file_per_rank:
         return read_stage_0(folder, groups)
     return read_sharded(folder)
+
+
+def together(act: Callable[[], T], collectives: Collectives) -> T:
+    """Run `act` on every rank; when it fails on one, all raise that rank's error. Collective."""
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = act()
+    except (CheckpointError, RuntimeError, OSError, ValueError) as caught:
+        error = caught
+    for rank, theirs in enumerate(collectives.gather_objects(None if error is None else _portable(error))):
+        if isinstance(theirs, Exception):
+            raise error if error is not None and rank == collectives.rank else theirs
+    return result  # type: ignore[no-any-return]
+
+
+def check_together(folder: Folder, collectives: Collectives) -> None:
+    """Every file present, of the right size and content, and nothing foreign. Collective.
+
+    Universal checkpoints have no list of their files: each is checked against the checksums in it, and reading finds
+    out what is missing.
+    """
+    files = together(lambda: _files(folder), collectives)
+
+    def check_mine() -> None:
+        for file in files[collectives.rank :: collectives.world]:
+            check_content(folder.path, file)
+
+    together(check_mine, collectives)
+
+
+def _files(folder: Folder) -> Sequence[Written | Path]:
+    if not folder.is_universal:
+        return files_to_check(folder.path)
+    return [*folder.model_files.values(), *sorted((folder.path / UNIVERSAL_FOLDER).glob("**/*.pt"))]
+
+
+def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: Collectives) -> CheckpointError:
+    """The same error with an intact older checkpoint to turn to, if there is one. Collective."""
+    found = None
+    if collectives.rank == 0:
+        # Trainer keeps every checkpoint in a folder of its own: look beside this one, too.
+        siblings = [path for path in root.resolve().parent.glob("checkpoint-*") if path.resolve() != root.resolve()]
+        found = intact_alternatives(root, tag, siblings)
+    everybodys = collectives.gather_objects(found)[0]
+    if not isinstance(everybodys, list) or not everybodys:
+        return error
+    return CheckpointError(error.path, error.problem, f"{error.fix}. Intact: {everybodys[0]}")
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that can travel to other ranks."""
+    return error if isinstance(error, CheckpointError) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -30,7 +30,7 @@ from hf_zero.checkpoint.shard_states import (
     ShardState,
     Stored,
     buffers_of,
-    read_shards,
+    read_sub_groups,
     summarise,
 )
 from hf_zero.checkpoint.subject import ModelSubject, Subject
@@ -86,7 +86,7 @@ class _Collected:
     def of(cls, subject: Subject) -> _Collected:
         updater = subject.assembly.optimizer.updater
         updater.collect_state()
-        states = read_shards(updater)
+        states = read_sub_groups(updater)
         groups = summarise(updater, states, len(subject.assembly.members), subject.collectives)
         return cls(states, updater.whole_states(), groups)
 
@@ -123,7 +123,7 @@ class _Collected:
     @staticmethod
     def _bound(subject: Subject) -> Sequence[Mapping[str, Any]]:
         updater = subject.assembly.optimizer.updater
-        states = [updater.optimizer.state.get(shard.tensors[0].parameter, {}) for shard in updater.sub_groups]
+        states = [updater.optimizer.state.get(sub_group.tensors[0].parameter, {}) for sub_group in updater.sub_groups]
         return bound_for_file(updater.sub_groups, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
@@ -169,24 +169,26 @@ def _group_states(
         for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit)
     ]
     exchange = Exchange(reshard(source, wanted), collectives)
-    lines = _lines(subject, collected, targets)
+    states = _target_states(subject, collected, targets)
     comes_later = not exchange.is_local or collected.has_forms
     found: list[list[Awaited | Streamed]] = []
-    for line in lines:
-        local = None if comes_later else line.fill(exchange)
-        found.append([Awaited(line.dtype, (numel,)) for numel in line.lengths] if local is None else list(local))
+    for of_kind in states:
+        local = None if comes_later else of_kind.fill(exchange)
+        found.append([Awaited(of_kind.dtype, (numel,)) for numel in of_kind.lengths] if local is None else list(local))
     groups = []
     for number, target in enumerate(targets):
         known = collected.groups[target.group]
-        moments = {line.kind: found[i][number] for i, line in enumerate(lines) if i and line.kind in known.kinds}
+        moments = {
+            of_kind.kind: found[i][number] for i, of_kind in enumerate(states) if i and of_kind.kind in known.kinds
+        }
         groups.append(GroupState(found[0][number], moments, _scalars(subject, known.scalars)))
     if not comes_later:
         return groups, None
-    return groups, (_batch(line, exchange, awaited, groups) for line, awaited in zip(lines, found, strict=True))
+    return groups, (_batch(of_kind, exchange, awaited, groups) for of_kind, awaited in zip(states, found, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _TargetStates:
     """One kind of state of all targets: where its elements are now, and how many each target takes."""
 
     kind: str
@@ -200,32 +202,32 @@ class _Line:
         return [join(placed.get(number, ()), numel, self.dtype) for number, numel in enumerate(self.lengths)]
 
 
-def _lines(subject: Subject, collected: _Collected, targets: Sequence[_Target]) -> list[_Line]:
+def _target_states(subject: Subject, collected: _Collected, targets: Sequence[_Target]) -> list[_TargetStates]:
     """The masters, then every kind of moment; the same on all ranks."""
-    shards = subject.assembly.optimizer.sub_groups
+    own = subject.assembly.optimizer.sub_groups
     fp32 = torch.float32
-    for shard in shards:
-        fp32 = torch.promote_types(fp32, shard.master.dtype)
-    held = [shard.master.detach() for shard in shards]  # at hand now; later a drive may have them
-    masters = _Line("", fp32, [t.master_numel for t in targets], lambda: [master.to(fp32) for master in held])
+    for sub_group in own:
+        fp32 = torch.promote_types(fp32, sub_group.master.dtype)
+    held = [sub_group.master.detach() for sub_group in own]  # at hand now; later a drive may have them
+    masters = _TargetStates("", fp32, [t.master_numel for t in targets], lambda: [master.to(fp32) for master in held])
     lengths = [target.moment_numel for target in targets]
     return [
         masters,
         *(
-            _Line(kind, dtype, lengths, partial(buffers_of, kind, dtype, shards, collected.states))
+            _TargetStates(kind, dtype, lengths, partial(buffers_of, kind, dtype, own, collected.states))
             for kind, dtype in collected.kinds().items()
         ),
     ]
 
 
 def _batch(
-    line: _Line, exchange: Exchange, awaited: Sequence[Awaited | Streamed], groups: Sequence[GroupState]
+    of_kind: _TargetStates, exchange: Exchange, awaited: Sequence[Awaited | Streamed], groups: Sequence[GroupState]
 ) -> list[tuple[Awaited, Streamed]]:
     """What one exchange brings, as far as the groups want it."""
     used = {id(content) for group in groups for content in (group.master, *group.moments.values())}
     return [
         (place, content)
-        for place, content in zip(awaited, line.fill(exchange), strict=True)
+        for place, content in zip(awaited, of_kind.fill(exchange), strict=True)
         if isinstance(place, Awaited) and id(place) in used
     ]
 
@@ -255,20 +257,20 @@ def _stages_1_2(
 ) -> dict[str, Any]:
     rank, world, names = subject.collectives.rank, subject.collectives.world, subject.names
     orders = [round_robin(m, world) if subject.round_robin else m for m in _members(subject)]
-    lines = [GroupPartition(members, world) for members in orders]
+    layouts = [GroupPartition(members, world) for members in orders]
     targets = [
-        _Target(group, line.partition_numel - line.padding(rank), line.partition_numel)
-        for group, line in enumerate(lines)
+        _Target(group, layout.partition_numel - layout.padding(rank), layout.partition_numel)
+        for group, layout in enumerate(layouts)
     ]
-    wanted = [e for r in range(world) for group, line in enumerate(lines) for e in line.extents(r, group)]
+    wanted = [e for r in range(world) for group, layout in enumerate(layouts) for e in layout.extents(r, group)]
     groups, arrivals = _group_states(subject, collected, targets, wanted)
-    partitions = [Partition(tuple(names[m.parameter] for m in line.members), line) for line in lines]
+    partitions = [Partition(tuple(names[m.parameter] for m in layout.members), layout) for layout in layouts]
     part = collected.part(subject)
     states = optimizer_states_1_2(run, rank, part, partitions, groups)
     files = {ds.optimizer_file(rank, bf16=subject.bf16): _arriving(states, arrivals)}
     if writes_shared_file:
         shapes = subject.shapes
-        in_order = [{names[m.parameter]: shapes[m.parameter] for m in line.members} for line in lines]
+        in_order = [{names[m.parameter]: shapes[m.parameter] for m in layout.members} for layout in layouts]
         files[ds.model_file(rank, subject.stage)] = model_states(run, weights, in_order)
     return files
 
@@ -295,14 +297,14 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
 
 def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
     """Every rank holds everything, and one writes it: nothing travels."""
-    shards, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
+    own, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
     states: dict[str, GroupState] = {}
-    for shard, state in zip(shards, collected.states, strict=True):
-        group = collected.groups[shard.group]
+    for sub_group, state in zip(own, collected.states, strict=True):
+        group = collected.groups[sub_group.group]
         elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
-        for piece in shard.pieces:
+        for piece in sub_group.pieces:
             name, shape = names[piece.parameter], shapes[piece.parameter]
-            master = shard.master.narrow(0, piece.in_shard, piece.numel).view(shape)
+            master = sub_group.master.narrow(0, piece.in_shard, piece.numel).view(shape)
             if collected.whole:
                 states[name] = _whole_state(subject, master, collected.whole.get(piece.parameter, {}))
                 continue
@@ -313,7 +315,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
             if piece.parameter in group.steps:
                 scalars[ds.STEP] = group.steps[piece.parameter]
             states[name] = GroupState(master, moments, _scalars(subject, scalars))
-    has_masters = any(shard.lp_param is not None for shard in shards)
+    has_masters = any(sub_group.lp_param is not None for sub_group in own)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
     return {ds.model_file(0, 0): {**model_states(run, weights, in_order, optimizer), ds.HF_ZERO: ours(part)}}

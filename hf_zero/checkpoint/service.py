@@ -14,11 +14,10 @@ from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_lates
 from hf_zero.checkpoint.deepspeed.states import RunState
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
-from hf_zero.checkpoint.opening import view_of
+from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of
 from hf_zero.checkpoint.save import files_of, model_files_of
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
-from hf_zero.checkpoint.verify import check_together, name_alternative, together
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
 from hf_zero.config import CheckpointPolicy

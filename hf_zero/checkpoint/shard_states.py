@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed.keys import STEP
-from hf_zero.checkpoint.plain import plain
+from hf_zero.checkpoint.files.torch_file import plain
 from hf_zero.comm import Collectives
 from hf_zero.optim import MasterTensor, SubGroup, Updater
 from hf_zero.optim.stored import StateForm, is_per_element
@@ -75,11 +75,11 @@ class GroupSummary:
             self.steps[parameter] = max(steps, self.steps.get(parameter, 0))
 
 
-def read_shards(updater: Updater) -> list[ShardState]:
-    """State of every shard of this rank, but for what belongs to whole tensors."""
+def read_sub_groups(updater: Updater) -> list[ShardState]:
+    """State of every sub-group of this rank, but for what belongs to whole tensors."""
     if updater.keeps_everything_whole and updater.whole_states():
         return [ShardState({}, {}) for _ in updater.sub_groups]
-    return [_read(updater, shard) for shard in updater.sub_groups]
+    return [_read(updater, sub_group) for sub_group in updater.sub_groups]
 
 
 def _has_other_shapes(updater: Updater, tensor: MasterTensor) -> bool:
@@ -93,24 +93,24 @@ def _has_other_shapes(updater: Updater, tensor: MasterTensor) -> bool:
     )
 
 
-def _read(updater: Updater, shard: SubGroup) -> ShardState:
+def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
     moments: dict[str, Tensor | Stored] = {}
     scalars: dict[str, Any] = {}
-    for tensor in shard.tensors:
+    for tensor in sub_group.tensors:
         if _has_other_shapes(updater, tensor):
             return ShardState({}, {}, is_bound=True)
         state = updater.optimizer.state.get(tensor.parameter, {})
         for kind, value in state.items():
             form = updater.form_of(kind)
             if form is not None:
-                assert tensor.interval.numel == shard.master.numel(), "states in forms belong to flat shards"
-                moments[kind] = Stored(value.detach(), form, shard.master.numel())
+                assert tensor.interval.numel == sub_group.master.numel(), "states in forms belong to flat shards"
+                moments[kind] = Stored(value.detach(), form, sub_group.master.numel())
             elif is_per_element(kind, value, tensor.parameter):
                 flat = value.detach().reshape(-1)
-                if tensor.interval.numel == shard.master.numel():
+                if tensor.interval.numel == sub_group.master.numel():
                     moments[kind] = flat
                 else:
-                    whole = moments.setdefault(kind, torch.zeros_like(shard.master, dtype=value.dtype))
+                    whole = moments.setdefault(kind, torch.zeros_like(sub_group.master, dtype=value.dtype))
                     assert isinstance(whole, Tensor)
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
             elif OF_WHOLE_TENSORS not in state:  # which has the step of every parameter
@@ -129,12 +129,12 @@ def summarise(
     """What all ranks together know, by optimizer group. Collective."""
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
-    for shard, state in zip(updater.sub_groups, states, strict=True):
+    for sub_group, state in zip(updater.sub_groups, states, strict=True):
         kinds = {kind: moment.dtype for kind, moment in state.moments.items()}
         steps = {}
         if STEP in state.scalars:
-            steps = {p.parameter: counted.get(p.parameter, int(state.scalars[STEP])) for p in shard.pieces}
-        mine[shard.group].add(GroupSummary(kinds, dict(state.scalars), steps, state.is_bound))
+            steps = {p.parameter: counted.get(p.parameter, int(state.scalars[STEP])) for p in sub_group.pieces}
+        mine[sub_group.group].add(GroupSummary(kinds, dict(state.scalars), steps, state.is_bound))
     total = [GroupSummary() for _ in range(num_groups)]
     for theirs in collectives.gather_objects(mine):
         assert isinstance(theirs, list)
@@ -143,12 +143,14 @@ def summarise(
     return total
 
 
-def buffers_of(kind: str, dtype: torch.dtype, shards: Sequence[SubGroup], states: Sequence[ShardState]) -> list[Tensor]:
-    """One kind of state of all shards; where there is none yet, zeros without memory."""
+def buffers_of(
+    kind: str, dtype: torch.dtype, sub_groups: Sequence[SubGroup], states: Sequence[ShardState]
+) -> list[Tensor]:
+    """One kind of state of all sub-groups; where there is none yet, zeros without memory."""
     found = []
-    for shard, state in zip(shards, states, strict=True):
+    for sub_group, state in zip(sub_groups, states, strict=True):
         value = state.values(kind)
         if value is None:
-            value = torch.zeros(1, dtype=dtype, device=shard.master.device).expand(shard.master.numel())
+            value = torch.zeros(1, dtype=dtype, device=sub_group.master.device).expand(sub_group.master.numel())
         found.append(value.to(dtype))
     return found

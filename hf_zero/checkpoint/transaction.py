@@ -26,13 +26,28 @@ from hf_zero.checkpoint.files.durable import PARTIAL, Written, sync_folder, writ
 from hf_zero.checkpoint.files.stream import Arriving
 from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.manifest import write_manifest
-from hf_zero.checkpoint.script import ZERO_TO_FP32
 from hf_zero.comm import Collectives
 from hf_zero.log import logger
 
 _REPLACED = ".replaced"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD
+
+# Goes beside the checkpoints, where `./zero_to_fp32.py . pytorch_model.bin` runs it.
+ZERO_TO_FP32 = '''\
+#!/usr/bin/env python
+"""Ordinary weights from the sharded checkpoint in this folder:  ./zero_to_fp32.py . pytorch_model.bin  (or --help)."""
+
+import sys
+
+try:
+    from hf_zero.zero_to_fp32 import main
+except ImportError as error:
+    sys.exit(f"this script needs hf_zero: pip install hf_zero ({error})")
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Any checkpoint as what it means: parameters, each an interval line that can be read anywhere without the rest."""
+"""Any checkpoint as what it means: parameters, any interval of which can be read without the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder
-from hf_zero.checkpoint.files.stream import Streamed
+from hf_zero.checkpoint.files.stream import Streamed, fill
 from hf_zero.checkpoint.whole_states import ShardKey
 from hf_zero.layout.reshard import Extent
 
@@ -46,7 +46,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StateElements:
     """All state of one kind of all trainable parameters: extents of elements in mapped tensors."""
 
     extents: Mapping[int, Sequence[Extent]]  # by parameter, in order
@@ -75,11 +75,11 @@ class CheckpointView:
         buffers: persistent buffers by name.
         aliases: second names of tied parameters -> the name that holds the weights.
         groups: optimizer groups; empty when the checkpoint holds no optimizer.
-        lines: state kind ("fp32", "exp_avg", ...) -> where its elements lie.
+        elements: state kind ("fp32", "exp_avg", ...) -> where its elements lie.
         steps: updates seen by a parameter, where they differ from the group's counter.
         meta: everything in the model file but the weights.
         scaler: state of the loss scaler as plain values; empty when there was none.
-        whole_states: by parameter name those of its optimizer states that are not in `lines`; at stage 0 all, if
+        whole_states: by parameter name those of its optimizer states that are not in `elements`; at stage 0 all, if
             any does not hold one value per element. A parameter without an entry has seen no update then.
         shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.whole_states`.
     """
@@ -92,7 +92,7 @@ class CheckpointView:
     buffers: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     groups: tuple[Group, ...]
-    lines: Mapping[str, Line]
+    elements: Mapping[str, StateElements]
     meta: Mapping[str, Any]
     scaler: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -105,26 +105,22 @@ class CheckpointView:
 
     def states(self) -> tuple[str, ...]:
         """Kinds of state beside the weights."""
-        return tuple(kind for kind in self.lines if kind != MASTER)
+        return tuple(kind for kind in self.elements if kind != MASTER)
 
     def read(self, name: str, state: str = MASTER, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of one parameter's state, 1-D, in memory."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
-        parts = self.lines[state].parts(self.indices[name], start, stop)
+        parts = self.elements[state].parts(self.indices[name], start, stop)
         return torch.cat(parts) if parts else torch.empty(0)
 
     def read_into(self, target: Tensor, name: str, state: str = MASTER, start: int = 0) -> None:
         """Fill the 1-D `target` from element `start` on."""
-        cursor = 0
-        for part in self.lines[state].parts(self.indices[name], start, start + target.numel()):
-            target.narrow(0, cursor, part.numel()).copy_(part)
-            cursor += part.numel()
-        assert cursor == target.numel(), f"{name}: {cursor} of {target.numel()} elements"
+        fill(target, self.elements[state].parts(self.indices[name], start, start + target.numel()))
 
     def master(self, name: str) -> Pieces:
         """A trainable parameter's weights in update precision."""
         shape = self.shapes[name]
-        return Pieces(tuple(shape), tuple(self.lines[MASTER].parts(self.indices[name], 0, math.prod(shape))))
+        return Pieces(tuple(shape), tuple(self.elements[MASTER].parts(self.indices[name], 0, math.prod(shape))))
 
     def client_state(self) -> dict[str, Any]:
         """What `load_checkpoint` returns to its caller."""
@@ -139,3 +135,12 @@ def by_parameter(extents: Iterable[Extent]) -> dict[int, list[Extent]]:
     for mine in found.values():
         mine.sort(key=lambda extent: extent.start)
     return dict(found)
+
+
+def buffer_sizes(extents: Iterable[Extent]) -> dict[tuple[int, int], int]:
+    """How many elements each buffer, by (rank, buffer), has to have."""
+    found: dict[tuple[int, int], int] = {}
+    for extent in extents:
+        place = (extent.rank, extent.buffer)
+        found[place] = max(found.get(place, 0), extent.offset + extent.numel)
+    return found

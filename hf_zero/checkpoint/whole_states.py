@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.plain import plain
+from hf_zero.checkpoint.files.torch_file import plain
 from hf_zero.optim import SubGroup
 from hf_zero.optim.updater import StateSlice, WholeStates
 
-Named = Mapping[str, Mapping[str, Any]]
 ShardKey = tuple[tuple[str, int, int, int], ...]
 _SHAPE, _START, _VALUES = "shape", "start", "values"
 _PIECES, _STATE = "pieces", "state"
@@ -90,21 +89,21 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
     return joined.view(shape)
 
 
-def pieces_of(shard: SubGroup, names: Sequence[str]) -> ShardKey:
+def pieces_of(sub_group: SubGroup, names: Sequence[str]) -> ShardKey:
     """What a flat shard is made of: name, first element, number of elements, place; equal on equal layouts only."""
-    return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in shard.pieces)
+    return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in sub_group.pieces)
 
 
 def bound_for_file(
-    shards: Sequence[SubGroup], states: Sequence[Mapping[str, Any]], names: Sequence[str]
+    sub_groups: Sequence[SubGroup], states: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """States of flat shards as they are, each with what it belongs to."""
     return [
         {
-            _PIECES: [list(piece) for piece in pieces_of(shard, names)],
+            _PIECES: [list(piece) for piece in pieces_of(sub_group, names)],
             _STATE: {key: v.detach() if isinstance(v, Tensor) else plain(v) for key, v in state.items()},
         }
-        for shard, state in zip(shards, states, strict=True)
+        for sub_group, state in zip(sub_groups, states, strict=True)
     ]
 
 

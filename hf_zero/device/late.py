@@ -82,6 +82,7 @@ class _Copy:
     before: Tensor  # the source as it was
     clock: Clock  # of the lane, this copy included
     is_done: bool = False
+    may_change: bool = False  # the source, which a later copy has been told to overwrite
     spans: tuple[_Span, _Span] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,19 +152,26 @@ class Late(AtOnce):
         self._look()
         clock = self._clocks[lane]
         _learn(clock, self._host)
-        for other in self._copies:
-            if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
-                self._carry_out(other)
+        self._pass_on(clock, source, target)
         copy = _Copy(lane, 0, site, _alias(source), _alias(target), source.detach().clone(), clock)
         self._refuse_race(copy)
         clock[lane] += 1
         copy.number, copy.clock = clock[lane], clock.copy()
         _poison(copy.target)
         self._copies.append(copy)
-        self._note(lane.value, f"{_place(site)} {copy.source.numel()}")
+        _note(self.trace, lane.value, f"{_place(site)} {copy.source.numel()}")
         if self._random.random() < self._early:
             self._carry_out(self._random.choice(self._copies))
         return LateEvent(copy.clock, self._num_ranges)
+
+    def _pass_on(self, clock: Clock, source: Tensor, target: Tensor) -> None:
+        """What a copy that is asked for knows of is done before it."""
+        for other in self._copies:
+            if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
+                self._carry_out(other)
+            if other.is_known(clock) and _span(target).overlaps(other.spans[0]):
+                self._carry_out(other)
+                other.may_change = True
 
     def _refuse_race(self, copy: _Copy) -> None:
         source, target = copy.spans
@@ -191,7 +199,7 @@ class Late(AtOnce):
         if isinstance(event, LateEvent) and not self.skips(site):
             self._look()
             _learn(self._clocks[Lane.COMPUTE], event.clock)
-            self._note("compute", f"{_place(site)} waits")
+            _note(self.trace, "compute", f"{_place(site)} waits")
             self._settle()
 
     def host_wait(self, event: Event) -> None:
@@ -199,7 +207,7 @@ class Late(AtOnce):
         if isinstance(event, LateEvent) and not self.skips(site):
             self._look()
             self.num_host_waits += not self.has_passed(event)
-            self._note("host", f"{_place(site)} waits")
+            _note(self.trace, "host", f"{_place(site)} waits")
             self._host_learns(event.clock)
 
     def has_passed(self, event: Event) -> bool:
@@ -228,7 +236,7 @@ class Late(AtOnce):
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
         self._num_ranges += 1
-        self._note("compute", name)
+        _note(self.trace, "compute", name)
         with super().range(name):
             yield
 
@@ -264,12 +272,14 @@ class Late(AtOnce):
             for end in _ends(copy)[: 1 if copy.is_done else 2]:
                 if end.numel() and _num_uses(end) <= aliases[end.untyped_storage().data_ptr()]:
                     raise LateError(f"{copy.site}: memory was given back before its copy {copy.lane.value} was done")
-            if not torch.equal(_bytes(copy.source), _bytes(copy.before)) and not copy.is_known(self._source_side(copy)):
+            is_free = copy.may_change or copy.is_known(self._source_side(copy))
+            if not is_free and not torch.equal(_bytes(copy.source), _bytes(copy.before)):
                 raise LateError(f"{copy.site}: the source of a copy {copy.lane.value} has changed before it was done")
 
-    def _note(self, lane: str, what: str) -> None:
-        if self.trace is not None:
-            self.trace.append((lane, what))
+
+def _note(trace: list[tuple[str, str]] | None, lane: str, what: str) -> None:
+    if trace is not None:
+        trace.append((lane, what))
 
 
 def _ends(copy: _Copy) -> tuple[Tensor, Tensor]:

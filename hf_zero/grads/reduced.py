@@ -16,6 +16,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from hf_zero.device.registry import runtime_of
 from hf_zero.kernels.accumulate import add_into
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval
@@ -50,7 +51,11 @@ class ReducedGradient:
         self._trained = trained
         self._dtypes = dtypes
         self._state = ReducedState.NONE
+        self._memory = runtime_of(trained.device).own
+        self._departures = trained.placement.departures
         self._vector: Vector | None = None
+        self._num_added = self._num_counted = 0  # parts since the last step; the difference is on its way
+        self._num_squared = 0  # parts in `_squares`
         self._squares: Tensor | None = None
 
     @property
@@ -60,7 +65,21 @@ class ReducedGradient:
 
     @property
     def vector(self) -> Vector:
-        """Made at first use and kept, so that steps do not page it in."""
+        """Made at first use and kept, so that steps do not page it in. Everything that was added is in it."""
+        self._settle()
+        return self._place
+
+    @property
+    def on_its_way(self) -> Vector:
+        """The same for whoever needs the values only later: they may arrive in host memory until then."""
+        return self.vector if self._place.tensor is None else self._place
+
+    def _settle(self) -> None:
+        if self._departures is not None:
+            self._departures.settle(self._count_in)
+
+    @property
+    def _place(self) -> Vector:
         if self._vector is None:
             self._vector = self._new_vector()
         return self._vector
@@ -78,40 +97,64 @@ class ReducedGradient:
     @property
     def at_hand(self) -> Tensor | None:
         """The sum, where it need not be fetched; None without one."""
-        return self._vector.tensor if self.is_there and self._vector is not None else None
+        return self.vector.tensor if self.is_there else None
 
     @property
     def is_on_device(self) -> bool:
         """Whether a collective may work where the sum stays."""
-        at_hand = self.vector.tensor
-        return at_hand is not None and at_hand.device == self._trained.device
+        return self._place.tensor is not None and self._place.memory == self._memory
 
     def place_for_result(self) -> Tensor:
         """1-D, on the training device: where the sum over ranks may be written; give it to `add` then."""
-        if not self.is_there and self._dtypes.are_one and self._trained.device == self._trained.placement.work:
+        if not self.is_there and self._dtypes.are_one and self._memory == self._trained.placement.work:
             self.vector.fetch(reads=False)
             self._state = ReducedState.AWAITED
             return self.vector.take()
         return torch.empty(self._trained.owned.numel, dtype=self._dtypes.communication, device=self._trained.device)
 
-    def add(self, part: Tensor) -> None:
-        """Count `part` in (owned interval, summed over ranks); it may be the place for the result, or the vector."""
-        was_there = self.is_there
+    def add(self, part: Tensor, *, is_lent: bool = False) -> None:
+        """Count `part` in (owned interval, summed over ranks); it may be the place for the result, or the vector.
+
+        Args:
+            is_lent: others write to its memory as soon as this returns.
+        """
+        self._num_added += 1
+        if self._departures is None:
+            self._count_in(part)
+        else:
+            # The squares are counted on the device, so that the norm need not wait for the copy; and a copy on the
+            # device takes far less time than a lent buffer would be missed for.
+            is_first, place = not self.is_there, self._place
+            self._squares, self._num_squared = (sum_of_squares(part), 1) if is_first else (None, 0)
+            stays = is_first and place.tensor is not None and place.dtype == part.dtype
+            leaving = part.clone() if is_lent else part
+            self._departures.send(leaving, self._count_in, place.tensor if stays else None)
+        self._state = ReducedState.SUMMED
+
+    def _count_in(self, part: Tensor) -> None:
+        """Add what is in the memory that sums are made in."""
+        place = self._place
         if self._state is not ReducedState.AWAITED:
-            self.vector.fetch(reads=was_there)
-        total = self.vector.take()
-        if was_there:
-            add_into(total, part.to(total.device))
+            place.fetch(reads=self._num_counted > 0)
+        total = place.take()
+        if self._num_counted:
+            add_into(total, part)
         elif part.data_ptr() != total.data_ptr():
             total.copy_(part)
-        if self.vector.tensor is None:
-            self._squares = sum_of_squares(total)  # while they are here
-        self.vector.release(changed=True)
-        self._state = ReducedState.SUMMED
+        self._num_counted += 1
+        if place.tensor is None:
+            self._squares, self._num_squared = sum_of_squares(total), self._num_counted  # while they are here
+        place.release(changed=True)
 
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares of what lies in `part` of the owned interval: 0-dim, fp64."""
-        if self.vector.tensor is None and part.numel == self._trained.owned.numel and self._squares is not None:
+        if self._num_squared != self._num_added:
+            self._settle()
+        if (
+            self._num_squared == self._num_added
+            and self._squares is not None
+            and part.numel == self._trained.owned.numel
+        ):
             return self._squares
         with self.opened() as total:
             return sum_of_squares(total.narrow(0, part.start, part.numel))
@@ -124,7 +167,9 @@ class ReducedGradient:
 
     def clear(self) -> None:
         """Forget the sum. Its room stays."""
+        self._settle()
         self._state = ReducedState.NONE
+        self._num_added = self._num_counted = self._num_squared = 0
         self._squares = None
 
     def give_up_room(self) -> None:

@@ -138,7 +138,8 @@ class Reductions:
         try:
             flight = self._flights.popleft()
             flight.pending.wait()
-            flight.bucket.reduced.add(flight.result)
+            is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
+            flight.bucket.reduced.add(flight.result, is_lent=is_lent)
             flight.bucket.local = None
             if flight.sent is not None:
                 self._collectives.give_send_buffer(flight.sent)

@@ -10,6 +10,7 @@ from hf_zero.layout.buckets import (
     Piece,
     Run,
     Slot,
+    chunk_interval,
     chunk_numel,
     effective_bucket_numel,
     plan_layout,

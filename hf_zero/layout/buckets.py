@@ -181,6 +181,12 @@ def chunk_numel(numel: int, world: int) -> int:
     return -(-numel // world)
 
 
+def chunk_interval(numel: int, rank: int, world: int) -> Interval:
+    """Which elements of such a parameter are `rank`'s; padding is left out."""
+    chunk = chunk_numel(numel, world)
+    return Interval(min(rank * chunk, numel), min((rank + 1) * chunk, numel))
+
+
 def effective_bucket_numel(total_numel: int, limit: int) -> int:
     """How many elements to put in one bucket when the configuration allows `limit` of `total_numel`.
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_zero.layout.buckets import FlatLayout, Interval, cut_sub_groups, pieces_of_sub_group, round_up
+from hf_zero.layout.buckets import (
+    FlatLayout,
+    Interval,
+    chunk_interval,
+    chunk_numel,
+    cut_sub_groups,
+    pieces_of_sub_group,
+    round_up,
+)
 from hf_zero.layout.reshard import Extent
 
 
@@ -73,11 +81,6 @@ class GroupPartition:
         return self.gaps[index] if index < len(self.gaps) else 0
 
 
-def shard_numel(numel: int, world: int) -> int:
-    """Stage 3: elements of one parameter on every rank, the padding of the last ones included."""
-    return -(-numel // world)
-
-
 @dataclass(frozen=True, slots=True)
 class SubGroupPartition:
     """Stage 3: parameters whose shards lie one after the other in one flat tensor."""
@@ -87,18 +90,16 @@ class SubGroupPartition:
 
     @property
     def numel(self) -> int:
-        return sum(shard_numel(member.numel, self.world) for member in self.members)
+        return sum(chunk_numel(member.numel, self.world) for member in self.members)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
         """What lies in `rank`'s flat tensor; padding is left out."""
         found, cursor = [], 0
         for member in self.members:
-            shard = shard_numel(member.numel, self.world)
-            start = min(rank * shard, member.numel)
-            stop = min(start + shard, member.numel)
-            if start < stop:
-                found.append(Extent(member.parameter, start, stop - start, rank, buffer, cursor))
-            cursor += shard
+            own = chunk_interval(member.numel, rank, self.world)
+            if own.numel:
+                found.append(Extent(member.parameter, own.start, own.numel, rank, buffer, cursor))
+            cursor += chunk_numel(member.numel, self.world)
         return found
 
 
@@ -109,7 +110,7 @@ def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGr
     local_numel = 0
     for member in members:
         chosen.append(member)
-        local_numel += shard_numel(member.numel, world)
+        local_numel += chunk_numel(member.numel, world)
         if local_numel >= limit:
             closed.append(SubGroupPartition(tuple(chosen), world))
             chosen, local_numel = [], 0

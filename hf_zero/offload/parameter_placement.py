@@ -6,20 +6,20 @@ import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import FilePolicy, ParameterOffload
+from hf_zero.device.registry import runtime_of
 from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
+from hf_zero.offload.placement import pins
 from hf_zero.offload.store import CappedStore, MemoryStore, Store
-
-HOST = torch.device("cpu")
 
 
 def store_of_parameters(policy: ParameterOffload | None, device: torch.device, drive: Drive | None) -> Store:
     """For a model on `device`; `drive` is where the policy's folder lies."""
     if policy is None:
-        return MemoryStore(device)
-    pinned = policy.pinned and device != HOST
-    host = MemoryStore(HOST, pinned=pinned)
+        return MemoryStore(runtime_of(device).own)
+    pinned = pins(policy, device)
+    host = MemoryStore(pinned=pinned)
     if policy.device == "cpu" or drive is None:
         return host
     pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)

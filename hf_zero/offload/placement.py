@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
-from hf_zero.config import OptimizerOffload
+from hf_zero.config import OptimizerOffload, ParameterOffload
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import HOST_MEMORY, Memory
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.buckets import cut_sub_groups
+from hf_zero.offload.departures import MAX_DEPARTURES, Departures
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.requests import StorageError
 from hf_zero.offload.staged import StagedVector, StagingPool
-from hf_zero.offload.store import MemoryStore, Store, empty_on
+from hf_zero.offload.store import MemoryStore, Store, empty_in
 from hf_zero.offload.sub_group import StoredSubGroup
 from hf_zero.offload.vector import Vector, part_of
 
@@ -26,40 +29,63 @@ class Placement:
     """Where everything of one bucket is kept between its uses.
 
     Attributes:
-        work: the device that runs the update.
+        work: the memory in which the update runs.
         masters: of the master weights.
         states: of the optimizer's states; None: the optimizer's own tensors, beside the masters.
         gradients: of the reduced gradients.
-        staging: buffers on `work` for weights that are on another device.
+        staging: buffers in `work` for weights that are kept elsewhere.
+        departures: what takes gradients of the device to host memory; None: they are there, or stay on the device.
     """
 
-    work: torch.device
+    work: Memory
     masters: Store
     states: Store | None
     gradients: Store
     staging: StagingPool
+    departures: Departures | None = None
 
     def weights(self, kept: Vector) -> Vector:
         """Weights as the update sees them: where it runs."""
-        return kept if kept.device == self.work else StagedVector(kept, self.staging)
+        return kept if kept.memory == self.work else StagedVector(kept, self.staging)
 
 
-def in_memory_placement(device: torch.device, *, pinned: bool = False) -> Placement:
+def in_memory_placement(device: torch.device) -> Placement:
     """Everything in the memory of `device`, which also runs the update."""
-    store = MemoryStore(device, pinned=pinned)
-    return Placement(
-        work=device, masters=store, states=None, gradients=store, staging=staging_on(device, pinned=pinned)
-    )
+    own = runtime_of(device).own
+    store = MemoryStore(own)
+    return Placement(work=own, masters=store, states=None, gradients=store, staging=staging_in(own, device))
 
 
 def beside_placement(device: torch.device, policy: OptimizerOffload) -> Placement:
     """Host memory beside `device`; the CPU runs the update. Where `device` is the CPU this is the same place."""
-    host = torch.device("cpu")
-    return in_memory_placement(host, pinned=policy.pinned and device != host)
+    pinned = pins(policy, device)
+    return host_placement(device, MemoryStore(pinned=pinned), None, MemoryStore(pinned=pinned), pinned=pinned)
 
 
-def staging_on(device: torch.device, *, pinned: bool) -> StagingPool:
-    return StagingPool(lambda numel, dtype: empty_on(device, numel, dtype, pinned=pinned))
+def host_placement(
+    device: torch.device, masters: Store, states: Store | None, gradients: Store, *, pinned: bool
+) -> Placement:
+    """The CPU beside `device` runs the update."""
+    runtime, staging = runtime_of(device), staging_in(HOST_MEMORY, device, pinned=pinned)
+    departures = None
+    if runtime.has_own_memory:
+        departures = Departures(runtime, staging_in(HOST_MEMORY, device, pinned=pinned, limit=MAX_DEPARTURES))
+    return Placement(HOST_MEMORY, masters, states, gradients, staging, departures)
+
+
+def pins(policy: OptimizerOffload | ParameterOffload, device: torch.device) -> bool:
+    """Whether host memory for `device` is page-locked."""
+    return policy.pinned and runtime_of(device).has_own_memory
+
+
+def staging_in(memory: Memory, device: torch.device, *, pinned: bool = False, limit: int = 3) -> StagingPool:
+    """Buffers in `memory`, the device's own or the host's, for copies between the two."""
+    return StagingPool(
+        runtime_of(device),
+        lambda numel, dtype: empty_in(memory, numel, dtype, pinned=pinned),
+        is_host=memory.is_host,
+        limit=limit,
+    )
 
 
 class Placements:
@@ -85,12 +111,18 @@ class Placements:
             drives: what has to be closed in the end.
         """
         self.device = device
-        self.parameters = MemoryStore(device) if parameters is None else parameters
+        self.parameters = MemoryStore(runtime_of(device).own) if parameters is None else parameters
+        self._rows = staging_in(runtime_of(device).own, device)
         self._near = near
         self._far = far
         self._left = far_numel
         self.drives = tuple(drives)
         self.sub_group_numel = sub_group_numel
+
+    def on_device(self, kept: Vector) -> Vector:
+        """The same values where the model runs: what is kept elsewhere comes there, on a lane of its own, when it is
+        fetched."""
+        return kept if kept.memory == runtime_of(self.device).own else StagedVector(kept, self._rows)
 
     @property
     def failure(self) -> StorageError | None:

@@ -1,4 +1,4 @@
-"""Where vectors are kept: here the memory of the device that works on them; files are in `swap_store`."""
+"""Where vectors are kept: here the memory that the work is done in; files are in `swap_store`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import host_empty
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import HOST, HOST_MEMORY, Memory
 from hf_zero.offload.vector import InMemoryVector, Vector
 
 
@@ -30,22 +32,25 @@ class Store(ABC):
 
 
 class MemoryStore(Store):
-    """Memory of the device that does the work: nothing ever moves."""
+    """Memory that the work is done in: nothing ever moves."""
 
-    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        self._device = device
+    def __init__(self, memory: Memory = HOST_MEMORY, *, pinned: bool = False) -> None:
+        self._memory = memory
         self._pinned = pinned
 
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
-        values = empty_on(self._device, numel, dtype, pinned=self._pinned)
-        return InMemoryVector(values.zero_() if zeros else values)
+        values = empty_in(self._memory, numel, dtype, pinned=self._pinned)
+        return InMemoryVector(values.zero_() if zeros else values, self._memory)
 
     def adopt(self, name: str, values: Tensor) -> Vector:
         is_part = values.untyped_storage().nbytes() > values.numel() * values.element_size()
-        if values.device != self._device or is_part:  # a part would keep the whole alive
-            home = empty_on(self._device, values.numel(), values.dtype, pinned=self._pinned)
+        is_elsewhere = values.device != self._memory.device
+        if self._memory.is_host and runtime_of(HOST).has_own_memory:
+            is_elsewhere = True  # on the late device a tensor does not say which memory it is in
+        if is_elsewhere or is_part:  # a part would keep the whole alive
+            home = empty_in(self._memory, values.numel(), values.dtype, pinned=self._pinned)
             values = home.copy_(values)
-        return InMemoryVector(values)
+        return InMemoryVector(values, self._memory)
 
 
 class CappedStore(Store):
@@ -71,8 +76,8 @@ class CappedStore(Store):
         return self._first
 
 
-def empty_on(device: torch.device, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-    """1-D, uninitialised; on a host beside a GPU in pages of its own."""
-    if device.type == "cpu" and pinned and torch.cuda.is_available():
+def empty_in(memory: Memory, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """1-D, uninitialised; page-locked ones in pages of their own."""
+    if memory.is_host and pinned:
         return host_empty(numel, dtype, pinned=True)
-    return torch.empty(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=memory.device)

@@ -3,6 +3,8 @@
 fetch     begin to bring it to where the work is done; may be asked long before it is needed
 take      the values, 1-D, as soon as they are there
 release   the work is done; what was changed goes back, beside whatever comes next
+join      what the device is asked for from now on finds what was released; the host goes on
+flush     the host waits for that
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import HOST_MEMORY, Memory
 from hf_zero.offload.nvme.requests import StorageError
 
 
@@ -34,9 +38,9 @@ class Vector(ABC):
         return None
 
     @property
-    def device(self) -> torch.device:
-        """Where the values are when they have been fetched; what lies in a file comes to host memory."""
-        return torch.device("cpu")
+    def memory(self) -> Memory:
+        """Where the values are when they have been fetched; what lies in a file comes to the host's."""
+        return HOST_MEMORY
 
     @property
     def is_whole(self) -> bool:
@@ -64,6 +68,14 @@ class Vector(ABC):
     def view(self) -> Tensor:
         """The present values, only to be read, and only until they change."""
 
+    def join(self) -> None:  # noqa: B027
+        """What the device is asked for from now on finds what was released, where that is in its memory."""
+
+    @property
+    def leaves_late(self) -> bool:
+        """Whether what was released in the device's memory is still on its way to the host's: to be flushed."""
+        return False
+
     def flush(self) -> None:  # noqa: B027
         """Return when everything released is where it belongs."""
 
@@ -78,22 +90,27 @@ class Vector(ABC):
             yield self.take()
         finally:
             self.release(changed=changes)
+            self.join()
+            if changes and self.leaves_late:
+                self.flush()
 
 
 class InMemoryVector(Vector):
     """A tensor that is already where the work is done."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, memory: Memory | None = None) -> None:
+        """`memory`: where it is, None: its device's own."""
         super().__init__(tensor.numel(), tensor.dtype)
         self._tensor = tensor
+        self._memory = runtime_of(tensor.device).own if memory is None else memory
 
     @property
     def tensor(self) -> Tensor:
         return self._tensor
 
     @property
-    def device(self) -> torch.device:
-        return self._tensor.device
+    def memory(self) -> Memory:
+        return self._memory
 
     def fetch(self, *, reads: bool = True) -> None:
         return None
@@ -126,8 +143,8 @@ class Part(Vector):
         return self._whole.is_whole and self.numel == self._whole.numel
 
     @property
-    def device(self) -> torch.device:
-        return self._whole.device
+    def memory(self) -> Memory:
+        return self._whole.memory
 
     @property
     def failure(self) -> StorageError | None:
@@ -145,6 +162,13 @@ class Part(Vector):
     def view(self) -> Tensor:
         return self._whole.view().narrow(0, self._start, self.numel)
 
+    def join(self) -> None:
+        self._whole.join()
+
+    @property
+    def leaves_late(self) -> bool:
+        return self._whole.leaves_late
+
     def flush(self) -> None:
         self._whole.flush()
 
@@ -152,7 +176,7 @@ class Part(Vector):
 def part_of(whole: Vector, start: int, numel: int) -> Vector:
     """The interval of `whole`; a plain view where that is in memory."""
     tensor = whole.tensor
-    return Part(whole, start, numel) if tensor is None else InMemoryVector(tensor.narrow(0, start, numel))
+    return Part(whole, start, numel) if tensor is None else InMemoryVector(tensor.narrow(0, start, numel), whole.memory)
 
 
 def at_hand_or_absent(vector: Vector) -> Tensor:

@@ -125,9 +125,13 @@ class OffloadStager(StateStager):
             else:
                 with _pointing(sub_group.lp_param, lp_param.take()):
                     work(sub_group)
+                # Updated on the host, new weights go to the device on the in lane while the next sub-group is updated;
+                # the compute stream waits for them before it gathers them.
                 lp_param.release(changed=True)
+                lp_param.join()
             self._leave(sub_group)
             yield sub_group
+        self._end_walk(sub_groups)
 
     def batches(self, sub_groups: Sequence[SubGroup]) -> Iterator[Sequence[SubGroup]]:
         if self.always_at_hand and all(self._gradient(sub_group).tensor is not None for sub_group in sub_groups):
@@ -136,6 +140,15 @@ class OffloadStager(StateStager):
         for sub_group in self._walk(sub_groups, self._fetch):
             yield [sub_group]
             self._leave(sub_group)
+        self._end_walk(sub_groups)
+
+    @staticmethod
+    def _end_walk(sub_groups: Sequence[SubGroup]) -> None:
+        """Updated on the device, and kept on the host: everybody there may read them from now on."""
+        for sub_group in sub_groups:
+            for vector in _everything(_stored(sub_group)):
+                if vector.leaves_late:
+                    vector.flush()
 
     def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work) -> Iterator[SubGroup]:
         """Each with everything in place; the next one is on its way meanwhile. The caller leaves it."""
@@ -258,9 +271,12 @@ def _stored(sub_group: SubGroup) -> StoredSubGroup:
     return sub_group.stored
 
 
+def _everything(stored: StoredSubGroup) -> list[Vector]:
+    return [*stored.kept, *([stored.lp_param] if stored.lp_param is not None else [])]
+
+
 def _flush(sub_group: SubGroup) -> None:
-    stored = _stored(sub_group)
-    for vector in (*stored.kept, *([stored.lp_param] if stored.lp_param is not None else [])):
+    for vector in _everything(_stored(sub_group)):
         vector.flush()
 
 

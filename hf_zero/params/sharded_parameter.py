@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.device.host_heap import HostHeap
-from hf_zero.layout import chunk_numel
+from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import Vector, absent
 from hf_zero.params.released import READ_FIX, REPLACE_FIX, refusal, released_class
 from hf_zero.params.stand_ins import signature, signature_of, signed_nan
@@ -215,11 +215,9 @@ def of(parameter: Tensor) -> ShardedParameter | None:
 
 def local_chunk(unsharded: Tensor, rank: int, world: int) -> Tensor:
     """`rank`'s chunk of a tensor that is cut into ceil(numel / world) elements each; zero-padded, a new 1-D tensor."""
-    chunk = chunk_numel(unsharded.numel(), world)
-    flat = unsharded.detach().reshape(-1)
-    mine = flat[min(rank * chunk, flat.numel()) : (rank + 1) * chunk]
-    shard = torch.zeros(chunk, dtype=unsharded.dtype, device=unsharded.device)
-    shard[: mine.numel()].copy_(mine)
+    own = chunk_interval(unsharded.numel(), rank, world)
+    shard = torch.zeros(chunk_numel(unsharded.numel(), world), dtype=unsharded.dtype, device=unsharded.device)
+    shard[: own.numel].copy_(unsharded.detach().reshape(-1)[own.start : own.stop])
     return shard
 
 

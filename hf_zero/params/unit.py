@@ -11,10 +11,9 @@ unit is gathered for backward, and memory that is released really is free. (Wher
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +21,8 @@ from torch import Tensor
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
-from hf_zero.offload.staged import copied_by_now
 from hf_zero.offload.store import Store
-from hf_zero.offload.vector import part_of
+from hf_zero.offload.vector import Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
 
 
@@ -67,9 +65,15 @@ class UnitPart:
     """The parameters of one dtype in a unit."""
 
     def __init__(
-        self, layout: RowLayout, members: Sequence[ShardedParameter], store: Store, device: torch.device
+        self,
+        layout: RowLayout,
+        members: Sequence[ShardedParameter],
+        store: Store,
+        device: torch.device,
+        on_device: Callable[[Vector], Vector] = lambda kept: kept,
     ) -> None:
-        """`members` stand in the order of `layout.slots`. Their chunks move into one vector of `store`, `kept`."""
+        """`members` stand in the order of `layout.slots`. Their chunks move into one vector of `store`, `kept`, and
+        come to where gathers start through `on_device`."""
         self.layout = layout
         self.members = tuple(members)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -78,8 +82,8 @@ class UnitPart:
         for slot, member in zip(layout.slots, members, strict=True):
             member.move(part_of(self.kept, slot.offset, slot.chunk), device)
         self._make_room()
+        self._row = on_device(self.kept)
         self._is_fetched = False
-        self._sent: Any = None  # the event after which the row has left host memory
 
     def _make_room(self) -> None:
         """A storage for the whole parameters, empty so far."""
@@ -118,24 +122,18 @@ class UnitPart:
         """Bring this rank's row to where a gather can start from it."""
         if not self._is_fetched:
             self._is_fetched = True
-            self.kept.fetch()
+            self._row.fetch()
 
     def open_row(self) -> Tensor:
         """This rank's row on the device that gathers, until `put_back`."""
         self.fetch()
-        kept = self.kept.take()
-        row = kept.to(self.device, non_blocking=True)
-        self._sent = copied_by_now(self.device) if kept.device != self.device else None
-        return row
+        return self._row.take()
 
     def put_back(self) -> None:
         """This rank's row is not needed any more."""
         if self._is_fetched:
             self._is_fetched = False
-            if self._sent is not None:
-                self._sent.synchronize()  # whoever gets the memory next may fill it at once, from a drive
-                self._sent = None
-            self.kept.release(changed=False)
+            self._row.release(changed=False)
 
     def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
         """Take in what a gather has brought; parameters that somebody holds keep what they show."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.config import GatherPolicy
+from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.store import MemoryStore, Store
@@ -93,7 +94,8 @@ class UnitBuilder:
             parts = self._build_parts([p for p in members if id(p) not in persistent], self._placements.parameters)
             if parts:
                 units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
-        parts = self._build_parts([p for p in self.everything if id(p) in persistent], MemoryStore(self._device))
+        on_device = MemoryStore(runtime_of(self._device).own)
+        parts = self._build_parts([p for p in self.everything if id(p) in persistent], on_device)
         if parts:
             units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
         return tuple(units)
@@ -120,7 +122,7 @@ class UnitBuilder:
             if handle.shard.dtype != dtype:
                 with handle.opened() as chunk:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
-        part = UnitPart(layout, handles, store, self._device)
+        part = UnitPart(layout, handles, store, self._device, self._placements.on_device)
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":

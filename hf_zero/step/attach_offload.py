@@ -8,6 +8,7 @@ import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
+from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
@@ -16,17 +17,22 @@ from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.parameter_placement import store_of_parameters
-from hf_zero.offload.placement import Placement, Placements, beside_placement, in_memory_placement, staging_on
+from hf_zero.offload.placement import (
+    Placement,
+    Placements,
+    beside_placement,
+    host_placement,
+    in_memory_placement,
+    pins,
+)
 from hf_zero.optim import Updater
 from hf_zero.optim.stager import OffloadStager
-
-HOST = torch.device("cpu")
 
 
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
     """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
     placement = zero.offload_param
-    return placement is not None and (placement.device == "nvme" or device != HOST)
+    return placement is not None and (placement.device == "nvme" or runtime_of(device).has_own_memory)
 
 
 def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
@@ -83,14 +89,14 @@ class _Drives:
 
 
 def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Placement:
-    drive, pinned = drives.of(policy), policy.pinned and device != HOST
+    drive, pinned = drives.of(policy), pins(policy, device)
     if policy.device == "cpu" or drive is None:
         return beside_placement(device, policy)
     stages = 1 + policy.reads_ahead + policy.writes_behind
     sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), sub_groups, writes_first=policy.writes_first)
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
-    return Placement(HOST, masters=states, states=states, gradients=gradients, staging=staging_on(HOST, pinned=pinned))
+    return host_placement(device, states, states, gradients, pinned=pinned)
 
 
 def attach_offload(updater: Updater, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
@@ -107,7 +113,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
     updater.stager = OffloadStager(
         updater.optimizer,
         updater.sub_groups,
-        lambda sub_group: reducer.buckets[sub_group.bucket].reduced.vector,
+        lambda sub_group: reducer.buckets[sub_group.bucket].reduced.on_its_way,
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )

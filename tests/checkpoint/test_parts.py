@@ -18,10 +18,10 @@ from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.exchange import Exchange, Placed, join
 from hf_zero.checkpoint.files.durable import Written, into_place, write_small
 from hf_zero.checkpoint.files.stream import streamed
+from hf_zero.checkpoint.files.torch_file import plain
 from hf_zero.checkpoint.files.zip_format import ALIGN_BYTES, headers, plan
-from hf_zero.checkpoint.plain import plain
-from hf_zero.checkpoint.script import ZERO_TO_FP32
-from hf_zero.checkpoint.view import Line, by_parameter
+from hf_zero.checkpoint.transaction import ZERO_TO_FP32
+from hf_zero.checkpoint.view import StateElements, by_parameter
 from hf_zero.checkpoint.whole_weights import save_whole_weights
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout.reshard import Copy, Extent
@@ -107,12 +107,12 @@ def test_the_script_in_a_checkpoint_folder_compiles() -> None:
     assert ZERO_TO_FP32.startswith("#!/usr/bin/env python\n")
 
 
-def test_a_line_finds_elements_wherever_they_lie() -> None:
+def test_elements_are_found_wherever_they_lie() -> None:
     extents = by_parameter([Extent(0, 3, 2, 1, 0, 1), Extent(0, 0, 3, 0, 0, 2)])
     assert [extent.start for extent in extents[0]] == [0, 3]
-    line = Line(extents, {(0, 0): torch.arange(10.0), (1, 0): torch.arange(20.0, 30.0)})
-    assert [part.tolist() for part in line.parts(0, 1, 5)] == [[3, 4], [21, 22]]
-    assert line.parts(0, 5, 9) == []
+    elements = StateElements(extents, {(0, 0): torch.arange(10.0), (1, 0): torch.arange(20.0, 30.0)})
+    assert [part.tolist() for part in elements.parts(0, 1, 5)] == [[3, 4], [21, 22]]
+    assert elements.parts(0, 5, 9) == []
 
 
 def test_what_no_piece_covers_is_zero() -> None:

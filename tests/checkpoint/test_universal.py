@@ -13,7 +13,7 @@ import torch
 from hf_zero import ds_to_universal
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.deepspeed.folder import find
-from hf_zero.checkpoint.verify import check_together
+from hf_zero.checkpoint.opening import check_together
 from hf_zero.comm.collectives import LoneCollectives
 from tests.checkpoint.writer import MOMENTS, Contents, Setting, example, write
 
@@ -82,7 +82,7 @@ def test_converting_keeps_every_value(stage: int, tmp_path: Path) -> None:
     before, after = open_checkpoint(folder), open_checkpoint(tmp_path / "universal")
     assert after.shapes == before.shapes and set(after.states()) == set(before.states()) != set()
     for name in before.shapes:
-        for kind in before.lines:
+        for kind in before.elements:
             assert torch.equal(after.read(name, kind), before.read(name, kind)), (name, kind)
     assert [group.names for group in after.groups] == [group.names for group in before.groups]
     assert [group.options["weight_decay"] for group in after.groups] == [

@@ -27,7 +27,8 @@ from hf_zero.checkpoint.deepspeed.states import (
     ours,
 )
 from hf_zero.checkpoint.transaction import Destination, write_checkpoint
-from hf_zero.layout.partitions import GroupPartition, Member, shard_numel, sub_groups
+from hf_zero.layout import chunk_numel
+from hf_zero.layout.partitions import GroupPartition, Member, sub_groups
 from hf_zero.layout.reshard import Extent
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -165,7 +166,7 @@ def _weights(contents: Contents, setting: Setting, rank: int) -> ModelWeights:
 
 
 def _shard(value: Tensor, rank: int, world: int) -> Tensor:
-    numel = shard_numel(value.numel(), world)
+    numel = chunk_numel(value.numel(), world)
     return torch.nn.functional.pad(value.flatten(), (0, numel * world - value.numel()))[rank * numel :][:numel].clone()
 
 

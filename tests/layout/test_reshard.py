@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.layout import ParameterSpec, plan_layout
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, shard_numel, sub_groups
+from hf_zero.layout import ParameterSpec, chunk_numel, plan_layout
+from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, sub_groups
 from hf_zero.layout.reshard import Copy, Extent, reshard
 
 A, B, C = 0, 1, 2
@@ -60,7 +60,7 @@ def test_sub_groups_close_when_their_local_elements_reach_the_limit() -> None:
     assert [[m.parameter for m in sub.members] for sub in subs] == [[0, 1], [2, 3], [4]]
     assert [sub.numel for sub in subs] == [10, 17, 1]
     assert len(sub_groups(members, world=2, limit=28)) == 1
-    assert shard_numel(3, 2) == 2
+    assert chunk_numel(3, 2) == 2
 
 
 worlds = st.integers(1, 5)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_zero.config import FilePolicy
+from hf_zero.device.at_once import AtOnce
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.staged import StagedVector, StagingPool
@@ -19,7 +20,7 @@ from hf_zero.offload.vector import InMemoryVector, Vector, part_of
 
 
 def pool() -> StagingPool:
-    return StagingPool(lambda numel, dtype: torch.full((numel,), float("nan"), dtype=dtype))
+    return StagingPool(AtOnce(), lambda numel, dtype: torch.full((numel,), float("nan"), dtype=dtype), is_host=True)
 
 
 @pytest.fixture(params=["memory", "drive"])

@@ -131,7 +131,7 @@ def test_buffers_make_room_between_two_kinds_of_work(tmp_path: Path) -> None:
 
 def test_a_capped_store_fills_memory_first(tmp_path: Path) -> None:
     drive, files = store_in(tmp_path)
-    store = CappedStore(MemoryStore(CPU), 1000, files)
+    store = CappedStore(MemoryStore(), 1000, files)
     at_hand = [store.adopt("v", torch.ones(numel)).tensor is not None for numel in (600, 600, 300)]
     assert at_hand == [True, False, True]
     drive.close()

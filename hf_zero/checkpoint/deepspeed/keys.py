@@ -87,8 +87,6 @@ PARAMS = "params"
 STEP = "step"
 CAT_DIM = "cat_dim"
 PARAM = "param"
-EXP_AVG = "exp_avg"
-EXP_AVG_SQ = "exp_avg_sq"
 
 # Expert parallelism: not supported here, but the scripts in DeepSpeed's checkpoint folders import these names.
 AUTOEP_LAYERS_KEY = "ds_autoep_layers"
@@ -135,7 +133,3 @@ def model_file(rank: int, stage: int) -> str:
 def optimizer_file(rank: int, *, bf16: bool) -> str:
     """Name of `rank`'s optimizer file."""
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00{OPTIMIZER_SUFFIX}"
-
-
-def writes_model_file(rank: int, stage: int) -> bool:
-    return stage == 3 or rank == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.state_dicts import flat, need_mapping, shape_of
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.view import Pieces
-from hf_zero.layout.partitions import shard_numel
+from hf_zero.layout import chunk_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +79,13 @@ def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> di
     found = {}
     for name, given in shapes.items():
         shape = shape_of(given, name, paths[0])
-        numel = 1
-        for length in shape:
-            numel *= length
-        shard = shard_numel(numel, len(models))
         parts = []
         for rank, mine in enumerate(fragments):
             if not isinstance(mine, Mapping) or name not in mine:
                 raise CheckpointError(
                     paths[rank], f"lacks the frozen parameter {name!r}", "restore this file from a copy"
                 )
-            wanted = max(0, min(shard, numel - rank * shard))
+            wanted = chunk_interval(math.prod(shape), rank, len(models)).numel
             parts.append(flat(mine[name], f"{name!r}", paths[rank], at_least=wanted).narrow(0, 0, wanted))
         found[name] = Pieces(shape, tuple(part for part in parts if part.numel()))
     return found

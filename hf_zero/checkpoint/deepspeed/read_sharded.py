@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
 )
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
-from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, Line, by_parameter
+from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
 from hf_zero.checkpoint.whole_states import bound_together, merged
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition
 from hf_zero.layout.reshard import Extent
@@ -55,7 +56,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
     pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, model_paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     read = _stage_3 if stage == 3 else _stages_1_2
-    lines, groups = read(pieces, files)
+    elements, groups = read(pieces, files)
     part = module_part(models, model_paths, shapes)
     return CheckpointView(
         folder=folder,
@@ -66,7 +67,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
         buffers=part.buffers,
         aliases=part.aliases,
         groups=groups,
-        lines=lines,
+        elements=elements,
         meta=part.meta,
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
@@ -92,7 +93,7 @@ def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> 
         buffers=part.buffers,
         aliases=part.aliases,
         groups=(),
-        lines={},
+        elements={},
         meta=part.meta,
     )
 
@@ -138,28 +139,28 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
     for number, group in enumerate(pieces):
         members = []
         for shape in group.values():
-            members.append(Member(next_index, _numel(shape)))
+            members.append(Member(next_index, math.prod(shape)))
             next_index += 1
         gaps = tuple(alignment[number]) if number < len(alignment) else ()
         partitions.append(GroupPartition(tuple(members), world, gaps))
     extents = [
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
-    ends = _ends(extents)
+    sizes = buffer_sizes(extents)
     buffers: dict[str, dict[tuple[int, int], Tensor]] = {}
     states = [_states_1_2(file, len(pieces)) for file in files]
     for rank, file in enumerate(files):
         masters = need_list(file.inner, ds.FP32_PARTITIONS, file.path)
         _check_count(len(masters), len(pieces), file.path)
         for number in range(len(pieces)):
-            place, wanted = (rank, number), ends.get((rank, number), 0)
+            place, wanted = (rank, number), sizes.get((rank, number), 0)
             _check_available(masters[number], partitions[number], rank, file.path)
             buffers.setdefault(MASTER, {})[place] = flat(masters[number], f"group {number}", file.path, wanted)
             for kind, tensor in element_states(states[rank][number], wanted).items():
                 buffers.setdefault(kind, {})[place] = flat(tensor, f"{kind} of group {number}", file.path, wanted)
     options = _options(files[0], len(pieces))
     groups = [Group(tuple(group), options[number], _scalars(states, number)) for number, group in enumerate(pieces)]
-    return _lines(extents, buffers), tuple(groups)
+    return _elements(extents, buffers), tuple(groups)
 
 
 def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Path) -> None:
@@ -187,7 +188,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
     world, next_index = len(files), 0
     subs = []
     for group in pieces:
-        members = [Member(next_index + i, _numel(shape)) for i, shape in enumerate(group.values())]
+        members = [Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values())]
         next_index += len(members)
         subs.append(SubGroupPartition(tuple(members), world))
     extents = [extent for s, sub in enumerate(subs) for r in range(world) for extent in sub.extents(r, s)]
@@ -208,7 +209,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
             buffers.setdefault(MASTER, {})[place] = master
             for kind, tensor in element_states(states[rank][number], sub.numel).items():
                 buffers.setdefault(kind, {})[place] = flat(tensor, f"{kind} of {what}", file.path, sub.numel)
-    return _lines(extents, buffers), _groups_3(
+    return _elements(extents, buffers), _groups_3(
         pieces, need_list(torch_states[0], ds.PARAM_GROUPS, files[0].path), states
     )
 
@@ -240,28 +241,15 @@ def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict
     return {}
 
 
-def _lines(extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Tensor]]) -> dict[str, Line]:
-    """One line per kind of state, where every rank has it (before the first step there is none)."""
+def _elements(
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Tensor]]
+) -> dict[str, StateElements]:
+    """By kind of state, where every rank has it (before the first step there is none)."""
     ordered = by_parameter(extents)
-    places = {(extent.rank, extent.buffer) for extent in extents}
-    return {kind: Line(ordered, mine) for kind, mine in buffers.items() if places <= set(mine)}
-
-
-def _ends(extents: Sequence[Extent]) -> dict[tuple[int, int], int]:
-    found: dict[tuple[int, int], int] = {}
-    for extent in extents:
-        place = (extent.rank, extent.buffer)
-        found[place] = max(found.get(place, 0), extent.offset + extent.numel)
-    return found
+    places = buffer_sizes(extents).keys()
+    return {kind: StateElements(ordered, mine) for kind, mine in buffers.items() if places <= set(mine)}
 
 
 def _check_count(have: int, wanted: int, path: Path) -> None:
     if have != wanted:
         raise CheckpointError(path, f"holds {have} groups where the model file lists {wanted}", _FIX)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel

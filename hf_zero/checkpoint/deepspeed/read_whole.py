@@ -24,7 +24,7 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
 )
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
-from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, Line, by_parameter
+from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
 from hf_zero.layout.reshard import Extent
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -58,7 +58,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     elif ds.FP32_GROUPS in optimizer:
         buffers[MASTER] = dict(enumerate(tensor for group in optimizer[ds.FP32_GROUPS] for tensor in group))
     extents = _whole_extents(groups, is_flat)
-    sizes = _sizes(extents)
+    sizes = {number: numel for (_, number), numel in buffer_sizes(extents).items()}
     states = inner.get(ds.STATE, {})
     whole = {} if is_flat else _whole_states(states, dict(enumerate(shapes.items())))
     for number, state in states.items() if not whole else ():
@@ -79,7 +79,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
             Group(tuple(group), _without_params(stated[number]), _scalars_0(states, stated[number]))
             for number, group in enumerate(groups)
         ),
-        lines=_lines(extents, sizes, buffers, path),
+        elements=_elements(extents, buffers, path),
         meta=part.meta,
         scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
@@ -136,7 +136,7 @@ def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> Checkpoin
         buffers=part.buffers,
         aliases=part.aliases,
         groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), {**common}, steps),
-        lines=_lines(extents, _sizes(extents), buffers, folder.path / ds.UNIVERSAL_FOLDER),
+        elements=_elements(extents, buffers, folder.path / ds.UNIVERSAL_FOLDER),
         meta=part.meta,
         scaler=scaler_values(states.get(ds.LOSS_SCALER)),
     )
@@ -193,23 +193,18 @@ def _whole_extents(groups: Sequence[Shapes], is_flat: bool) -> list[Extent]:
     return extents
 
 
-def _sizes(extents: Sequence[Extent]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for extent in extents:
-        sizes[extent.buffer] = max(sizes.get(extent.buffer, 0), extent.offset + extent.numel)
-    return sizes
-
-
-def _lines(
-    extents: Sequence[Extent], sizes: Mapping[int, int], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
-) -> dict[str, Line]:
-    ordered = by_parameter(extents)
-    found = {}
-    for kind, mine in buffers.items():
-        if set(sizes) <= set(mine):
-            placed = {number: flat(mine[number], f"{kind} #{number}", path, size) for number, size in sizes.items()}
-            found[kind] = Line(ordered, {(0, number): tensor for number, tensor in placed.items()})
-    return found
+def _elements(
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
+) -> dict[str, StateElements]:
+    ordered, sizes = by_parameter(extents), buffer_sizes(extents)
+    return {
+        kind: StateElements(
+            ordered,
+            {place: flat(mine[place[1]], f"{kind} #{place[1]}", path, numel) for place, numel in sizes.items()},
+        )
+        for kind, mine in buffers.items()
+        if all(number in mine for _, number in sizes)
+    }
 
 
 def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:

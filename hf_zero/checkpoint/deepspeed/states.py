@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.classes import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 from hf_zero.checkpoint.files.stream import Awaited, Streamed
-from hf_zero.checkpoint.plain import plain
-from hf_zero.layout.partitions import GroupPartition, SubGroupPartition
+from hf_zero.checkpoint.files.torch_file import plain
+from hf_zero.layout.partitions import GroupPartition
 
 Content = Tensor | Streamed | Awaited
 Shapes = Mapping[str, tuple[int, ...]]
@@ -153,7 +153,7 @@ def optimizer_states_1_2(
         },
         ds.FP32_PARTITIONS: [group.master for group in groups],
         ds.ZERO_STAGE: ZeroStageEnum(run.stage),
-        ds.GROUP_PADDINGS: [partition.line.padding(rank) for partition in partitions],
+        ds.GROUP_PADDINGS: [partition.layout.padding(rank) for partition in partitions],
         ds.ALIGNMENT_PADDINGS: [[0] * len(partition.names) for partition in partitions],
         ds.PARTITION_COUNT: [run.world] * len(partitions),
         ds.DS_VERSION: ds.FORMAT_VERSION,
@@ -222,26 +222,18 @@ def optimizer_states_0(
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """One group of stages 1 and 2: its line and the names of its members, in order."""
+    """One group of stages 1 and 2: its layout and the names of its members, in order."""
 
     names: tuple[str, ...]
-    line: GroupPartition
+    layout: GroupPartition
 
     def slices(self, rank: int) -> OrderedDict[str, fragment_address]:
         """Which parameters lie where in `rank`'s part."""
-        by_parameter = {member.parameter: name for member, name in zip(self.line.members, self.names, strict=True)}
+        by_parameter = {member.parameter: name for member, name in zip(self.layout.members, self.names, strict=True)}
         return OrderedDict(
             (by_parameter[extent.parameter], fragment_address(extent.numel, extent.offset))
-            for extent in self.line.extents(rank, 0)
+            for extent in self.layout.extents(rank, 0)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class NamedSubGroup:
-    """One sub-group of stage 3: its layout and the names of its members, in order."""
-
-    names: tuple[str, ...]
-    shard: SubGroupPartition
 
 
 def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:

@@ -54,7 +54,7 @@ def _refuse_unfit(view: CheckpointView) -> None:
         raise CheckpointError(where, "is universal already", "name the folder that save_checkpoint wrote")
     if view.stage == 0:
         raise CheckpointError(where, "is of stage 0, whose weights are whole and have no universal form", fix)
-    if not view.groups or MASTER not in view.lines:
+    if not view.groups or MASTER not in view.elements:
         raise CheckpointError(where, "holds no optimizer state with names of parameters", fix)
     if view.whole_states or view.shard_states:
         raise CheckpointError(where, "holds optimizer states that are not one value per element", fix)
@@ -68,7 +68,7 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
     _write_file(parameters / ds.UNIVERSAL_OPTIMIZER_FILE, _common_state(view))
     steps = {name: group.scalars.get(ds.STEP) for group in view.groups for name in group.names} | dict(view.steps)
     for name, shape in view.shapes.items():
-        for kind in view.lines:
+        for kind in view.elements:
             flat = view.read(name, kind).float()
             value = flat if view.stage == 3 else {ds.CAT_DIM: 0, ds.PARAM: flat.view(shape)}
             _write_file(parameters / name / f"{kind}.pt", value)

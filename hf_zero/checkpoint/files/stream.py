@@ -6,7 +6,7 @@ import ctypes
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -54,21 +54,12 @@ class Streamed:
 
     def span(self, start: int, stop: int) -> Streamed:
         """The elements [start, stop), 1-D."""
-        parts, cursor = [], 0
-        for part in self.parts:
-            low, high = max(start, cursor), min(stop, cursor + part.numel())
-            if low < high:
-                parts.append(part.narrow(0, low - cursor, high - low))
-            cursor += part.numel()
-        return Streamed(self.dtype, (stop - start,), tuple(parts))
+        return Streamed(self.dtype, (stop - start,), tuple(span(self.parts, start, stop)))
 
     def materialise(self) -> Tensor:
         """The whole tensor in memory."""
         whole = torch.empty(self.numel, dtype=self.dtype)
-        cursor = 0
-        for chunk in self.chunks():
-            whole[cursor : cursor + chunk.numel()] = chunk
-            cursor += chunk.numel()
+        fill(whole, self.chunks())
         return whole.view(self.shape)
 
 
@@ -99,6 +90,25 @@ class Arriving:
 def streamed(tensor: Tensor, dtype: torch.dtype | None = None) -> Streamed:
     """`tensor` itself as one part."""
     return Streamed(dtype or tensor.dtype, tuple(tensor.shape), (tensor.detach().reshape(-1),))
+
+
+def span(parts: Iterable[Tensor], start: int, stop: int) -> Iterator[Tensor]:
+    """Views of the elements [start, stop) of 1-D `parts` that follow one another."""
+    cursor = 0
+    for part in parts:
+        low, high = max(start, cursor), min(stop, cursor + part.numel())
+        if low < high:
+            yield part.narrow(0, low - cursor, high - low)
+        cursor += part.numel()
+
+
+def fill(target: Tensor, parts: Iterable[Tensor]) -> None:
+    """Copy 1-D `parts`, one behind the other, into the 1-D `target`, which they fill."""
+    cursor = 0
+    for part in parts:
+        target.narrow(0, cursor, part.numel()).copy_(part)
+        cursor += part.numel()
+    assert cursor == target.numel(), f"{cursor} of {target.numel()} elements"
 
 
 @dataclass(frozen=True, slots=True)

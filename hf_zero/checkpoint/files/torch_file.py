@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -194,3 +194,20 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
+
+
+def plain(value: Any) -> Any:
+    """`value` with dict, list, str and number subclasses (config classes, numpy scalars) turned into builtins."""
+    if value is None or isinstance(value, (bool, torch.Size, Tensor, torch.dtype, OrderedDict)):
+        return value
+    simple: type[Any]
+    for simple in (int, float, str, bytes):
+        if isinstance(value, simple):
+            return simple(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(plain(entry) for entry in value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    return value

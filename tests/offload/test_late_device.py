@@ -1,0 +1,201 @@
+"""Training on the late device: the same bits as on the CPU, and every wait is needed.
+
+The device carries a copy out only when somebody waits for it (`hf_zero.device.late`), so that a wait that is missing
+fails here, on a machine without an accelerator, every time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.device.at_once import AtOnce
+from hf_zero.device.late import Late, LateError
+from hf_zero.device.registry import use
+from tests.offload.offload_runs import SHARDED, Run, engine_for, train
+
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "FOLDER", "buffer_count": 5}
+SUB_GROUPS = {"sub_group_size": 64}
+
+CASES = {
+    "stage 0": Run(0, clip=0.05),
+    "stage 2, optimizer on the host": Run(2, {"offload_optimizer": CPU, **SUB_GROUPS}, clip=0.05, accumulation=2),
+    "the same in fp32": Run(2, {"offload_optimizer": CPU, **SUB_GROUPS}, bf16=False),
+    "stage 2, optimizer on a drive": Run(2, {"offload_optimizer": NVME, **SUB_GROUPS}, accumulation=2),
+    "a torch optimizer": Run(2, {"offload_optimizer": CPU}, optimizer=(torch.optim.RMSprop, {"lr": 0.01})),
+    "stage 3, optimizer on the host": Run(3, {"offload_optimizer": CPU, **SUB_GROUPS}, clip=0.05),
+    "stage 3, all on the host": Run(3, {"offload_optimizer": CPU, "offload_param": CPU, **SUB_GROUPS}, clip=0.05),
+    "stage 3, parameters on the host": Run(3, {"offload_param": CPU}, accumulation=2),
+    "the same, in fp32": Run(3, {"offload_param": CPU}, bf16=False),
+    "stage 3, all on a drive": Run(3, {"offload_optimizer": NVME, "offload_param": NVME, **SUB_GROUPS}),
+    "stage 3, parameters on a drive": Run(3, {"offload_param": NVME}),
+}
+
+
+def with_folder(run: Run, folder: Path) -> Run:
+    zero = {
+        key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and "nvme_path" in value else value
+        for key, value in run.zero.items()
+    }
+    return Run(run.stage, zero, run.bf16, run.accumulation, run.clip, 3, run.optimizer)
+
+
+def trained(run: Run) -> list[Any]:
+    """Losses, norms and weights of a lone rank."""
+    torch.manual_seed(1234)
+    engine = engine_for(run, 1)
+    numbers = train(engine, run, 0, 1)
+    assert all(number == number for number in numbers), "NaN"
+    with GatheredParameters(list(engine.module.parameters())):
+        weights = [parameter.detach().flatten().tolist() for parameter in engine.module.parameters()]
+    engine.destroy()
+    return [*numbers, *weights]
+
+
+@pytest.mark.parametrize("early", [0.0, 0.3], ids=["late", "sometimes early"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits(case: str, early: float, tmp_path: Path) -> None:
+    run = with_folder(CASES[case], tmp_path)
+    with use(AtOnce()):
+        expected = trained(run)
+    with use(Late(early=early)) as runtime:
+        found = trained(run)
+        runtime.synchronize()
+    steps = len(expected)
+    for position in range(steps):
+        if isinstance(expected[position], float):
+            assert found[position] == pytest.approx(expected[position], rel=1e-6)  # units of a lone rank: another order
+        else:
+            assert found[position] == expected[position]
+
+
+class Deaf(Late):
+    """Does not wait at one site, and remembers all."""
+
+    def __init__(self, deaf_at: str = "") -> None:
+        super().__init__(early=0.0)
+        self.deaf_at = deaf_at
+        self.sites: set[str] = set()
+
+    def skips(self, site: str) -> bool:
+        self.sites.add(site)
+        return site == self.deaf_at
+
+
+# Site (file, and what stands in its line) -> why no training minds.
+_ENGINE_LIVES = "matters where an engine goes while a copy is under way; in these runs it lives on"
+NOT_NEEDED = {
+    "departures.py: self._runtime.keep_until(arrived, place)": _ENGINE_LIVES,
+    "staged.py: self._runtime.keep_until(self._arrived, home)": _ENGINE_LIVES,
+    "staged.py: self._runtime.keep_until(sent, home)": _ENGINE_LIVES,
+    "staged.py: self.runtime.keep_until(free, buffer)  # also if the pool goes before that": _ENGINE_LIVES,
+    "staged.py: self._runtime.host_wait(self._arrived or DONE)  # fetched for nothing: nobody else waits for it": (
+        "these runs use everything that they fetch"
+    ),
+}
+
+
+def sites_of(run: Run) -> set[str]:
+    with use(Deaf()) as runtime:
+        trained(run)
+        return runtime.sites
+
+
+def notices(run: Run, site: str, expected: list[Any]) -> bool:
+    with use(Deaf(site)) as runtime:
+        try:
+            found = trained(run)
+            runtime.synchronize()
+        except (LateError, AssertionError, RuntimeError):
+            return True
+    return found != expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_wait_is_needed(tmp_path: Path) -> None:
+    """A mutation campaign: each place that waits is left out in turn, and some training must mind."""
+    runs = [with_folder(run, tmp_path) for run in CASES.values()]
+    expected, sites = [], []
+    for run in runs:
+        with use(Late(early=0.0)):
+            expected.append(trained(run))
+        sites.append(sites_of(run))
+    unnoticed = []
+    for site in sorted(set.union(*sites)):
+        if "/hf_zero/offload/" not in site and "/hf_zero/params/" not in site:
+            continue  # numbers that are read, which are no copies of states
+        here = [(run, wanted) for run, seen, wanted in zip(runs, sites, expected, strict=True) if site in seen]
+        if not any(notices(run, site, wanted) for run, wanted in here):
+            unnoticed.append(described(site))
+    unknown = [text for text in unnoticed if text not in NOT_NEEDED]
+    assert unknown == [], f"left out, and no training minds: {unknown}"
+
+
+def described(site: str) -> str:
+    path, line = re.match(r"(.*):(\d+)", site).groups()  # type: ignore[union-attr]
+    return f"{Path(path).name}: {Path(path).read_text().splitlines()[int(line) - 1].strip()}"
+
+
+@pytest.fixture
+def traced() -> Iterator[Late]:
+    with use(Late(early=0.0)) as runtime:
+        yield runtime
+
+
+def lanes_of(runtime: Late, run: Run) -> list[tuple[str, str]]:
+    engine = engine_for(run, 1)
+    train(engine, run, 0, 1, steps=2)
+    runtime.trace = []
+    train(engine, run, 0, 1, first=2, steps=1)
+    trace, runtime.trace = runtime.trace, None
+    engine.destroy()
+    return trace
+
+
+def test_gradients_leave_while_backward_goes_on(traced: Late) -> None:
+    """Copies out are asked for between the buckets of backward, and the host waits for none before backward is over."""
+    trace = lanes_of(traced, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
+    start = trace.index(("compute", "hf_zero backward"))
+    stop = trace.index(("compute", "hf_zero step"))
+    backward = [lane for lane, _ in trace[start + 1 : stop]]
+    assert backward.count("out") >= 3 and "host" not in backward[: max(backward.index("out"), 1) + 2]
+
+
+def test_weights_go_back_while_the_next_sub_group_is_updated(traced: Late) -> None:
+    """After each update its weights are sent; the host waits only for gradients of the next one."""
+    trace = lanes_of(traced, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
+    step = trace[trace.index(("compute", "hf_zero step")) :]
+    sent = [position for position, (lane, what) in enumerate(step) if lane == "in"]
+    assert len(sent) >= 4
+    for before, after in zip(sent, sent[1:], strict=False):
+        waits = [what for lane, what in step[before + 1 : after] if lane == "host" and "staged.py" in what]
+        assert len(waits) <= 2, "for its own buffer and old weights, not for those that were just sent"
+
+
+def test_rows_come_in_without_the_host(traced: Late) -> None:
+    """The compute stream waits for every row that comes in; the host waits for none of them in forward."""
+    run = Run(3, {"offload_optimizer": CPU, "offload_param": CPU, **SHARDED})
+    trace = lanes_of(traced, run)
+    forward = trace[trace.index(("compute", "hf_zero forward")) : trace.index(("compute", "hf_zero backward"))]
+    copies = [position for position, (lane, _) in enumerate(forward) if lane == "in"]
+    uses = [position for position, (lane, what) in enumerate(forward) if lane == "compute" and "waits" in what]
+    assert len(copies) == len(uses) >= 2 and all(copy < use for copy, use in zip(copies, uses, strict=True))
+    assert not any(lane == "host" and "staged.py" in what for lane, what in forward)
+
+
+def test_an_engine_that_goes_in_the_middle_of_a_copy(traced: Late) -> None:
+    """Its buffers in host memory stay until the device has read them."""
+    run = Run(2, {"offload_optimizer": CPU, **SUB_GROUPS})
+    engine = engine_for(run, 1)
+    train(engine, run, 0, 1, steps=1)
+    engine.destroy()
+    del engine
+    traced.synchronize()
