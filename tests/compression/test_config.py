@@ -158,12 +158,12 @@ def _mutated(rng: random.Random) -> dict[str, Any]:
     return section
 
 
-@pytest.mark.timeout(1500)
-def test_5000_sections_give_clear_errors_only() -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+def test_wrong_sections_give_clear_errors_only(count: int) -> None:
     """Whatever the section, there is a policy that a model takes, or a ConfigError whose problems all have a fix."""
     rng, counts = random.Random(7), {"taken": 0, "refused": 0, "does not fit the model": 0}
     model = nn.ModuleDict({"query": nn.Linear(8, 8), "conv": nn.Conv2d(2, 2, 1), "word_embeddings": nn.Embedding(4, 4)})
-    for _ in range(5000):
+    for _ in range(count):
         config = ds_config(**_mutated(rng))
         try:
             policy = resolve_compression(config)
@@ -177,4 +177,4 @@ def test_5000_sections_give_clear_errors_only() -> None:
         except ConfigError as error:
             assert all(problem.path and problem.rule and problem.fix for problem in error.problems), str(error)
             counts["does not fit the model"] += 1
-    assert min(counts.values()) > 20, counts
+    assert min(counts.values()) > count // 250, counts

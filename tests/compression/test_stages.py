@@ -1,4 +1,5 @@
-"""Compression is the same at every stage, on one rank or two, and after a resume; a teacher's part in the loss, too."""
+"""Compression is the same at every stage, on one rank or two, with offload, and after a resume; a teacher's part in the
+loss, too."""
 
 from __future__ import annotations
 
@@ -65,18 +66,21 @@ def _train(engine: Any, first: int, last: int) -> list[float]:
     return losses
 
 
-def run_training(rank: int, stage: int, kind: str, folder: str, resumes: bool, sharded: bool) -> Any:
+def run_training(
+    rank: int, stage: int, kind: str, folder: str, resumes: bool, sharded: bool, changes: dict[str, Any] | None = None
+) -> Any:
     layers = 2 if kind == "everything" else 4
+    config = {**_config(stage, kind), **(changes or {})}
     model = tiny_bert(layers)
     if sharded:
         Init(module=model)
-    engine = initialize(model=model, config=_config(stage, kind))[0]
+    engine = initialize(model=model, config=config)[0]
     losses = _train(engine, 0, 3)
     if resumes:
         engine.save_checkpoint(folder)
         # A teacher is the model as it is given, after a resume as before.
         other = tiny_bert(layers, seed=9 if kind == "everything" else 0)
-        engine = initialize(model=other, config=_config(stage, kind))[0]
+        engine = initialize(model=other, config=config)[0]
         engine.load_checkpoint(folder)
     losses += _train(engine, 3, STEPS)
     model = engine.module
@@ -85,7 +89,7 @@ def run_training(rank: int, stage: int, kind: str, folder: str, resumes: bool, s
     state = compressed.state_dict()
     with GatheredParameters(list(model.parameters())):
         weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    redundancy_clean(engine, _config(stage, kind))
+    redundancy_clean(engine, config)
     with torch.no_grad():
         logits = model.eval()(**bert_batches(1, seed=1)[0]).logits
     return losses, {name: value.tolist() for name, value in weights.items()}, state, logits.tolist()
@@ -116,7 +120,10 @@ def test_the_same_everywhere(
     stage: int, ranks: int, kind: str, resumes: bool, sharded: bool, tmp_path: Path
 ) -> None:
     expected = _expected(kind, tmp_path / "first")
-    found = run_ranks(run_training, ranks, stage, kind, str(tmp_path), resumes, sharded)
+    _compare(run_ranks(run_training, ranks, stage, kind, str(tmp_path), resumes, sharded), expected)
+
+
+def _compare(found: list[Any], expected: Any) -> None:
     losses = torch.tensor([one[0] for one in found]).mean(0)
     torch.testing.assert_close(losses, torch.tensor(expected[0]), rtol=1e-4, atol=1e-4)
     for one in found:
@@ -130,6 +137,29 @@ def test_the_same_everywhere(
         for layer, limits in expected[2]["ranges"].items():
             torch.testing.assert_close(one[2]["ranges"][layer], limits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(torch.tensor(one[3]), torch.tensor(expected[3]), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_same_with_offload(stage: int, tmp_path: Path) -> None:
+    section: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if stage == 3:
+        section["offload_param"] = {"device": "cpu"}
+    expected = _expected("everything", tmp_path / "first")
+    changes = {"zero_optimization": section}
+    _compare(run_ranks(run_training, 1, stage, "everything", str(tmp_path), True, False, changes), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16(stage: int, tmp_path: Path) -> None:
+    """Losses are those of fp32 but for rounding; masters, masks and ranges are kept exactly over a resume."""
+    expected = _expected("everything", tmp_path / "first")
+    changes = {"bf16": {"enabled": True}}
+    runs = [
+        run_ranks(run_training, 1, stage, "everything", str(tmp_path), resumes, False, changes)[0]
+        for resumes in (False, True)
+    ]
+    torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(expected[0]), rtol=0.05, atol=0.02)
+    _compare(runs[1:], runs[0])
 
 
 def test_init_compression_before_initialize() -> None:
