@@ -48,7 +48,8 @@ def plain_losses(batches: list[list[int]]) -> list[float]:
     losses = []
     for batch in batches:
         chosen = [rows[index] for index in batch]
-        loss = nn.functional.mse_loss(model(torch.stack([r["x"] for r in chosen])), torch.stack([r["y"] for r in chosen]))
+        x, y = (torch.stack([row[key] for row in chosen]) for key in ("x", "y"))
+        loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
