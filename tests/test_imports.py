@@ -48,9 +48,9 @@ MAY_NAME_CUDA = {
     "hf_zero.optim.onebit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.released": "lists the conversions of a tensor",
 }
-# Everybody else is handed the groups of an engine: a rank or a number of ranks of the process is the wrong one as soon as
-# states are sharded over fewer ranks than all.
-MAY_ASK_FOR_THE_SEAT = ("hf_zero.api.entry", "hf_zero.integration.")
+# Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are
+# sharded over fewer ranks than all.
+MAY_ASK_THE_PROCESS = ("hf_zero.api.entry", "hf_zero.integration.")
 LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
 
 
@@ -130,8 +130,8 @@ def _asking(module: str, tree: ast.Module) -> Iterator[str]:
     if room_of(module) == "comm":
         return
     forbidden = {"get_rank", "get_world_size"}
-    if not module.startswith(MAY_ASK_FOR_THE_SEAT):
-        forbidden.add("seat")
+    if not module.startswith(MAY_ASK_THE_PROCESS):
+        forbidden.add("this_process")
     for node in ast.walk(tree):
         names = {value for value in vars(node).values() if isinstance(value, str)}
         for name in sorted(names & forbidden):
@@ -258,7 +258,7 @@ def test_every_room_stands_on_the_ladder() -> None:
         ("hf_zero.step", "import torch\nx = torch.distributed.get_rank()", "line 2 uses torch.distributed"),
         ("hf_zero.step", "from hf_zero.comm import get_rank", "line 1 asks for get_rank"),
         ("hf_zero.checkpoint.save", "from hf_zero import comm\nx = comm.get_world_size()", "line 2 asks for get_world"),
-        ("hf_zero.api.engine", "from hf_zero.comm import seat", "asks for seat"),
+        ("hf_zero.api.engine", "from hf_zero.comm import this_process", "asks for this_process"),
         ("hf_zero.config", "from torch import float16", "imports torch inside config"),
         ("hf_zero.api.engine", "from deepspeed.comm import barrier", "imports a real deepspeed"),
         ("hf_zero.api.engine", "def f():\n    global x", "uses global"),

@@ -20,7 +20,7 @@ from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups, seat
+from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
@@ -85,7 +85,7 @@ def initialize(
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    resolved = resolve(raw, model=model_view(model), world_size=seat().size)
+    resolved = resolve(raw, model=model_view(model), world_size=this_process().size)
     _log_settings(resolved)
     device = local_device()
     groups = parallel_groups(device)
@@ -174,7 +174,7 @@ def _log_settings(resolved: Resolved) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
     log_dist(announcement(), ranks=[0])
-    batch, ranks = resolved.batch, seat().size
+    batch, ranks = resolved.batch, this_process().size
     announce(
         f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
         f"{batch.micro_batch_size} x {batch.accumulation_steps} x {ranks} = {batch.train_batch_size} samples per update"

@@ -16,6 +16,6 @@ from hf_zero.comm.process_group import (
     init_distributed,
     is_initialized,
     local_device,
-    seat,
+    this_process,
 )
 from hf_zero.comm.rows import Pending, Rows

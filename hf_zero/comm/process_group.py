@@ -94,16 +94,16 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Process:
     """Of this process among all of the job."""
 
     rank: int
     size: int
 
 
-def seat() -> Seat:
+def this_process() -> Process:
     """For programs that ask where there is no engine yet; whoever has one asks its groups."""
-    return Seat(get_rank(), get_world_size())
+    return Process(get_rank(), get_world_size())
 
 
 def get_local_rank() -> int:

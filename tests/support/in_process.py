@@ -33,7 +33,7 @@ from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.cpu.wires import Gone, Wires
-from hf_zero.comm.process_group import Seat
+from hf_zero.comm.process_group import Process
 
 T = TypeVar("T")
 PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it
@@ -379,7 +379,7 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
 
     at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [
-        (entry, "seat", lambda: Seat(world.rank, world.world)),
+        (entry, "this_process", lambda: Process(world.rank, world.world)),
         (entry, "parallel_groups", parallel_groups),
         (entry, "local_device", lambda: torch.device("cpu")),
         *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),

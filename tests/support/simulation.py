@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, ParallelGroups, Pending, ledger
-from hf_zero.comm.process_group import Seat
+from hf_zero.comm.process_group import Process
 from hf_zero.device.host_copy import HostCopy
 
 META = torch.device("meta")
@@ -81,7 +81,7 @@ def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
 
     with ExitStack() as stack:
         for name, stand_in in {
-            "seat": lambda: Seat(rank, world),
+            "this_process": lambda: Process(rank, world),
             "parallel_groups": parallel_groups,
             "local_device": lambda: META,
         }.items():

@@ -18,10 +18,10 @@ def get_world_group() -> Any:
     return get_world_group()
 
 
-def _seat() -> Any:
-    from hf_zero.comm import seat
+def _this_process() -> Any:
+    from hf_zero.comm import this_process
 
-    return seat()
+    return this_process()
 
 
 def _get_data_parallel_group() -> Any:
@@ -29,11 +29,11 @@ def _get_data_parallel_group() -> Any:
 
 
 def _get_data_parallel_world_size() -> int:
-    return int(mpu.get_data_parallel_world_size()) if mpu is not None else int(_seat().size)
+    return int(mpu.get_data_parallel_world_size()) if mpu is not None else int(_this_process().size)
 
 
 def _get_data_parallel_rank() -> int:
-    return int(mpu.get_data_parallel_rank()) if mpu is not None else int(_seat().rank)
+    return int(mpu.get_data_parallel_rank()) if mpu is not None else int(_this_process().rank)
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
@@ -88,7 +88,7 @@ get_tensor_model_parallel_group = get_model_parallel_group
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The first rank of this rank's group, which is itself."""
-    return int(_seat().rank)
+    return int(_this_process().rank)
 
 
 _clone_world_group = get_world_group
