@@ -70,7 +70,7 @@ class Reductions:
         """Start to reduce what has arrived for `bucket` in backward pass number `num_backward`. Collective."""
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
-        if self._scatters and self._collectives.world == 1 and bucket.local is None:
+        if self._scatters and self._collectives.size == 1 and bucket.local is None:
             result = bucket.reduced.place_for_result()  # nobody to send to, so nothing to send from
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.device.host_heap import HostHeap
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import Vector, absent
@@ -72,7 +72,7 @@ class ShardedParameter:
         owner: the store whose unit the parameter belongs to; None before initialize().
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, collectives: Collectives) -> None:
+    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, groups: ParallelGroups) -> None:
         self.parameter = parameter
         self._kind = type(parameter)
         self._released_kind = released_class(self._kind) or self._kind
@@ -80,7 +80,7 @@ class ShardedParameter:
         self.kept: Vector | None = None
         self.shape = shape
         self.numel = shape.numel()
-        self.collectives = collectives
+        self.groups = groups
         self.name = ""
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter, when it was shown
@@ -190,13 +190,13 @@ class ShardedParameter:
 
     def local_chunk(self, unsharded: Tensor) -> Tensor:
         """This rank's chunk of `unsharded` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
-        return local_chunk(unsharded, self.collectives.rank, self.collectives.world)
+        return local_chunk(unsharded, self.groups.shard.rank, self.groups.shard.size)
 
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
         chunk = self.shard.numel()
-        mine = unsharded.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
+        mine = unsharded.detach().reshape(-1)[min(self.groups.shard.rank * chunk, self.numel) :][:chunk]
         with self.opened(changes=True) as own:
             own[: mine.numel()].copy_(mine)
         if self.owner is not None:

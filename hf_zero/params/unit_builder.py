@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.config import GatherPolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
@@ -26,15 +26,6 @@ from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """Collectives of the gradients and the step, of gathers around use, and of gathers that the user asks for."""
-
-    reduce: Collectives
-    gather: Collectives
-    access: Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +48,7 @@ class UnitBuilder:
     """
 
     def __init__(
-        self, module: nn.Module, trained: Trained, precision: Precision, channels: Channels, placements: Placements
+        self, module: nn.Module, trained: Trained, precision: Precision, groups: ParallelGroups, placements: Placements
     ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         inside = list(module.parameters())
@@ -66,7 +57,7 @@ class UnitBuilder:
         self._trained = trained
         self._index_of = trained.index_of()
         self._precision = precision
-        self._channels = channels
+        self._groups = groups
         self._placements = placements
         self._device = placements.device
         self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
@@ -114,7 +105,7 @@ class UnitBuilder:
             for index, parameter in enumerate(parameters)
         ]
         layout = lay_rows(
-            specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
+            specs, world=self._groups.shard.size, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
         )
         handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
         in_master_dtype = _in_master_dtype(layout, handles, self._precision)
@@ -149,7 +140,7 @@ class UnitBuilder:
         if handle is None:
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
-            handle = shard_parameter(parameter, self._channels.reduce)
+            handle = shard_parameter(parameter, self._groups)
         StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle
@@ -159,7 +150,7 @@ class UnitBuilder:
     def lay_out(self, parts: Sequence[UnitPart]) -> tuple[FlatLayout, tuple[TrainedBucket, ...]]:
         """One bucket of the trained rows of each part, in this order."""
         buckets = [part.layout.bucket(index, self._specs_of(part)) for index, part in enumerate(parts)]
-        layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._channels.reduce.world)
+        layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._groups.shard.size)
         return layout, tuple(self._trained_bucket(layout, index, part) for index, part in enumerate(parts))
 
     def _specs_of(self, part: UnitPart) -> dict[int, int]:
@@ -169,7 +160,7 @@ class UnitBuilder:
 
     def _trained_bucket(self, layout: FlatLayout, index: int, part: UnitPart) -> TrainedBucket:
         bucket, numel = layout.buckets[index], part.layout.trained_numel
-        rank = self._channels.reduce.rank
+        rank = self._groups.shard.rank
         owned = Interval(rank * numel, (rank + 1) * numel)
         placement, stored = self._stored[part]
         trained = TrainedBucket(
