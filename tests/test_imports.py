@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "compression", "data", "routing"),
+    ("checkpoint", "attention", "compression", "data", "routing", "tiling"),
     ("api",),
     ("integration",),
     ("explain",),

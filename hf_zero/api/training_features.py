@@ -15,6 +15,7 @@ from hf_zero.data.sampling import sampled_curriculum_of
 from hf_zero.features import Features, TrainingFeature
 from hf_zero.routing.layer_drop import layer_drop_of
 from hf_zero.routing.random_ltd import random_ltd_of
+from hf_zero.tiling.feature import tiled_loss_of, tiled_mlp_of
 
 Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
 
@@ -31,6 +32,8 @@ MAKERS: tuple[Maker, ...] = (
     random_ltd_of,
     layer_drop_of,
     _compression,
+    tiled_mlp_of,
+    tiled_loss_of,
 )
 
 
