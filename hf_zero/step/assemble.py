@@ -119,7 +119,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     groups = trainable_groups(optimizer.param_groups)
     trained = _trained(module, groups, plan.precision)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
-    refuse_unfit(optimizer, traits, plan.zero.stage if sharding.shards_optimizer else 0)
+    stage = plan.zero.stage if sharding.shards_optimizer else 0
+    refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
     _check_same_everywhere(trained.specs, world)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)

@@ -25,6 +25,7 @@ from hf_zero.config.schema.fields import (
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
+_SHARDED = (1, 2, 3)
 _PLUS_PLUS = "ZeRO++ is not supported"
 
 
@@ -208,6 +209,15 @@ class Zero(Section):
     )
     zero_quantized_gradients: Flag = unsupported(False, "Reduce int4 gradients.", why=_PLUS_PLUS, stages=_THREE)
     zeropp_loco_param: Free | None = unsupported(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
-    mics_shard_size: Whole = unsupported(-1, "Shard over groups of this many ranks.", why="MiCS is not supported")
-    mics_hierarchical_params_gather: Flag = unsupported(False, "Gather in two hops.", why="MiCS is not supported")
+    mics_shard_size: Whole = supported(
+        -1,
+        "MiCS: shard over groups of this many ranks, which hold copies of the model's states; -1: over all ranks. The "
+        "same as hf_zero.shard_group.",
+        why="nothing is sharded",
+        unit="ranks",
+        stages=_SHARDED,
+    )
+    mics_hierarchical_params_gather: Flag = ignored(
+        False, "MiCS: gather in two hops where a group spans hosts.", why="a gather is one hop", stages=_SHARDED
+    )
     zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")
