@@ -55,7 +55,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
                 f"{name} {numel} device scale",
                 lambda n=name, s=numel: cases.check_update(n, s, cases.MIXTURES[0], scalar, FORM),
             )
-        yield f"{name} overflow flag", lambda n=name: cases.check_overflow_flag(n, FORM)
+        yield f"{name} skip flag", lambda n=name: cases.check_skip_flag(n, FORM)
         yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, FORM)
     for rule in adam8_cases.RULES:
         for numel, types in product(SIZES, cases.MIXTURES):

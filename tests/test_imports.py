@@ -29,6 +29,7 @@ LADDER = (
     ("api",),
     ("integration",),
     ("explain",),
+    ("planning",),
     ("launch",),
     ("__main__", "ds_to_universal", "zero_to_fp32"),
 )

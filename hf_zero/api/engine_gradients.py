@@ -72,7 +72,6 @@ class EngineGradients:
         others = AT_WORK.others(self)
         with self._timer.phase("backward"), ledger.phase("backward"):
             self._begin()
-            parts.store.begin_backward()
             arrived = self._run(self.scale(loss), others, retain_graph=retain_graph)
             parts.reducer.finish()
             parts.store.end_backward()

@@ -124,10 +124,6 @@ class ParameterStore(ABC):
         where the store knows."""
         return None
 
-    def begin_backward(self) -> None:
-        """A backward pass is about to begin on this rank."""
-        return None
-
     def end_backward(self) -> None:
         """A backward pass has ended on this rank. May be collective."""
         return None

@@ -81,8 +81,8 @@ def _adam(rule: AdamRule) -> Update:
     return Update(
         states=2,
         run=lambda vectors, step, **options: adam(vectors, rule, step, **options),
-        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("adam").adam_on_gpu(
-            vectors, rule, step, scale, overflow, seed
+        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("adam").adam_on_gpu(
+            vectors, rule, step, scale, skip, seed
         ),
         reference=lambda vectors, step, scale: adam_reference(vectors, rule, step, scale),
     )
@@ -92,8 +92,8 @@ def _lion(rule: LionRule) -> Update:
     return Update(
         states=1,
         run=lambda vectors, step, **options: lion(vectors, rule, **options),
-        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("lion").lion_on_gpu(
-            vectors, rule, scale, overflow, seed
+        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("lion").lion_on_gpu(
+            vectors, rule, scale, skip, seed
         ),
         reference=lambda vectors, step, scale: lion_reference(vectors, rule, scale),
     )
@@ -103,8 +103,8 @@ def _adagrad(rule: AdagradRule) -> Update:
     return Update(
         states=1,
         run=lambda vectors, step, **options: adagrad(vectors, rule, step, **options),
-        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("adagrad").adagrad_on_gpu(
-            vectors, rule, step, scale, overflow, seed
+        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("adagrad").adagrad_on_gpu(
+            vectors, rule, step, scale, skip, seed
         ),
         reference=lambda vectors, step, scale: adagrad_reference(vectors, rule, step, scale),
     )
@@ -114,8 +114,8 @@ def _sgd(rule: SgdRule) -> Update:
     return Update(
         states=1 if rule.momentum else 0,
         run=lambda vectors, step, **options: sgd(vectors, rule, **options),
-        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("sgd").sgd_on_gpu(
-            vectors, rule, scale, overflow, seed
+        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("sgd").sgd_on_gpu(
+            vectors, rule, scale, skip, seed
         ),
         reference=lambda vectors, step, scale: sgd_reference(vectors, rule, scale),
     )
@@ -126,8 +126,8 @@ def _frozen(lr: float, eps: float, weight_decay: float) -> Update:
     return Update(
         states=1,
         run=lambda vectors, step, scale=1.0, **options: frozen_adam(vectors, lr * scale, eps, weight_decay, **options),
-        interpreted=lambda vectors, step, scale=1.0, overflow=None, seed=None: _gpu("frozen_adam").frozen_adam_on_gpu(
-            vectors, lr * scale, eps, weight_decay, overflow, seed
+        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("frozen_adam").frozen_adam_on_gpu(
+            vectors, lr * scale, eps, weight_decay, skip, seed
         ),
         reference=lambda vectors, step, scale: frozen_adam_reference(vectors, lr * scale, eps, weight_decay),
     )
@@ -143,19 +143,19 @@ def segments_of(numel: int) -> list[tuple[int, int]]:
 
 def _lamb(rule: LambRule) -> Update:
     def run(
-        vectors: Vectors, step: int, scale: Any = 1.0, overflow: Tensor | None = None, seed: int | None = None
+        vectors: Vectors, step: int, scale: Any = 1.0, skip: Tensor | None = None, seed: int | None = None
     ) -> None:
         segments = segments_of(vectors.weight.numel())
-        squares = lamb_moments(vectors, rule, segments, scale, overflow)
-        lamb_apply(vectors, rule, rule.rate(step) * rule.trust_ratios(squares), segments, overflow, seed)
+        squares = lamb_moments(vectors, rule, segments, scale, skip)
+        lamb_apply(vectors, rule, rule.rate(step) * rule.trust_ratios(squares), segments, skip, seed)
 
     def interpreted(
-        vectors: Vectors, step: int, scale: Any = 1.0, overflow: Tensor | None = None, seed: int | None = None
+        vectors: Vectors, step: int, scale: Any = 1.0, skip: Tensor | None = None, seed: int | None = None
     ) -> None:
         segments = segments_of(vectors.weight.numel())
-        squares = _gpu("lamb").lamb_moments_on_gpu(vectors, rule, segments, scale, overflow)
+        squares = _gpu("lamb").lamb_moments_on_gpu(vectors, rule, segments, scale, skip)
         factors = rule.rate(step) * rule.trust_ratios(squares)
-        _gpu("lamb").lamb_apply_on_gpu(vectors, rule, factors, segments, overflow, seed)
+        _gpu("lamb").lamb_apply_on_gpu(vectors, rule, factors, segments, skip, seed)
 
     def reference(vectors: Vectors, step: int, scale: Any) -> None:
         lamb_reference(vectors, rule, step, segments_of(vectors.weight.numel()), scale)
@@ -261,17 +261,17 @@ def check_narrow(name: str, numel: int, states: torch.dtype, form: Form) -> None
     assert vectors.weight.dtype == torch.bfloat16 and all(state.dtype == states for state in vectors.states)
 
 
-def check_overflow_flag(name: str, form: Form) -> None:
+def check_skip_flag(name: str, form: Form) -> None:
     """A raised flag makes the kernel a no-op, a lowered one does not."""
     update = UPDATES[name]
     run = update.interpreted if form.interpreted else update.run
     vectors = vectors_for(update, 100, MIXTURES[1], form.device)
     assert vectors.lp_param is not None
     before = [tensor.clone() for tensor in (vectors.weight, *vectors.states, vectors.lp_param)]
-    run(vectors, 1, overflow=torch.ones(1, dtype=torch.int32, device=form.device))
+    run(vectors, 1, skip=torch.ones(1, dtype=torch.int32, device=form.device))
     after = (vectors.weight, *vectors.states, vectors.lp_param)
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    run(vectors, 1, overflow=torch.zeros(1, dtype=torch.int32, device=form.device))
+    run(vectors, 1, skip=torch.zeros(1, dtype=torch.int32, device=form.device))
     assert not torch.equal(before[0], vectors.weight)
 
 

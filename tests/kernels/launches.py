@@ -79,7 +79,7 @@ def update(name: str, types: Types, known: tuple[bool, bool], seed: int | None =
         lamb_apply_on_gpu(given, LAMB[name], squares[:, 0], segments, skip, seed)
         return
     if name in UPDATES:
-        UPDATES[name].interpreted(given, 1, scale=scale, overflow=skip, seed=seed)
+        UPDATES[name].interpreted(given, 1, scale=scale, skip=skip, seed=seed)
         return
     numel, start = given.weight.numel(), 0 if aligned else 40
     packed = tuple(torch.zeros(packed_bytes(start + numel), dtype=torch.uint8) for _ in range(2))

@@ -83,15 +83,15 @@ def test_16_bit_masters(name: str, states: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_overflow_flag(name: str) -> None:
-    cases.check_overflow_flag(name, CPU)
+def test_skip_flag(name: str) -> None:
+    cases.check_skip_flag(name, CPU)
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_overflow_flag_that_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_flag_that_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's form on an accelerator (fp64 there, or no Triton) puts back what it has changed."""
     monkeypatch.setattr(vectors_module, "_is_at_hand", lambda _flag: False)
-    cases.check_overflow_flag(name, CPU)
+    cases.check_skip_flag(name, CPU)
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -36,8 +36,8 @@ def test_16_bit_masters(name: str, states: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_overflow_flag(name: str) -> None:
-    cases.check_overflow_flag(name, FORM)
+def test_skip_flag(name: str) -> None:
+    cases.check_skip_flag(name, FORM)
 
 
 @pytest.mark.parametrize("name", ["lion"])
