@@ -72,7 +72,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor) -> Tensor:
 
 def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedback | None = None) -> None:
     """Quantise every row of `values` into its message."""
-    rows, numel = _check(messages, values, bits)
+    numel = _check(messages, values, bits)
     if runs_on_gpu(values):
         from hf_zero.kernels.gpu.quantize import write_messages_on_gpu
 
@@ -80,7 +80,7 @@ def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedba
         return
     errors = None if feedback is None else split_message(feedback.errors, numel, 8)
     codes, scales = split_message(messages, numel, bits)
-    for row in range(rows):
+    for row in _rows(values):
         for piece in _pieces(numel, values.device):
             blocks = _padded(values[row, piece.start : piece.stop].to(torch.float32, copy=True)).view(-1, BLOCK)
             if errors is None or feedback is None:
@@ -96,14 +96,14 @@ def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedba
 
 def read_messages(messages: Tensor, values: Tensor, bits: int) -> None:
     """Write what every message says into its row of `values`, rounded once to their dtype."""
-    rows, numel = _check(messages, values, bits)
+    numel = _check(messages, values, bits)
     if runs_on_gpu(values):
         from hf_zero.kernels.gpu.quantize import read_messages_on_gpu
 
         read_messages_on_gpu(messages, values, bits)
         return
     codes, scales = split_message(messages, numel, bits)
-    for row in range(rows):
+    for row in _rows(values):
         for piece in _pieces(numel, values.device):
             found = _decode(codes[row], scales[row], piece, bits)
             values[row, piece.start : piece.stop].copy_(found.view(-1)[: piece.numel])
@@ -115,7 +115,7 @@ def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) ->
     Args:
         parts: each (rows, message_bytes); or all of them in one tensor, (parts, rows, message_bytes).
     """
-    rows, numel = _check(parts[0], values, bits)
+    numel = _check(parts[0], values, bits)
     if runs_on_gpu(values):
         from hf_zero.kernels.gpu.quantize import sum_messages_on_gpu
 
@@ -123,7 +123,7 @@ def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) ->
         sum_messages_on_gpu(stacked.contiguous(), values, bits)
         return
     opened = [split_message(part, numel, bits) for part in parts]
-    for row in range(rows):
+    for row in _rows(values):
         for piece in _pieces(numel, values.device):
             total = None
             for codes, scales in opened:
@@ -150,6 +150,11 @@ class _Piece:
     @property
     def of_scales(self) -> slice:
         return slice(self.start // BLOCK, num_scales(self.stop))
+
+
+def _rows(values: Tensor) -> range:
+    """On the meta device nothing is computed, for however many ranks."""
+    return range(0 if values.is_meta else values.shape[0])
 
 
 def _pieces(numel: int, device: torch.device) -> Iterator[_Piece]:
@@ -197,8 +202,8 @@ def _padded(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
 
-def _check(messages: Tensor, values: Tensor, bits: int) -> tuple[int, int]:
-    """(rows, elements of one)."""
+def _check(messages: Tensor, values: Tensor, bits: int) -> int:
+    """Elements of a row."""
     rows, numel = values.shape
     expected = (rows, message_bytes(numel, bits))
     if messages.dtype != torch.uint8 or tuple(messages.shape) != expected:
@@ -206,4 +211,4 @@ def _check(messages: Tensor, values: Tensor, bits: int) -> tuple[int, int]:
             f"{rows} rows of {numel} elements in {bits} bits are messages of uint8 in the shape {expected}, not "
             f"{messages.dtype} in {tuple(messages.shape)}"
         )
-    return rows, numel
+    return numel

@@ -26,6 +26,7 @@ class TrainedBucket:
         placement: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
         device: where the bucket is reduced and gathered.
+        is_persistent: of parameters that stay gathered at stage 3: small ones, which are never quantised.
     """
 
     bucket: Bucket
@@ -34,6 +35,7 @@ class TrainedBucket:
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
+    is_persistent: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
