@@ -1,6 +1,6 @@
 """Reduce-scatters whose parts travel in 8 or 4 bits: ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209).
 
-    one hop     every rank quantises its gradients row by row, sends row r to rank r, which adds up what it gets, in fp32
+    one hop     every rank quantises its gradients row by row and sends row r to rank r, which adds up what it gets
     two hops    within a host: the rows of all hosts for rank l of a host go to its rank l, which adds them up and
                 quantises the sums; across hosts: row h of these goes to host h, among the ranks of equal place
 

@@ -161,6 +161,15 @@ class GradientReducer:
             parameter.grad = None
         self.begin(boundary=True)  # so that a plain `loss.backward()` finds an open reducer
 
+    def settle_errors(self, *, is_skipped: bool, factor: float) -> None:
+        """What messages have left out belongs to gradients that were not applied, or of which those to come are
+        `factor` times as large."""
+        for wire in (bucket.wire for bucket in self.buckets if bucket.wire is not None):
+            if is_skipped:
+                wire.forget()
+            elif factor != 1.0:
+                wire.rescale(factor)
+
     def reorder(self, order: Sequence[int]) -> None:
         """Launch buckets in this order from the next backward on; the same on all ranks."""
         self._order = list(order)

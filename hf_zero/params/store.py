@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class TrainedBucket:
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
-    is_persistent: bool = False
+    is_persistent: bool = field(default=False, kw_only=True)
 
     @property
     def dtype(self) -> torch.dtype:

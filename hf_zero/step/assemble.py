@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm import Collectives
+from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
@@ -64,6 +65,16 @@ class Plan:
     def sharding(self) -> Sharding:
         collectives, zero = self.channels.reduce, self.zero
         return Sharding(zero.stage, collectives.rank, collectives.world, alone=is_kept_elsewhere(zero, self.device))
+
+    @property
+    def quantized_reduction(self) -> QuantizedReduction | None:
+        """How gradients travel in fewer bits; None: they do not."""
+        wire = self.zero.wire
+        if self.zero.stage < 3 or wire.gradient_bits is None:
+            return None
+        feedback = wire.feedback
+        rule = None if feedback is None else FeedbackRule(feedback.beta, feedback.reset_after)
+        return QuantizedReduction([self.channels.reduce], wire.gradient_bits, rule)
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
@@ -130,7 +141,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         check_memory(estimate, plan.zero, plan.device, collectives)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, placements)
+        store = ShardedParameters(
+            module, trained, plan.precision, plan.zero.gather, plan.channels, placements, plan.zero.wire
+        )
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
@@ -151,8 +164,15 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    overlap, wants_local = plan.zero.overlap_reduction, lambda: updater.takes_local_gradients
-    reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=overlap, wants_local=wants_local)
+    reducer = GradientReducer(
+        store,
+        sharding,
+        collectives,
+        plan.precision,
+        overlap=plan.zero.overlap_reduction,
+        wants_local=lambda: updater.takes_local_gradients,
+        quantized=plan.quantized_reduction,
+    )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(collectives)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
@@ -165,7 +185,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
     placements = placements_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
-    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, placements)
+    store = ShardedParameters(
+        module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, placements, plan.zero.wire
+    )
     placements.check(plan.channels.reduce)
     return store
 
