@@ -75,7 +75,7 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
     """Carry the plan out. Collective: ranks then show each other the weights they read."""
     store = subject.store
     if store is not None:
-        store.prepare_update()
+        store.prepare_change()
         store.sync_masters()
     _write_unsharded(subject, plan)
     if store is not None and isinstance(subject, Subject):

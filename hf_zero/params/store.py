@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
+from hf_zero.device.registry import runtime_of
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import SubGroup
@@ -129,6 +130,12 @@ class ParameterStore(ABC):
     def end_backward(self) -> None:
         """A backward pass has ended on this rank. May be collective."""
         return None
+
+    def prepare_change(self) -> None:
+        """Before weights change outside an update. There the host has waited for gradients; here the device may still
+        read what lies in host memory, for a forward that nobody has asked the result of. Collective."""
+        runtime_of(self.device).synchronize()
+        self.prepare_update()
 
     def prepare_update(self) -> None:
         """Weights are about to change: nothing may keep showing old ones. May be collective."""

@@ -95,6 +95,7 @@ def _spoilt_losses(rank: int, limits: dict[str, int]) -> None:
     assert warnings_of(engine_of(limits), lambda engine: engine(x).mean(), limits) == []
 
 
+@pytest.mark.at_once
 @both_limits
 def test_the_first_loss_that_is_nan_is_reported_with_the_parameter_that_was_read(limits: dict[str, int]) -> None:
     run_ranks(_spoilt_losses, 2, limits)
@@ -111,6 +112,7 @@ def _evaluated(rank: int) -> None:
     assert len(found) == 1 and "evaluation after step 0" in found[0] and "'first.bias'" in found[0]
 
 
+@pytest.mark.at_once
 def test_so_is_that_of_an_evaluation() -> None:
     run_ranks(_evaluated, 2)
 
