@@ -45,7 +45,7 @@ class ShardedParameters(ParameterStore):
         policy: GatherPolicy,
         channels: Channels,
         placements: Placements,
-        wire: WirePolicy = WirePolicy(),  # noqa: B008
+        wire: WirePolicy | None = None,
     ) -> None:
         """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
         builder = UnitBuilder(module, trained, precision, channels, placements, wire)

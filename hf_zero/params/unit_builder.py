@@ -64,7 +64,7 @@ class UnitBuilder:
         precision: Precision,
         channels: Channels,
         placements: Placements,
-        wire: WirePolicy,
+        wire: WirePolicy | None = None,
     ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         inside = list(module.parameters())
@@ -75,7 +75,7 @@ class UnitBuilder:
         self._precision = precision
         self._channels = channels
         self._placements = placements
-        self._wire = wire if channels.reduce.world > 1 else WirePolicy()  # alone, nothing travels
+        self._wire = wire if wire is not None and channels.reduce.world > 1 else WirePolicy()  # alone, nothing travels
         self._device = placements.device
         self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
 
