@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.api import parameter_access
-from hf_zero.comm import get_world_size
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.surface import Surface
 
@@ -175,7 +174,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "mpu": lambda optimizer: optimizer.engine.mpu,
     "offload_optimizer": _offloads,
     "param_names": lambda optimizer: optimizer.engine.param_names,
-    "partition_count": lambda optimizer: [get_world_size()] * len(optimizer.param_groups),
+    "partition_count": lambda optimizer: [optimizer.sharding.world] * len(optimizer.param_groups),
     "partition_gradients": lambda optimizer: optimizer.sharding.stage >= 2,
     "postscale_gradients": lambda optimizer: optimizer.rules.gradients.predivide == 1.0,
     "real_dp_process_group": lambda optimizer: [get_world_group()] * len(optimizer.param_groups),

@@ -39,7 +39,7 @@ class QuantizedReduction:
     """How gradients of one engine travel.
 
     Attributes:
-        world: ranks that gradients are summed over.
+        size: ranks that gradients are summed over.
     """
 
     def __init__(self, hops: Sequence[Collectives], bits: int, feedback: FeedbackRule | None = None) -> None:
@@ -53,9 +53,9 @@ class QuantizedReduction:
         self.hops = tuple(hops)
         self.bits = bits
         self.feedback = feedback
-        self.world = 1
+        self.size = 1
         for hop in hops:
-            self.world *= hop.world
+            self.size *= hop.size
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def wire(self, row_numel: int, device: torch.device) -> QuantizedWire:
@@ -84,7 +84,7 @@ class QuantizedWire:
         self._numel = row_numel
         self._device = device
         self.num_reduced = 0
-        rows = [reduction.world, reduction.hops[-1].world][: len(reduction.hops)]
+        rows = [reduction.size, reduction.hops[-1].size][: len(reduction.hops)]
         self.errors = tuple(
             new_messages(count, row_numel, 8, device).zero_() for count in (rows if reduction.feedback else [])
         )
@@ -125,11 +125,11 @@ class QuantizedWire:
         sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
         messages = sent.view(-1, size)
         # Of several rows for each rank of this hop, those for one rank are a stride of `world` apart.
-        each = rows.shape[0] // collectives.world
-        for peer in range(collectives.world if each > 1 else 1):
+        each = rows.shape[0] // collectives.size
+        for peer in range(collectives.size if each > 1 else 1):
             part = slice(peer * each, (peer + 1) * each) if each > 1 else slice(None)
             write_messages(
-                rows[peer :: collectives.world] if each > 1 else rows,
+                rows[peer :: collectives.size] if each > 1 else rows,
                 messages[part],
                 reduction.bits,
                 self._feedback(hop, part),
@@ -147,7 +147,7 @@ class QuantizedWire:
         if rows.flat is not None:
             sum_messages(rows.flat.view(shape), sums, self._reduction.bits)
         else:
-            world = self._reduction.world // sums.shape[0]
+            world = self._reduction.size // sums.shape[0]
             sum_messages([rows.row(rank).view(shape[1:]) for rank in range(world)], sums, self._reduction.bits)
         rows.give_back()
         if rows.buffer is not None:
@@ -167,7 +167,7 @@ class _QuantizedSum(Pending):
         reduction = wire._reduction
         self._left = len(reduction.hops)
         self.has_more_rounds = self._left > 1
-        self._sent, self._rows = wire.send(0, flat.view(reduction.world, -1))
+        self._sent, self._rows = wire.send(0, flat.view(reduction.size, -1))
 
     def is_ready(self) -> bool:
         return self._left == 1 and self._rows.is_ready()
@@ -177,7 +177,7 @@ class _QuantizedSum(Pending):
             return
         self.has_more_rounds = False
         reduction = self._wire._reduction
-        num_rows = reduction.hops[1].world
+        num_rows = reduction.hops[1].size
         sums = reduction.take(num_rows * self._shard.numel(), torch.float32, self._shard.device)
         self._receive(sums.view(num_rows, -1))
         self._left = 1

@@ -21,12 +21,13 @@ class NativeCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup | None = None, hosts: dist.ProcessGroup | None = None) -> None:
         """`hosts`: the same ranks on a backend for host memory, where `group` is one for a device."""
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        super().__init__(ranks.index(dist.get_rank()), len(ranks), ranks)
         self._group = group
         self._hosts = hosts
 
     def gather_objects(self, value: object) -> list[object]:
-        gathered: list[object] = [None] * self.world
+        gathered: list[object] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
@@ -37,7 +38,7 @@ class NativeCollectives(Collectives):
         return _Work(_reduce_scatter_flat(shard, flat, group=self._group, async_op=True))
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.world), group=self._group, async_op=True))
+        return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.size), group=self._group, async_op=True))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         inward = torch.cat([tensor.new_empty(tensor.numel()) for tensor in received])
@@ -50,7 +51,7 @@ class NativeCollectives(Collectives):
         buffer = take(flat.numel())
         rows = buffer.narrow(0, 0, flat.numel())
         work = _Work(dist.all_to_all_single(rows, flat, group=self._group, async_op=True))
-        return FlatRows(buffer, rows, self.world, work)
+        return FlatRows(buffer, rows, self.size, work)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=source)

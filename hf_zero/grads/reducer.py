@@ -17,7 +17,7 @@ from enum import Enum, auto
 
 from torch import nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
@@ -55,7 +55,7 @@ class GradientReducer:
         self,
         store: ParameterStore,
         sharding: Sharding,
-        collectives: Collectives,
+        groups: ParallelGroups,
         precision: Precision,
         *,
         overlap: bool = True,
@@ -76,7 +76,7 @@ class GradientReducer:
         self._shards_gradients = sharding.shards_gradients
         self._wants_local = wants_local
         self._reductions = Reductions(
-            self.buckets, collectives, store.negotiation, scatter=sharding.shards_optimizer, overlap=overlap
+            self.buckets, groups.shard, store.negotiation, scatter=sharding.shards_optimizer, overlap=overlap
         )
         self._order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
@@ -216,7 +216,7 @@ class GradientReducer:
 
 
 def _wire(bucket: TrainedBucket, quantized: QuantizedReduction | None) -> QuantizedWire | None:
-    if quantized is None or bucket.is_persistent or quantized.world == 1:
+    if quantized is None or bucket.is_persistent or quantized.size == 1:
         return None
     return quantized.wire(bucket.owned.numel, bucket.device)
 

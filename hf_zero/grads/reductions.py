@@ -72,7 +72,7 @@ class Reductions:
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
         wire = self._wire_of(bucket)
-        if self._scatters and self._collectives.world == 1 and bucket.local is None:
+        if self._scatters and self._collectives.size == 1 and bucket.local is None:
             result = bucket.reduced.place_for_result()  # nobody to send to, so nothing to send from
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))

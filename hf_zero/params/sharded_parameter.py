@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.device.host_heap import HostHeap
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import Vector, absent
@@ -73,7 +73,7 @@ class ShardedParameter:
         as_gathered: this rank's chunk as gathers bring it, where they do not bring it exactly.
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, collectives: Collectives) -> None:
+    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, groups: ParallelGroups) -> None:
         self.parameter = parameter
         self._kind = type(parameter)
         self._released_kind = released_class(self._kind) or self._kind
@@ -81,7 +81,7 @@ class ShardedParameter:
         self.kept: Vector | None = None
         self.shape = shape
         self.numel = shape.numel()
-        self.collectives = collectives
+        self.groups = groups
         self.name = ""
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter, when it was shown
@@ -192,7 +192,7 @@ class ShardedParameter:
 
     def local_chunk(self, unsharded: Tensor) -> Tensor:
         """This rank's chunk of `unsharded` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
-        return local_chunk(unsharded, self.collectives.rank, self.collectives.world)
+        return local_chunk(unsharded, self.groups.shard.rank, self.groups.shard.size)
 
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
@@ -207,7 +207,7 @@ class ShardedParameter:
     def _own_part(self, unsharded: Tensor) -> Tensor:
         """This rank's chunk of `unsharded`, without padding."""
         chunk = self.shard.numel()
-        return unsharded.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
+        return unsharded.detach().reshape(-1)[min(self.groups.shard.rank * chunk, self.numel) :][:chunk]
 
     @torch.no_grad()
     def _written_chunk(self, unsharded: Tensor) -> Tensor:

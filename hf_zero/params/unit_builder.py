@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.config import GatherPolicy, WirePolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
@@ -27,15 +27,6 @@ from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """Collectives of the gradients and the step, of gathers around use, and of gathers that the user asks for."""
-
-    reduce: Collectives
-    gather: Collectives
-    access: Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,7 @@ class UnitBuilder:
         module: nn.Module,
         trained: Trained,
         precision: Precision,
-        channels: Channels,
+        groups: ParallelGroups,
         placements: Placements,
         wire: WirePolicy | None = None,
     ) -> None:
@@ -73,9 +64,9 @@ class UnitBuilder:
         self._trained = trained
         self._index_of = trained.index_of()
         self._precision = precision
-        self._channels = channels
+        self._groups = groups
         self._placements = placements
-        self._wire = wire if wire is not None and channels.reduce.world > 1 else WirePolicy()  # alone, nothing travels
+        self._wire = wire if wire is not None and groups.shard.size > 1 else WirePolicy()  # alone, nothing travels
         self._device = placements.device
         self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
 
@@ -140,7 +131,7 @@ class UnitBuilder:
             for index, parameter in enumerate(parameters)
         ]
         layout = lay_rows(
-            specs, world=self._channels.reduce.world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
+            specs, world=self._groups.shard.size, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
         )
         handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
         in_master_dtype = _in_master_dtype(layout, handles, self._precision)
@@ -177,7 +168,7 @@ class UnitBuilder:
         if handle is None:
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
-            handle = shard_parameter(parameter, self._channels.reduce)
+            handle = shard_parameter(parameter, self._groups)
         StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle
@@ -188,7 +179,7 @@ class UnitBuilder:
         """One bucket of the trained rows of each part, in this order."""
         parts = [part for _, part in ordered]
         buckets = [part.layout.bucket(index, self._specs_of(part)) for index, part in enumerate(parts)]
-        layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._channels.reduce.world)
+        layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._groups.shard.size)
         return layout, tuple(
             self._trained_bucket(layout, index, part, is_persistent=unit.is_persistent)
             for index, (unit, part) in enumerate(ordered)
@@ -203,7 +194,7 @@ class UnitBuilder:
         self, layout: FlatLayout, index: int, part: UnitPart, *, is_persistent: bool
     ) -> TrainedBucket:
         bucket, numel = layout.buckets[index], part.layout.trained_numel
-        rank = self._channels.reduce.rank
+        rank = self._groups.shard.rank
         owned = Interval(rank * numel, (rank + 1) * numel)
         placement, stored = self._stored[part]
         trained = TrainedBucket(

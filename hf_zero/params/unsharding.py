@@ -33,7 +33,7 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     if kept:
         failures = (vector.failure for vector in kept)
         sync_failures(
-            next((failure for failure in failures if failure), None), handles[0].collectives, handles[0].device
+            next((failure for failure in failures if failure), None), handles[0].groups.access_world, handles[0].device
         )
     return [found[index] for index in range(len(handles))]
 
@@ -53,10 +53,10 @@ def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Ite
 
 
 def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
-    collectives, dtype, device = members[0].collectives, members[0].shard.dtype, members[0].device
+    collectives, dtype, device = members[0].groups.access, members[0].shard.dtype, members[0].device
     chunks = [member.shard.numel() for member in members]
-    flat = torch.empty(collectives.world * sum(chunks), dtype=dtype, device=device)
-    rows = flat.view(collectives.world, sum(chunks))
+    flat = torch.empty(collectives.size * sum(chunks), dtype=dtype, device=device)
+    rows = flat.view(collectives.size, sum(chunks))
     for member, place in zip(members, rows[collectives.rank].split(chunks), strict=True):
         with member.opened() as own:
             place.copy_(own)
@@ -108,7 +108,7 @@ def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = Non
 
 @torch.no_grad()
 def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None:
-    collectives = handles[0].collectives
+    collectives = handles[0].groups.access_world
     for handle in handles:
         values = handle.parameter.data
         if values.shape != handle.shape or values.dtype != handle.shard.dtype:
@@ -120,7 +120,7 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
             )
         if not values.is_contiguous():
             handle.show(values.contiguous())
-    if collectives.world > 1:
+    if collectives.size > 1:
         collectives.broadcast([handle.parameter.data for handle in handles], source=modifier_rank)
     for handle in handles:
         handle.write(handle.parameter.data)

@@ -54,8 +54,8 @@ class ShardedStep:
         self._runs_ahead = runs_ahead and rules.loss_scale is None
         self._agreement = Agreement(store, reducer, sharding, collectives, placements)
         self._reduced = ReducedGradients(reducer)
-        self._local = LocalGradients(reducer, sharding.world)
-        self.factors = LossFactors(rules, sharding.world)
+        self._local = LocalGradients(reducer, sharding.num_ranks)
+        self.factors = LossFactors(rules, sharding.num_ranks)
         self.values = OwnedValues(store, updater, self._reduced, self._agreement)
         self.outcome: StepOutcome | None = None
         self._unsettled: StepOutcome | None = None  # the last one, until `settle`

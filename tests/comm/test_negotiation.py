@@ -211,7 +211,7 @@ def play(scripts: Sequence[Script], units: int, schedule: Schedule | None = None
             player.play(scripts[rank])
         assert not player.shards.opened and not player.flights
         world.exchange(0, None)
-        link = world.link()
+        link = world.link().link
         link._listen_to_all()
         assert not any(link.own._readers.values()), "a block that nobody will read"
 

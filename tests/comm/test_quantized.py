@@ -64,9 +64,9 @@ class Group(LoneCollectives):
 
     def _exchange_rows(self, flat: Tensor, take: object) -> FlatRows:
         everyone = self._ranks.exchange(self._channel, flat.clone())
-        each = flat.numel() // self.world
+        each = flat.numel() // self.size
         parts = [everyone[member][self.rank * each : (self.rank + 1) * each] for member in self._members]  # type: ignore[index]
-        return FlatRows(None, torch.cat(parts), self.world, Pending())
+        return FlatRows(None, torch.cat(parts), self.size, Pending())
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2), (2, 3)])

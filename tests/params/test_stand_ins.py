@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.log import logger
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.stand_ins import FirstNan, StandIns, signature, signature_of, signed_nan
 from tests.api.test_outside_forward import NOTHING_STAYS, both_limits, engine_of
+from tests.support.groups import groups_of
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
 
 
 def released(name: str, dtype: torch.dtype = torch.float32) -> ShardedParameter:
-    handle = shard_parameter(nn.Parameter(torch.ones(2, 3, dtype=dtype)), LoneCollectives())
+    handle = shard_parameter(nn.Parameter(torch.ones(2, 3, dtype=dtype)), groups_of())
     handle.name = name
     return handle
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from hf_zero.comm.cpu.blocks import Block, aligned_bytes
-from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
+from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.rows import Rows
 
 
-def filled(link: SharedMemoryLink, rows: Sequence[Tensor]) -> Block:
+def filled(link: GroupLink, rows: Sequence[Tensor]) -> Block:
     """A block of this rank's with all of `rows` (1-D), at `offsets`."""
     block = link.take(sum(map(aligned_bytes, rows)))
     for row, offset in zip(rows, offsets(rows), strict=True):
@@ -29,7 +29,7 @@ class Arrival:
 
     def __init__(
         self,
-        link: SharedMemoryLink,
+        link: GroupLink,
         claim: Callable[[], Mapping[int, Block]],
         num_parts: int = 1,
         is_here: Callable[[], bool] = lambda: False,
