@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
+from hf_zero.comm.row_forms import PlainRows, StoredMessages, rounded
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
 from hf_zero.layout.units import ShardSlot
 from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector, part_of
-from hf_zero.params.row_forms import PlainRows, StoredMessages, rounded
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
 
 

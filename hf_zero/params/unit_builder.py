@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import ParallelGroups
+from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import GatherPolicy, WirePolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
@@ -19,7 +20,6 @@ from hf_zero.offload.sub_group import StoredSubGroup, sub_group
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
 from hf_zero.params.partitioning import shard_parameter
-from hf_zero.params.row_forms import PlainRows, RoundedRows, StoredMessages
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import TrainedBucket

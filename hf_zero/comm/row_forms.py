@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Pending, Rows
-from hf_zero.comm.rows import FlatRows
+from hf_zero.comm.rows import FlatRows, Pending, Rows
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import new_messages, read_messages, write_messages
 from hf_zero.layout import RowLayout
