@@ -1,7 +1,7 @@
-"""What mkdocs does besides rendering docs/: a page of measured figures, CONTRIBUTING as a page, links to sources as text.
+"""What mkdocs does besides rendering docs/: a page of measured figures, CONTRIBUTING as a page, sources without links.
 
-The pages are written to be read in the repository, where `../configs/zero2.json` is a link; on the site there is no such
-file, so its name stays and the link goes.
+The pages are written to be read in the repository, where `../configs/zero2.json` is a link; the site has no such file,
+so the name stays and the link goes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measured() -> str:
     """All reports on one page, after the plots."""
     parts = [
         "# Measured\n\nWhat `bench/` has measured, newest first, as the reports say it: on which machine, with which "
-        "versions, by which command. All of it is of CPUs; ratios of shared-memory collectives say nothing about GPUs.\n"
+        "versions, by which command. All of it is of CPUs: ratios of shared-memory collectives say nothing of GPUs.\n"
     ]
     parts += [f"![{name}](plots/{name}.svg)\n" for name in plots()]
     for path in results():
