@@ -75,7 +75,7 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
     """Carry the plan out. Collective: ranks then show each other the weights they read."""
     store = subject.store
     if store is not None:
-        store.prepare_update()
+        store.prepare_change()
         store.sync_masters()
     _write_unsharded(subject, plan)
     if store is not None and isinstance(subject, Subject):
@@ -229,7 +229,7 @@ def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
         fill(whole, parts(0, handle.numel))
         handle.write(whole.view(handle.shape))
     else:
-        own = chunk_interval(handle.numel, handle.collectives.rank, handle.collectives.world)
+        own = chunk_interval(handle.numel, handle.groups.shard.rank, handle.groups.shard.size)
         with handle.opened(changes=True) as shard:
             fill(shard.narrow(0, 0, own.numel), parts(own.start, own.stop))
 

@@ -20,15 +20,20 @@ class Collectives(ABC):
     """Sums and gathers over one group of ranks.
 
     Reductions always SUM; whoever wants a mean divides, because averaging inside a backend is not to be trusted on
-    gloo. Flat buffers have a multiple of `world` elements; rank r owns the r-th of `world` equal shards.
+    gloo. Flat buffers have a multiple of `size` elements; rank r owns the r-th of `size` equal shards.
 
     Attributes:
+        rank: this one's place in the group.
+        size: number of ranks.
+        ranks: of the world, in the order of the group.
         negotiation: how ranks agree on the gathers of stage 3.
     """
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
+        """`ranks`: default the first `size` ones."""
         self.rank = rank
-        self.world = world
+        self.size = size
+        self.ranks = tuple(range(size) if ranks is None else ranks)
         self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
@@ -79,14 +84,27 @@ class Collectives(ABC):
         Args:
             take: gives a buffer of at least so many elements; not asked where none is needed.
         """
-        ledger.record("all_gather", num_bytes(row) * self.world)
+        ledger.record("all_gather", num_bytes(row) * self.size)
         return self._gather_rows(row, take)
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        buffer = take(row.numel() * self.world)
-        flat = buffer.narrow(0, 0, row.numel() * self.world)
-        own_shard(flat, self.rank, self.world).copy_(row)
-        return FlatRows(buffer, flat, self.world, self._all_gather(flat))
+        buffer = take(row.numel() * self.size)
+        flat = buffer.narrow(0, 0, row.numel() * self.size)
+        own_shard(flat, self.rank, self.size).copy_(row)
+        return FlatRows(buffer, flat, self.size, self._all_gather(flat))
+
+    def exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        """Start to send the r-th of `world` equal shards of `flat` (1-D) to rank r.
+
+        Args:
+            flat: stays as it is until the rows have arrived.
+            take: gives a buffer of at least so many elements; not asked where none is needed.
+
+        Returns:
+            What every rank has sent to this one.
+        """
+        ledger.record("all_to_all", num_bytes(flat))
+        return self._exchange_rows(flat, take)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and fill `received[r]` from it; returns when done. 1-D, any sizes, one dtype.
@@ -148,6 +166,9 @@ class Collectives(ABC):
         """Everything but the own part."""
 
     @abstractmethod
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows: ...
+
+    @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
 
     @abstractmethod
@@ -155,10 +176,10 @@ class Collectives(ABC):
 
 
 class LoneCollectives(Collectives):
-    """A world of one: every sum is what it was, every gather is complete."""
+    """A group of one: every sum is what it was, every gather is complete."""
 
-    def __init__(self) -> None:
-        super().__init__(rank=0, world=1)
+    def __init__(self, rank_in_world: int = 0) -> None:
+        super().__init__(rank=0, size=1, ranks=(rank_in_world,))
 
     def gather_objects(self, value: object) -> list[object]:
         return [value]
@@ -179,6 +200,9 @@ class LoneCollectives(Collectives):
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         return None
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return FlatRows(None, flat, 1, Pending())
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None
