@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.device.found import found_accelerators
+from hf_zero.device.kinds import found_accelerators
 from hf_zero.device.limits import disk_available
 from hf_zero.planning.event_model import Machine
 

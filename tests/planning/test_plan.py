@@ -12,7 +12,7 @@ import pytest
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
-from hf_zero.device.found import found_accelerators
+from hf_zero.device.kinds import found_accelerators
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
 from hf_zero.planning.choose import Plan, choose, reasoning
 from hf_zero.planning.machine import hardware, parse_bytes
