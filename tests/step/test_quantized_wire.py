@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger
 from hf_zero.kernels.message import message_bytes
+from hf_zero.layout.traffic import Sizes, Wiring, traffic_of
 from tests.support.in_process import InProcessWorld, engines_in
 from tests.support.ranks import run_ranks
 
 WORLD = 2
-WIDTH, DEPTH, ROWS = 64, 3, 8
+WIDTH, DEPTH, ROWS = 96, 3, 8
 LAYER = WIDTH * WIDTH + WIDTH
 WEIGHTS = {"zero_quantized_weights": True}
 GRADIENTS = {"zero_quantized_gradients": True}
@@ -122,6 +124,11 @@ def test_bytes_are_those_of_the_messages(name: str) -> None:
         else:
             expected["backward all_to_all"] = in_4 * DEPTH
         assert seen == expected
+        sizes = Sizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
+        bits = None if name == "qwZ" else 4
+        wiring = Wiring(ranks=WORLD, per_host=WORLD, quantized_weights=gathered == in_8, gradient_bits=bits)
+        on_paper = {f"{each.phase} {each.operation}": each.payload for each in traffic_of(sizes, wiring)}
+        assert on_paper == pytest.approx(seen, rel=0.01)
 
 
 def test_frozen_weights_are_kept_and_gathered_in_8_bits() -> None:
@@ -172,6 +179,46 @@ def test_a_write_into_what_inference_keeps_is_carried_over_alone() -> None:
         now = shards(engine)
         learned = 2e-2  # AdamW's first step moves every element by its learning rate
         assert (now[0] - before[0]).abs().gt(learned).sum().item() == (1 if rank == 0 else 0)
+
+    with engines_in(world) as make:
+        world.run(body)
+
+
+def run_resume(rank: int, zero: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+    config = config_for(zero, bf16={"enabled": True})
+    engine = initialize(model=Stack(frozen=1), config=config)[0]
+    train(engine, rank, range(3))
+    engine.save_checkpoint(folder)
+    straight = train(engine, rank, range(3, 6))
+    resumed = initialize(model=Stack(frozen=1), config=config)[0]
+    train(resumed, rank, range(7, 8))  # what it has learnt and left out meanwhile counts for nothing
+    resumed.load_checkpoint(folder)
+    return straight, train(resumed, rank, range(3, 6))
+
+
+def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """With everything on: rounded weights, kept ones, int4 gradients and what they have left out."""
+    zero = {**KINDS["all"], "zero_quantized_nontrainable_weights": True}
+    for straight, resumed in run_ranks(run_resume, WORLD, zero, str(tmp_path)):
+        assert straight == resumed
+
+
+def test_errors_are_dropped_with_a_skipped_step() -> None:
+    """fp16: a step that overflows is not applied, so nothing of it is left out either."""
+    world = InProcessWorld(WORLD)
+
+    def body(rank: int) -> None:
+        fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+        engine = make(model=Stack(), config=config_for(LOCO, fp16=fp16))[0]
+        train(engine, rank, range(1))
+        wires = [bucket.wire for bucket in engine.gradients.assembly.reducer.buckets]
+        before = [wire.errors[0].clone() for wire in wires]
+        assert all(bool(errors.any()) for errors in before)
+        x, _ = batch(rank, 5)
+        engine.backward((engine(x.half()) * 6e4).float().square().sum())
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert not any(bool(wire.errors[0].any()) or wire.num_reduced for wire in wires)
 
     with engines_in(world) as make:
         world.run(body)
