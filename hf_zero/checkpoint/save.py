@@ -25,6 +25,7 @@ from hf_zero.checkpoint.deepspeed.states import (
 )
 from hf_zero.checkpoint.exchange import Exchange, join
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.gradient_errors import errors_for_file
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
     ShardState,
@@ -120,6 +121,7 @@ class _Collected:
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
             bound=self._bound(subject) if self.is_bound else (),
+            errors=errors_for_file(subject.assembly.reducer, names),
         )
 
     @staticmethod

@@ -93,6 +93,19 @@ class Collectives(ABC):
         own_shard(flat, self.rank, self.size).copy_(row)
         return FlatRows(buffer, flat, self.size, self._all_gather(flat))
 
+    def exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        """Start to send the r-th of `world` equal shards of `flat` (1-D) to rank r.
+
+        Args:
+            flat: stays as it is until the rows have arrived.
+            take: gives a buffer of at least so many elements; not asked where none is needed.
+
+        Returns:
+            What every rank has sent to this one.
+        """
+        ledger.record("all_to_all", num_bytes(flat))
+        return self._exchange_rows(flat, take)
+
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and fill `received[r]` from it; returns when done. 1-D, any sizes, one dtype.
 
@@ -153,6 +166,9 @@ class Collectives(ABC):
         """Everything but the own part."""
 
     @abstractmethod
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows: ...
+
+    @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
 
     @abstractmethod
@@ -184,6 +200,9 @@ class LoneCollectives(Collectives):
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         return None
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return FlatRows(None, flat, 1, Pending())
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None

@@ -10,6 +10,7 @@ from hf_zero.config.policies import (
     BatchPolicy,
     CheckpointPolicy,
     CompatibilityPolicy,
+    FeedbackPolicy,
     FilePolicy,
     GatherPolicy,
     GradientPolicy,
@@ -23,6 +24,7 @@ from hf_zero.config.policies import (
     Provenance,
     Resolved,
     SchedulerPolicy,
+    WirePolicy,
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm import Collectives, ParallelGroups
+from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
@@ -70,6 +71,19 @@ class Plan:
             replica=self.groups.replica,
             num_replicas=self.groups.replicate.size,
         )
+
+    @property
+    def quantized_reduction(self) -> QuantizedReduction | None:
+        """How gradients travel in fewer bits; None: they do not."""
+        wire = self.zero.wire
+        if self.zero.stage < 3 or wire.gradient_bits is None:
+            return None
+        feedback = wire.feedback
+        rule = None if feedback is None else FeedbackRule(feedback.beta, feedback.reset_after)
+        groups = self.groups
+        are_two = groups.host.size > 1 and groups.across_hosts.size > 1
+        hops = [groups.host, groups.across_hosts] if are_two else [groups.shard]
+        return QuantizedReduction(hops, wire.gradient_bits, rule)
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
@@ -137,7 +151,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         check_memory(estimate, plan.zero, plan.device, world)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.groups, placements)
+        store = ShardedParameters(
+            module, trained, plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
+        )
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
@@ -158,8 +174,15 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    overlap, wants_local = plan.zero.overlap_reduction, lambda: updater.takes_local_gradients
-    reducer = GradientReducer(store, sharding, plan.groups, plan.precision, overlap=overlap, wants_local=wants_local)
+    reducer = GradientReducer(
+        store,
+        sharding,
+        plan.groups,
+        plan.precision,
+        overlap=plan.zero.overlap_reduction,
+        wants_local=lambda: updater.takes_local_gradients,
+        quantized=plan.quantized_reduction,
+    )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
@@ -172,7 +195,9 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
     placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False)
-    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.groups, placements)
+    store = ShardedParameters(
+        module, Trained((), ()), plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
+    )
     placements.check(plan.groups.world)
     return store
 

@@ -69,6 +69,7 @@ def _as_shard_group(value: object) -> object:
 
 
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
+GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
 ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
@@ -116,6 +117,9 @@ class HfZero(Section):
         "flat shards for others. Adafactor has its means over whole matrices unless this says flat_shards.",
         stages=(1, 2, 3),
     )
+    quantized_gradient_bits: GradientBits = supported(
+        4, "zero_quantized_gradients: bits of an element on its way, 4 or 8.", unit="bits", stages=(3,)
+    )
     stochastic_rounding: Flag = supported(
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
@@ -123,7 +127,7 @@ class HfZero(Section):
     shard_group: ShardGroup | None = supported(
         None,
         'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
-        "the model's states (docs/hybrid_sharding.md). Unset: over all ranks.",
+        "the model's states (docs/hybrid_and_zeropp.md). Unset: over all ranks.",
         why="nothing is sharded",
         unit="ranks",
         stages=(1, 2, 3),
