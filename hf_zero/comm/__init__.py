@@ -2,7 +2,7 @@
 # ruff: noqa: F401  (what other rooms import from here)
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives
-from hf_zero.comm.ledger import Ledger, Tally, ledger
+from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.negotiation import Gathering, Negotiation
 from hf_zero.comm.process_group import (
     Channel,
@@ -17,5 +17,6 @@ from hf_zero.comm.process_group import (
     is_initialized,
     local_device,
     set_timeout,
+    watching_collectives,
 )
 from hf_zero.comm.rows import Pending, Rows

@@ -228,6 +228,14 @@ def background_collectives() -> Collectives:
     return NativeCollectives(_gloo_group(_background_groups))
 
 
+def watching_collectives() -> Collectives:
+    """For what ranks tell one another about a run: a group that nobody else calls on, whose gathers nobody waits for.
+    Collective at first use."""
+    if get_world_size() == 1:
+        return LoneCollectives()
+    return NativeCollectives(_gloo_group(_watching_groups))
+
+
 def _gloo_group(known: dict[int, dist.ProcessGroup]) -> dist.ProcessGroup:
     """The one of `known` for this world. Collective at first use."""
     key = id(dist.group.WORLD)
@@ -246,6 +254,7 @@ def _end(group: dist.ProcessGroup) -> None:
 
 _background_groups: dict[int, dist.ProcessGroup] = {}
 _negotiation_groups: dict[int, dist.ProcessGroup] = {}
+_watching_groups: dict[int, dist.ProcessGroup] = {}
 _host_groups: dict[int, dist.ProcessGroup] = {}  # what hosts tell each other in a step, without asking their devices
 
 
