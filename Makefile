@@ -30,7 +30,7 @@ NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld 
 PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-gpu test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format wheel clean
+.PHONY: help venv demo test test-all test-late test-gpu test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
@@ -62,6 +62,11 @@ test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's sch
 	@$(BIN)/python -m pip install -qq -e '.[examples,dev,clusters]'
 	@echo "Running all tests but the DeepSpeed comparisons on $(WORKERS) workers."
 	@$(PYTEST) -m "not oracle and not multinode and not frameworks" $(ARGS)
+	@$(MAKE) test-late
+
+test-late: venv ## engine, offload and checkpoints on a stand-in for a GPU whose copies are as late as they may be
+	@echo "Running what trains on the late device: a wait that is missing fails here."
+	@HF_ZERO_LATE_DEVICE=1 $(PYTEST) tests/api tests/checkpoint tests/offload tests/params tests/step -m "not slow and not oracle" $(ARGS)
 
 test-gpu: venv ## what has a form of its own on a GPU: kernels, streams, whole steps (needs one)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'

@@ -42,7 +42,7 @@ def median_times(call: Callable[[], None], repeats: int) -> tuple[float, float]:
 
 def calls(collectives: Collectives, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
     """The three payload collectives on `flat`."""
-    shard = torch.empty_like(own_shard(flat, collectives.rank, collectives.world))
+    shard = torch.empty_like(own_shard(flat, collectives.rank, collectives.size))
     return {
         "all_reduce": lambda: collectives.all_reduce(flat).wait(),
         "reduce_scatter": lambda: collectives.reduce_scatter(shard, flat).wait(),
@@ -63,7 +63,7 @@ def main() -> None:
     for kilobytes in options.kilobytes:
         flat = torch.zeros(kilobytes << 9, dtype=torch.bfloat16)
         if shared.rank == 0:
-            print(f"{kilobytes} KiB of bf16, {shared.world} ranks: wall ms / processor ms of one call")
+            print(f"{kilobytes} KiB of bf16, {shared.size} ranks: wall ms / processor ms of one call")
         for name in calls(shared, flat):
             times = {way: median_times(calls(by, flat)[name], options.repeats) for way, by in ways.items()}
             if shared.rank == 0:

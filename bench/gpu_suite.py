@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.adam8 import BlockVectors, adam8
@@ -30,7 +31,7 @@ from hf_zero.kernels.dynamic8 import packed_bytes
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.lion import LionRule, lion
 from hf_zero.kernels.norm import sum_of_squares
-from hf_zero.kernels.quantize import dequantize, quantize
+from hf_zero.kernels.quantize import Feedback, new_messages, read_messages, sum_messages, write_messages
 from hf_zero.kernels.signs import pack_signs, unpack_signs
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels import adam8_cases, cases
@@ -54,7 +55,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
                 f"{name} {numel} device scale",
                 lambda n=name, s=numel: cases.check_update(n, s, cases.MIXTURES[0], scalar, FORM),
             )
-        yield f"{name} overflow flag", lambda n=name: cases.check_overflow_flag(n, FORM)
+        yield f"{name} skip flag", lambda n=name: cases.check_skip_flag(n, FORM)
         yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, FORM)
     for rule in adam8_cases.RULES:
         for numel, types in product(SIZES, cases.MIXTURES):
@@ -70,11 +71,12 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
         for numel in (8, 1000, (1 << 20) + 24):
             yield f"signs {numel} {dtype}", lambda s=numel, d=dtype: cases.check_signs(s, d, FORM)
         for bits in (8, 4):
-            for numel, block in ((4, 2), (1200, 100), (1 << 20, 2048)):
-                yield (
-                    f"quantise {numel} in {block} to {bits} {dtype}",
-                    lambda s=numel, b=block, k=bits, d=dtype: cases.check_quantize(s, b, k, d, FORM),
-                )
+            for rows, numel in ((1, 8), (3, 1000), (4, 1 << 18)):
+                for check in (cases.check_messages, cases.check_feedback):
+                    yield (
+                        f"{check.__name__} {rows} of {numel} in {bits} bits {dtype}",
+                        lambda c=check, r=rows, s=numel, k=bits, d=dtype: c(r, s, k, d, FORM),
+                    )
 
 
 def run_checks() -> list[str]:
@@ -165,13 +167,22 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
     yield "pack signs (with its norm)", 24.125, lambda: pack_signs(gradient, m, packed)
     yield "unpack signs", 4.125, lambda: unpack_signs(packed, 0.5, m)
     for bits in (8, 4):
-        quantized, scales = quantize(gradient, 2048, bits)
-        yield f"quantise to {bits} bits", 2 + bits / 8, lambda k=bits: quantize(gradient, 2048, k)
-        yield (
-            f"dequantise {bits} bits",
-            2 + bits / 8,
-            lambda q=quantized, s=scales, k=bits: dequantize(q, s, lp_param, k),
-        )
+        yield from message_kernels(gradient.view(1, -1), lp_param.view(1, -1), bits)
+
+
+def message_kernels(values: Tensor, target: Tensor, bits: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
+    """What ZeRO++ does to gradients and weights."""
+    message, errors = (new_messages(1, values.numel(), kind, values.device) for kind in (bits, 8))
+    feedback, parts = Feedback(errors.zero_(), 0.8), message.view(1, 1, -1).repeat(4, 1, 1)
+    sent, kept = (each.numel() / values.numel() for each in (message, errors))
+    yield f"quantise to {bits} bits", 2 + sent, lambda: write_messages(values, message, bits)
+    yield (
+        f"quantise to {bits} bits, with error feedback",
+        2 + sent + 2 * kept,
+        lambda: write_messages(values, message, bits, feedback),
+    )
+    yield f"dequantise {bits} bits", 2 + sent, lambda: read_messages(message, target, bits)
+    yield f"add up four messages of {bits} bits", 2 + 4 * sent, lambda: sum_messages(parts, target, bits)
 
 
 def run_timings(numel: int, repeats: int) -> list[dict[str, Any]]:

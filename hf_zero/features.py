@@ -32,12 +32,14 @@ class Progress:
         micro_step: forwards of training since the last update.
         accumulation_steps: forwards per update.
         training: the engine is in train mode.
+        rank: of this process among those that see other data.
     """
 
     step: int
     micro_step: int = 0
     accumulation_steps: int = 1
     training: bool = True
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,14 @@ class EngineTools:
         full_gradient: of a parameter, whole, reduced since the last step; None where there is none. Collective.
         forward_only: places another model as the engine's own is, without training it, and returns what runs its
             forward.
+        world: the collectives of all ranks.
         engine: a weak proxy of it, for those who look and change nothing.
         phases: of the engine, which have onlookers (`hf_zero.device.phases`).
     """
 
     full_gradient: Callable[[Any], Any]
     forward_only: Callable[[Any], Callable[..., Any]]
+    world: Any
     engine: Any = None
     phases: Any = None
 

@@ -18,6 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from hf_zero.device.registry import VARIABLE
 from tests.support.oracle import build_operators
 from tests.support.requirements import missing, oracle_interpreter
 
@@ -25,6 +26,7 @@ MARKERS = (
     "slow: minutes, not seconds; `make test` leaves it out",
     "oracle: compares with real DeepSpeed, installed in an environment of its own (make oracle)",
     "gpu: needs at least one GPU",
+    "at_once: of memory, or of values that the host looks at in every step: does not hold on the late device",
 )
 SEED = 1234
 
@@ -40,6 +42,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     lacks = missing(
         oracle=item.get_closest_marker("oracle") is not None, gpus=int(item.get_closest_marker("gpu") is not None)
     )
+    if item.get_closest_marker("at_once") is not None and os.environ.get(VARIABLE) == "1":
+        pytest.skip("holds where the device computes at once")
     if lacks:
         pytest.skip("needs " + " and ".join(lacks))
 

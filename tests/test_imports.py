@@ -29,6 +29,7 @@ LADDER = (
     ("api",),
     ("integration",),
     ("explain",),
+    ("planning",),
     ("launch",),
     ("__main__", "ds_to_universal", "zero_to_fp32"),
 )
@@ -48,6 +49,9 @@ MAY_NAME_CUDA = {
     "hf_zero.optim.onebit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.released": "lists the conversions of a tensor",
 }
+# Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are
+# sharded over fewer ranks than all.
+MAY_ASK_THE_PROCESS = ("hf_zero.api.entry", "hf_zero.integration.")
 LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
 
 
@@ -84,7 +88,7 @@ def room_of(module: str) -> str | None:
 def complaints(module: str, source: str) -> list[str]:
     """Everything wrong with one source file of the package."""
     tree = ast.parse(source)
-    found = [*_upward(module, tree), *_misplaced(module, tree), *_forbidden_statements(tree)]
+    found = [*_upward(module, tree), *_misplaced(module, tree), *_forbidden_statements(tree), *_asking(module, tree)]
     return [f"{module}: {text}" for text in found]
 
 
@@ -120,6 +124,19 @@ def _misplaced(module: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" and here != "comm":
             yield f"line {node.lineno} uses torch.distributed outside comm"
+
+
+def _asking(module: str, tree: ast.Module) -> Iterator[str]:
+    """Names by which a process is asked for its place among all."""
+    if room_of(module) == "comm":
+        return
+    forbidden = {"get_rank", "get_world_size"}
+    if not module.startswith(MAY_ASK_THE_PROCESS):
+        forbidden.add("this_process")
+    for node in ast.walk(tree):
+        names = {value for value in vars(node).values() if isinstance(value, str)}
+        for name in sorted(names & forbidden):
+            yield f"line {getattr(node, 'lineno', 0)} asks for {name}: the rank and the size are those of a group"
 
 
 def _forbidden_statements(tree: ast.Module) -> Iterator[str]:
@@ -240,6 +257,9 @@ def test_every_room_stands_on_the_ladder() -> None:
         ("hf_zero.step", "import torch.distributed as dist", "imports torch.distributed outside comm"),
         ("hf_zero.step", "from torch import distributed", "imports torch.distributed outside comm"),
         ("hf_zero.step", "import torch\nx = torch.distributed.get_rank()", "line 2 uses torch.distributed"),
+        ("hf_zero.step", "from hf_zero.comm import get_rank", "line 1 asks for get_rank"),
+        ("hf_zero.checkpoint.save", "from hf_zero import comm\nx = comm.get_world_size()", "line 2 asks for get_world"),
+        ("hf_zero.api.engine", "from hf_zero.comm import this_process", "asks for this_process"),
         ("hf_zero.config", "from torch import float16", "imports torch inside config"),
         ("hf_zero.api.engine", "from deepspeed.comm import barrier", "imports a real deepspeed"),
         ("hf_zero.api.engine", "def f():\n    global x", "uses global"),

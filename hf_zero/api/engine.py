@@ -19,7 +19,7 @@ from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.background import BackgroundSave
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
-from hf_zero.comm import collectives_for, get_world_size
+from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved
 from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
@@ -44,6 +44,7 @@ class EngineParts:
     module: nn.Module
     resolved: Resolved
     device: torch.device
+    groups: ParallelGroups
     assembly: Assembly | None
     store: ParameterStore | None
     parameter_offload: ParameterOffload | None
@@ -64,6 +65,7 @@ class ZeroEngine(nn.Module):
     answers is in `hf_zero.api.engine_surface`.
 
     Attributes:
+        groups: who shares what with whom.
         settings: the config, and the batch sizes.
         module_view: where the model is, and its whole weights.
         gradients: from a loss to reduced gradients, and when a step is due.
@@ -75,12 +77,13 @@ class ZeroEngine(nn.Module):
         resolved, assembly = parts.resolved, parts.assembly
         self._first_nan = FirstNan(parts.store, parts.device)
         self.phases = Phases(parts.device)
-        self.settings = EngineSettings(resolved)
-        self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero)
+        self.settings = EngineSettings(resolved, parts.groups.world.size)
+        self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
         self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases)
         self.module = parts.module
         self.config = resolved.raw
         self.device = parts.device
+        self.groups = parts.groups
         # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
         self.optimizer: Any = assembly.optimizer if assembly else parts.parameter_offload
         if assembly is not None:
@@ -148,7 +151,7 @@ class ZeroEngine(nn.Module):
         with self.phases.phase("step"):
             optimizer.step()
             if resolved.compatibility.broadcast_buffers:
-                broadcast_buffers(self.module, collectives_for(self.device))
+                broadcast_buffers(self.module, self.groups.world)
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size()
         outcome = parts.step.outcome
@@ -189,7 +192,8 @@ class ZeroEngine(nn.Module):
     def training_progress(self) -> Progress:
         """Where training stands, for its features."""
         accumulation_steps = self.settings.gradient_accumulation_steps()
-        return Progress(self.global_steps, self.micro_steps % accumulation_steps, accumulation_steps, self.training)
+        micro_step = self.micro_steps % accumulation_steps
+        return Progress(self.global_steps, micro_step, accumulation_steps, self.training, self.groups.world.rank)
 
     @property
     def skipped_steps(self) -> int:
@@ -285,7 +289,7 @@ class ZeroEngine(nn.Module):
         )
         run = checkpoint.RunState(
             stage=self.settings.resolved.zero.stage,
-            world=get_world_size(),
+            world=self.groups.shard.size,
             global_steps=self.global_steps,
             skipped_steps=self.skipped_steps,
             global_samples=self.global_samples,
@@ -353,10 +357,9 @@ class ZeroEngine(nn.Module):
             raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
         self.gradients.settle()
         assembly, store = self.gradients.assembly, self.module_view.store
-        collectives = collectives_for(self.device)
         if assembly is None:
-            return ModelSubject(self.module, store, collectives, self.settings.resolved)
-        return Subject(self.module, store, collectives, self.settings.resolved, assembly)
+            return ModelSubject(self.module, store, self.groups, self.settings.resolved)
+        return Subject(self.module, store, self.groups, self.settings.resolved, assembly)
 
     def _report(self) -> None:
         every = self.settings.resolved.logging.steps_per_print

@@ -72,7 +72,6 @@ class EngineGradients:
         others = AT_WORK.others(self)
         with self._phases.phase("backward"), ledger.phase("backward"):
             self._begin()
-            parts.store.begin_backward()
             arrived = self._run(self.scale(loss), others, retain_graph=retain_graph)
             parts.reducer.finish()
             parts.store.end_backward()
@@ -153,7 +152,7 @@ class EngineGradients:
     def note_forward(self) -> None:
         """A forward has run; where gradients are recorded, a loss may depend on it until the next step."""
         if self.assembly is not None and torch.is_grad_enabled():
-            AT_WORK.begin(self, has_peers=self.assembly.optimizer.sharding.world > 1)
+            AT_WORK.begin(self, has_peers=self.assembly.optimizer.sharding.num_ranks > 1)
 
     def _run(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
         """Whether gradients have arrived for each of the others."""

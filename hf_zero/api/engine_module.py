@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.whole_weights import save_whole_weights
-from hf_zero.comm import collectives_for, get_rank
+from hf_zero.comm import ParallelGroups
 from hf_zero.config import ZeroPolicy
 from hf_zero.log import logger
 from hf_zero.params.consolidation import WHOLE_WEIGHTS_ARE_OFF, consolidated_state_dict
@@ -23,8 +23,16 @@ class ModuleView:
         store: where the weights are; None where the model is as it came, or again its owner's (after `destroy`).
     """
 
-    def __init__(self, module: nn.Module, store: ParameterStore | None, device: torch.device, zero: ZeroPolicy) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        store: ParameterStore | None,
+        device: torch.device,
+        zero: ZeroPolicy,
+        groups: ParallelGroups,
+    ) -> None:
         self.store = store
+        self._world = groups.world
         self._module = module
         self._device = device
         self._zero = zero
@@ -59,7 +67,7 @@ class ModuleView:
             frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
             dropped = frozen if exclude_frozen_parameters else set()
             return {name: value for name, value in self._module.state_dict().items() if name not in dropped}
-        return consolidated_state_dict(self._module, exclude_frozen=exclude_frozen_parameters, everywhere=True)
+        return consolidated_state_dict(self._module, keeps=True, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights in host memory of rank 0; None on the others. Collective. The name is accelerate's.
@@ -69,8 +77,9 @@ class ModuleView:
         """
         if not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(WHOLE_WEIGHTS_ARE_OFF)
-        found = consolidated_state_dict(self._module, exclude_frozen=exclude_frozen_parameters)
-        return found if get_rank() == 0 else None
+        keeps = self._world.rank == 0
+        found = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        return found if keeps else None
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -79,8 +88,8 @@ class ModuleView:
         if self._zero.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("save_16bit_model wrote nothing: %s", WHOLE_WEIGHTS_ARE_OFF)
             return False
-        path, collectives = Path(save_dir) / save_filename, collectives_for(self._device)
-        save_whole_weights(self._module, path, collectives, exclude_frozen=exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        save_whole_weights(self._module, path, self._world, exclude_frozen=exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hf_zero.comm import get_world_size
 from hf_zero.config import Resolved
 
 
@@ -13,13 +12,15 @@ class EngineSettings:
         resolved: the config; a script's changes do not show in it.
     """
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, num_ranks: int) -> None:
+        """`num_ranks`: those that see other data."""
         self.resolved = resolved
+        self._num_ranks = num_ranks
         self._accumulation_steps = resolved.batch.accumulation_steps
         self._micro_batch_size = resolved.batch.micro_batch_size
 
     def train_batch_size(self) -> int:
-        return self._micro_batch_size * self._accumulation_steps * get_world_size()
+        return self._micro_batch_size * self._accumulation_steps * self._num_ranks
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro_batch_size
@@ -33,11 +34,11 @@ class EngineSettings:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Reach `train_batch_size` samples per update by changing the number of accumulation steps."""
-        per_micro_step = self._micro_batch_size * get_world_size()
+        per_micro_step = self._micro_batch_size * self._num_ranks
         if train_batch_size <= 0 or train_batch_size % per_micro_step:
             raise ValueError(
                 f"train_batch_size={train_batch_size} is not a positive multiple of "
-                f"micro batch {self._micro_batch_size} x world size {get_world_size()} = {per_micro_step}"
+                f"micro batch {self._micro_batch_size} x world size {self._num_ranks} = {per_micro_step}"
             )
         self._accumulation_steps = train_batch_size // per_micro_step
 

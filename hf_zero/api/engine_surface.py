@@ -16,7 +16,7 @@ from hf_zero.api.inputs import training_loader
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.comm import get_local_rank, get_rank, get_world_size
+from hf_zero.comm import get_local_rank
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
@@ -132,13 +132,13 @@ def _never(engine: Any) -> bool:
 
 def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder: str | None = None) -> str:
     """Path of the file with the model's weights that this rank reads."""
-    name = ds.model_file(get_rank(), engine.zero_optimization_stage())
+    name = ds.model_file(engine.groups.shard.rank, engine.zero_optimization_stage())
     return os.path.join(checkpoints_path, str(tag), name if mp_placeholder is None else name.replace("00", "*"))
 
 
 def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
     """Path of this rank's file with optimizer states."""
-    name = ds.optimizer_file(get_rank(), bf16=engine.bfloat16_enabled())
+    name = ds.optimizer_file(engine.groups.shard.rank, bf16=engine.bfloat16_enabled())
     return os.path.join(checkpoints_path, str(tag), name)
 
 
@@ -149,7 +149,7 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
     """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-    return engine.module_state_dict(exclude_frozen_parameters) if get_rank() == 0 else None
+    return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
 
 
 def _empty_partition_cache(engine: Any) -> None:
@@ -277,11 +277,11 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "data_parallel_group": lambda engine: get_world_group(),
     "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
-    "dp_world_size": lambda engine: get_world_size(),
+    "dp_world_size": lambda engine: engine.groups.world.size,
     "enable_backward_allreduce": lambda engine: True,
     "expert_data_parallel_group": lambda engine: {},
     "expert_parallel_group": lambda engine: {},
-    "global_rank": lambda engine: get_rank(),
+    "global_rank": lambda engine: engine.groups.world.rank,
     "gradient_average": lambda engine: engine.settings.resolved.gradients.average,
     "has_moe_layers": lambda engine: False,
     "inside_no_sync_ctxt": lambda engine: not engine.gradients.syncs,
@@ -295,7 +295,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
     "pipeline_parallelism": lambda engine: False,
     "random_ltd_scheduler": lambda engine: engine.training_features.named("random_ltd"),
-    "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or get_rank() == 0,
+    "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or engine.groups.world.rank == 0,
     "save_zero_checkpoint": lambda engine: engine.zero_optimization(),
     "seq_data_parallel_group": lambda engine: get_world_group(),
     "seq_dp_world_size": lambda engine: engine.dp_world_size,
@@ -305,7 +305,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
     "training_dataloader": lambda engine: None,
     "use_ds_comm": lambda engine: False,
-    "world_size": lambda engine: get_world_size(),
+    "world_size": lambda engine: engine.groups.world.size,
 }
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
@@ -324,7 +324,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
     "fp16_enabled": lambda engine: engine.settings.resolved.precision.model == "fp16",
-    "get_data_parallel_rank": lambda engine: get_rank(),
+    "get_data_parallel_rank": lambda engine: engine.groups.world.rank,
     "get_data_types": _get_data_types,
     "get_global_grad_norm": _get_global_grad_norm,
     "get_lr": _get_lr,
@@ -335,7 +335,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_type": _get_type,
     "get_wall_clock_timers": _get_wall_clock_timers,
     "gradient_clipping": lambda engine: engine.settings.resolved.gradients.clip_norm,
-    "is_first_weights_partition_group": lambda engine: get_rank() == 0,
+    "is_first_weights_partition_group": lambda engine: engine.groups.replica == 0,
     "is_iterable_style_dataset": lambda engine, obj: isinstance(obj, IterableDataset),
     "is_map_style_dataset": lambda engine, obj: isinstance(obj, Dataset) and hasattr(obj, "__getitem__"),
     "load_module_state_dict": load_module_state_dict,

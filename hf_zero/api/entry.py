@@ -21,7 +21,7 @@ from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import Channel, collectives_for, get_world_size, init_distributed, local_device
+from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
@@ -30,7 +30,6 @@ from hf_zero.log import announce, log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
 from hf_zero.params.sharded import ShardedParameters
-from hf_zero.params.unit_builder import Channels
 from hf_zero.precision import precision_from
 from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.schedules import build_scheduler
@@ -88,15 +87,17 @@ def initialize(
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    resolved = resolve(raw, model=model_view(model), world_size=get_world_size())
+    resolved = resolve(raw, model=model_view(model), world_size=this_process().size)
     _log_settings(resolved)
     device = local_device()
+    groups = parallel_groups(device)
     AT_WORK.drop_abandoned()
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
-        engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, device, features)
-        forward_only = functools.partial(_forward_only, resolved, device)
-        features.begin(EngineTools(safe_get_full_grad, forward_only, weakref.proxy(engine), engine.phases))
+        engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
+        forward_only = functools.partial(_forward_only, resolved, groups)
+        seen = weakref.proxy(engine)
+        features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -112,14 +113,15 @@ class _Given:
     lr_scheduler: Any
 
 
-def _build(given: _Given, resolved: Resolved, device: torch.device, features: Features) -> ZeroEngine:
-    model, plan = given.model, _plan(resolved, device)
+def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: Features) -> ZeroEngine:
+    model, device = given.model, local_device()
+    plan = _plan(resolved, device, groups)
     base = _base_optimizer(resolved, given, features)
     _prepare_model(model, base, plan, device)
     assembly = assemble(model, base, plan, OPTIMIZER_NAMES) if base is not None else None
     store = assembly.store if assembly is not None else None
     if assembly is not None:
-        attach_fragments(assembly, plan.channels.access)
+        attach_fragments(assembly, groups)
     if store is None and plan.sharding.shards_parameters:
         store = shard_for_inference(model, plan)
     if resolved.zero.stage == 3:
@@ -132,6 +134,7 @@ def _build(given: _Given, resolved: Resolved, device: torch.device, features: Fe
             module=model,
             resolved=resolved,
             device=device,
+            groups=groups,
             assembly=assembly,
             store=store,
             parameter_offload=offload,
@@ -144,11 +147,11 @@ def _build(given: _Given, resolved: Resolved, device: torch.device, features: Fe
     return engine
 
 
-def _forward_only(resolved: Resolved, device: torch.device, model: nn.Module) -> ZeroEngine:
+def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:
     """An engine that only runs `model`, in the dtype and at the stage of the one that trains."""
     zero = dataclasses.replace(resolved.zero, offload_optimizer=None)
     alone = dataclasses.replace(resolved, zero=zero, optimizer=None, scheduler=None)
-    return _build(_Given(model, None, None, None), alone, device, Features())
+    return _build(_Given(model, None, None, None), alone, groups, Features())
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -176,7 +179,7 @@ def _log_settings(resolved: Resolved) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
     log_dist(announcement(), ranks=[0])
-    batch, ranks = resolved.batch, get_world_size()
+    batch, ranks = resolved.batch, this_process().size
     announce(
         f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
         f"{batch.micro_batch_size} x {batch.accumulation_steps} x {ranks} = {batch.train_batch_size} samples per update"
@@ -216,8 +219,7 @@ def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> list
     return [group for group in groups if group["params"]] or [{"params": []}]
 
 
-def _plan(resolved: Resolved, device: torch.device) -> Plan:
-    channels = Channels(*(collectives_for(device, channel) for channel in Channel))
+def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> Plan:
     rules = StepRules(
         gradients=resolved.gradients,
         skip_nonfinite=resolved.precision.skip_nonfinite,
@@ -225,7 +227,7 @@ def _plan(resolved: Resolved, device: torch.device) -> Plan:
         loss_scale=resolved.precision.loss_scale,
     )
     precision = precision_from(resolved.precision)
-    return Plan(zero=resolved.zero, precision=precision, rules=rules, channels=channels, device=device)
+    return Plan(zero=resolved.zero, precision=precision, rules=rules, groups=groups, device=device)
 
 
 def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:
@@ -239,7 +241,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
             managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
         unpartition(model)
         place_model(model, plan.precision, device, managed)
-    synchronise_unmanaged(model, plan.channels.reduce, managed)
+    synchronise_unmanaged(model, plan.groups.world, managed)
 
 
 def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hf_zero.comm import get_rank, get_world_size
 from hf_zero.config import ModelView
 from hf_zero.data.sampling import RankBatches
 
@@ -59,7 +58,7 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
     taken as it is and has to yield each rank its own samples.
     """
     size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
-    curriculum = engine.training_features.named("data_sampler")
+    curriculum, world = engine.training_features.named("data_sampler"), engine.groups.world
     options: dict[str, Any] = {"collate_fn": collate_fn}
     if curriculum is not None:
         options["num_workers"] = curriculum.policy.num_workers
@@ -67,10 +66,10 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
         loader = TrainingLoader(dataset, batch_size=size, drop_last=drop_last, **options)
     elif curriculum is not None and curriculum.policy.chooses_samples:
         stream = curriculum.stream(len(dataset), engine.train_batch_size())
-        batches = RankBatches(stream, size, get_world_size(), get_rank(), lambda: int(curriculum.next_step))
+        batches = RankBatches(stream, size, world.size, world.rank, lambda: int(curriculum.next_step))
         loader = TrainingLoader(dataset, batch_sampler=batches, **options)
     else:
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=get_world_size(), rank=get_rank())
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
         loader = TrainingLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
     loader.engine = engine
     return loader

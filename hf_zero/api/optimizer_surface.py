@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.api import parameter_access
-from hf_zero.comm import get_world_size
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.surface import Surface
 
@@ -175,7 +174,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "mpu": lambda optimizer: optimizer.engine.mpu,
     "offload_optimizer": _offloads,
     "param_names": lambda optimizer: optimizer.engine.param_names,
-    "partition_count": lambda optimizer: [get_world_size()] * len(optimizer.param_groups),
+    "partition_count": lambda optimizer: [optimizer.sharding.world] * len(optimizer.param_groups),
     "partition_gradients": lambda optimizer: optimizer.sharding.stage >= 2,
     "postscale_gradients": lambda optimizer: optimizer.rules.gradients.predivide == 1.0,
     "real_dp_process_group": lambda optimizer: [get_world_group()] * len(optimizer.param_groups),
@@ -253,7 +252,7 @@ REFUSED = {
     "muon_beta muon_momentum_buffer_partitioned_groups_flat muon_ns_method save_muon_momentum_buffer_in_memory "
     "sub_groups_using_muon use_muon": "Muon's states: utils.safe_get_full_optimizer_state(parameter, key)",
     "all2all_process_group invalidate_secondary_tensor quantize_nontrainable_params zero_hpz_partition_size "
-    "zero_quantized_nontrainable_weights": "ZeRO++ is not supported: stage 3 without its keys",
+    "zero_quantized_nontrainable_weights": "the keys of ZeRO++ in ds.json (docs/hybrid_and_zeropp.md)",
     "get_hp_param_device backup_optimizer deepspeed_adam_offload get_flat_partition "
     "hp_params_pin_buffers lp_grad_partitions_flat_pin_buffers lp_param_buffer lp_param_contiguous_pin_buffer "
     "lp_params_pin_buffers max_params_in_cpu next_swappable_fp32_partitioned_groups offload_gradient_dict "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.layout import Piece
 from hf_zero.layout.buckets import round_up
 from hf_zero.offload.sub_group import SubGroup
@@ -39,10 +39,10 @@ class Fragments:
         values: what this rank owns of them.
     """
 
-    def __init__(self, assembly: Assembly, collectives: Collectives) -> None:
+    def __init__(self, assembly: Assembly, groups: ParallelGroups) -> None:
         self.values = assembly.step.values
         self._assembly = assembly
-        self._collectives = collectives
+        self._groups = groups
         self._parts: dict[int, list[_Part]] = {}
         for sub_group in assembly.optimizer.sub_groups:
             for piece in sub_group.pieces:
@@ -58,16 +58,16 @@ class Fragments:
         """
         numel = parameter.numel()
         # One element more says whether anybody has it, and a sum takes a multiple of the number of ranks.
-        padded = round_up(numel + 1, self._collectives.world)
+        padded = round_up(numel + 1, self._groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
             with source(part.sub_group, False) as values:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
                     flat[numel] = 1.0
-        self._assembly.placements.check(self._collectives)
+        self._assembly.placements.check(self._groups.access_world)
         if not self._owns_all:
-            self._collectives.all_reduce(flat).wait()
+            self._groups.access.all_reduce(flat).wait()
         return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
 
     def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
@@ -142,7 +142,7 @@ class Fragments:
     def unreduced_factor(self) -> float:
         """What such a gradient is multiplied with to be the gradient of this rank's loss."""
         optimizer = self._assembly.optimizer
-        return self.gradient_factor * (optimizer.sharding.world if optimizer.rules.gradients.average else 1)
+        return self.gradient_factor * (optimizer.sharding.num_ranks if optimizer.rules.gradients.average else 1)
 
     def all_gather_params(self, parameter: nn.Parameter) -> None:
         """Let edited masters be seen by the model. Collective."""
@@ -153,9 +153,9 @@ def _inside(values: Tensor, part: _Part) -> Tensor:
     return values.view(-1).narrow(0, part.piece.in_shard, part.piece.numel)
 
 
-def attach_fragments(assembly: Assembly, collectives: Collectives) -> None:
+def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
     """Let the functions below find what belongs to the parameters of `assembly`."""
-    fragments = Fragments(assembly, collectives)
+    fragments = Fragments(assembly, groups)
     for parameter in assembly.store.parameters:
         setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))
     assembly.optimizer.fragments = fragments

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hf_zero.comm import Channel, Collectives, collectives_for, init_distributed, local_device
+from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups
 from hf_zero.config import load_config, resolve_offload, resolve_precision
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.swap_store import SwapStore
@@ -80,12 +80,10 @@ class Init(AbstractContextManager[Any]):
         self._device = torch.device("cpu") if remote_device == "cpu" else local_device()
         if remote_device not in (None, "none", "cpu", self._device.type):
             _refuse_device(remote_device)
-        self._collectives = collectives_for(local_device(), Channel.ACCESS)
+        groups = parallel_groups(local_device())
         config = config_dict_or_path if config_dict_or_path is not None else config
         self._precision = _precision(config, dtype)
-        self._init_rules = _InitRules(
-            self._collectives, self._precision, self._device, _store(config, self._collectives)
-        )
+        self._init_rules = _InitRules(groups, self._precision, self._device, _store(config, groups))
         if module is not None:
             self._init_rules.shard_tree(module)
             self._init_rules.close()
@@ -135,10 +133,10 @@ class _InitRules:
     """Shards modules while they are put together."""
 
     def __init__(
-        self, collectives: Collectives, precision: Precision, device: torch.device, store: SwapStore | None
+        self, groups: ParallelGroups, precision: Precision, device: torch.device, store: SwapStore | None
     ) -> None:
         """`store`: where shards are kept from the start; None: in the memory of `device`."""
-        self._collectives = collectives
+        self._groups = groups
         self._precision = precision
         self._device = device
         self._store = store
@@ -164,7 +162,7 @@ class _InitRules:
                 self.shard_tree(module)
             self.close()
             if self._store is not None:
-                stop_if_any(self._store.failure, self._collectives)
+                stop_if_any(self._store.failure, self._groups.access_world)
         self._unattached.clear()
         self._reads.unwatch()
 
@@ -226,7 +224,7 @@ class _InitRules:
     def _shard(self, parameter: nn.Parameter) -> None:
         on_host = parameter.device.type == "cpu"
         parameter.data = parameter.data.to(local_device())
-        handle = shard_parameter(parameter, self._collectives, dtype=self._precision.parameter_dtype(parameter.dtype))
+        handle = shard_parameter(parameter, self._groups, dtype=self._precision.parameter_dtype(parameter.dtype))
         if self._store is not None and handle.kept is None:
             handle.move(self._store.adopt("a parameter's shard", handle.shard), local_device())
         elif handle.shard.device != self._device:
@@ -239,9 +237,9 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.numel() > 0 and parameter.device.type != "meta"
 
 
-def _store(config: Any, collectives: Collectives) -> SwapStore | None:
+def _store(config: Any, groups: ParallelGroups) -> SwapStore | None:
     """On the drive, where the config wants parameters to be."""
-    return None if config is None else store_at_init(resolve_offload(load_config(config)), collectives)
+    return None if config is None else store_at_init(resolve_offload(load_config(config)), groups.access_world)
 
 
 def _precision(config: Any, dtype: torch.dtype | None) -> Precision:

@@ -31,8 +31,8 @@ class Exchange:
         """`copies` are those of all ranks, the same on every rank."""
         rank = collectives.rank
         self._collectives = collectives
-        self._incoming: list[list[Copy]] = [[] for _ in range(collectives.world)]
-        self._outgoing: list[list[Copy]] = [[] for _ in range(collectives.world)]
+        self._incoming: list[list[Copy]] = [[] for _ in range(collectives.size)]
+        self._outgoing: list[list[Copy]] = [[] for _ in range(collectives.size)]
         between: Counter[tuple[int, int]] = Counter()
         for copy in copies:
             if copy.target_rank == rank:
@@ -75,8 +75,8 @@ class Exchange:
             like.new_empty(0 if peer == rank else sum(copy.numel for copy in copies))
             for peer, copies in enumerate(self._incoming)
         ]
-        numel = max(1, ROUND_BYTES // (like.element_size() * self._collectives.world))
-        scratch = [like.new_empty(0 if peer == rank else numel) for peer in range(self._collectives.world)]
+        numel = max(1, ROUND_BYTES // (like.element_size() * self._collectives.size))
+        scratch = [like.new_empty(0 if peer == rank else numel) for peer in range(self._collectives.size)]
         for start in range(0, self._longest, numel):
             sent = [
                 _packed(self._outgoing[peer] if peer != rank else (), buffers, start, space)

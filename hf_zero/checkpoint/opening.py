@@ -69,7 +69,7 @@ def check_together(folder: Folder, collectives: Collectives) -> None:
     files = together(lambda: _files(folder), collectives)
 
     def check_mine() -> None:
-        for file in files[collectives.rank :: collectives.world]:
+        for file in files[collectives.rank :: collectives.size]:
             check_content(folder.path, file)
 
     together(check_mine, collectives)

@@ -25,6 +25,7 @@ from hf_zero.checkpoint.deepspeed.states import (
 )
 from hf_zero.checkpoint.exchange import Exchange, join
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.gradient_errors import errors_for_file
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
     ShardState,
@@ -87,7 +88,7 @@ class _Collected:
         updater = subject.assembly.optimizer.updater
         updater.collect_state()
         states = read_sub_groups(updater)
-        groups = summarise(updater, states, len(subject.assembly.members), subject.collectives)
+        groups = summarise(updater, states, len(subject.assembly.members), subject.groups.shard)
         return cls(states, updater.whole_states(), groups)
 
     @property
@@ -118,6 +119,7 @@ class _Collected:
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
             bound=self._bound(subject) if self.is_bound else (),
+            errors=errors_for_file(subject.assembly.reducer, names),
         )
 
     @staticmethod
@@ -160,15 +162,15 @@ def _group_states(
         which the second value brings about, one kind of state at a time: all kinds at once would take as much memory as
         the shards themselves.
     """
-    assembly, collectives = subject.assembly, subject.collectives
+    assembly, shard = subject.assembly, subject.groups.shard
     sharded = assembly.optimizer.sharding.shards_optimizer
     layout, limit = assembly.store.layout, assembly.store.sub_group_numel
     source = [
         extent
-        for rank in range(collectives.world)
+        for rank in range(shard.size)
         for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit)
     ]
-    exchange = Exchange(reshard(source, wanted), collectives)
+    exchange = Exchange(reshard(source, wanted), shard)
     states = _target_states(subject, collected, targets)
     comes_later = not exchange.is_local or collected.has_forms
     found: list[list[Awaited | Streamed]] = []
@@ -255,7 +257,7 @@ def _members(subject: Subject) -> list[tuple[Member, ...]]:
 def _stages_1_2(
     subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights, *, writes_shared_file: bool
 ) -> dict[str, Any]:
-    rank, world, names = subject.collectives.rank, subject.collectives.world, subject.names
+    rank, world, names = subject.groups.shard.rank, subject.groups.shard.size, subject.names
     orders = [round_robin(m, world) if subject.round_robin else m for m in _members(subject)]
     layouts = [GroupPartition(members, world) for members in orders]
     targets = [
@@ -276,7 +278,7 @@ def _stages_1_2(
 
 
 def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
-    rank, world, names, shapes = subject.collectives.rank, subject.collectives.world, subject.names, subject.shapes
+    rank, world, names, shapes = subject.groups.shard.rank, subject.groups.shard.size, subject.names, subject.shapes
     subs: list[SubGroupPartition] = []
     targets: list[_Target] = []
     numbers: list[list[int]] = []
@@ -340,7 +342,7 @@ def model_files_of(
         weights = replace(weights, frozen={}, frozen_shapes={})
     if subject.stage < 3 and not writes_shared_file:
         return {}
-    name = ds.model_file(subject.collectives.rank, subject.stage)
+    name = ds.model_file(subject.groups.shard.rank, subject.stage)
     return {name: {**model_states(run, weights, []), ds.HF_ZERO: {ds.MANIFEST_KEY: True}}}
 
 
@@ -356,7 +358,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
     }
     known = {**parameters, **buffers}
     module = {name: known[name] for name in state_dict_order(subject.module) if name in known and name not in dropped}
-    rank, world = subject.collectives.rank, subject.collectives.world
+    rank, world = subject.groups.shard.rank, subject.groups.shard.size
     return ModelWeights(
         module=module,
         buffer_names=[name for name in module if name in buffers],

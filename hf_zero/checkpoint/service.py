@@ -60,7 +60,7 @@ def save_checkpoint(
     """
     root = _named_folder("save_checkpoint(save_dir", request.directory)
     background.wait()
-    collectives = subject.collectives
+    collectives = subject.groups.world
     tag = _common_tag(request.tag, policy, collectives)
     is_leader = get_local_rank() == 0 if policy.node_local else collectives.rank == 0
     place = Destination(
@@ -97,7 +97,7 @@ def _check_drives(subject: ModelSubject) -> None:
     """Raises StorageError on all ranks, when one has lost what is to be saved, or what was loaded."""
     if isinstance(subject, Subject) and subject.assembly.placements.drives:
         subject.assembly.optimizer.updater.stager.flush()
-        subject.assembly.placements.check(subject.collectives)
+        subject.assembly.placements.check(subject.groups.world)
 
 
 def _named_folder(call: str, folder: object) -> Path:
@@ -133,7 +133,7 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
     Raises:
         CheckpointError: on all ranks, naming the file that is missing, damaged or does not fit; nothing has changed.
     """
-    collectives, root = subject.collectives, _named_folder("load_checkpoint(load_dir", request.directory)
+    collectives, root = subject.groups.world, _named_folder("load_checkpoint(load_dir", request.directory)
     if collectives.rank == 0:
         for leftover in leftovers(root):
             logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.assemble import Assembly
@@ -24,7 +24,7 @@ class ModelSubject:
 
     module: nn.Module
     store: ParameterStore | None
-    collectives: Collectives
+    groups: ParallelGroups
     resolved: Resolved
 
     @property

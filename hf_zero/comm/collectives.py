@@ -20,15 +20,20 @@ class Collectives(ABC):
     """Sums and gathers over one group of ranks.
 
     Reductions always SUM; whoever wants a mean divides, because averaging inside a backend is not to be trusted on
-    gloo. Flat buffers have a multiple of `world` elements; rank r owns the r-th of `world` equal shards.
+    gloo. Flat buffers have a multiple of `size` elements; rank r owns the r-th of `size` equal shards.
 
     Attributes:
+        rank: this one's place in the group.
+        size: number of ranks.
+        ranks: of the world, in the order of the group.
         negotiation: how ranks agree on the gathers of stage 3.
     """
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
+        """`ranks`: default the first `size` ones."""
         self.rank = rank
-        self.world = world
+        self.size = size
+        self.ranks = tuple(range(size) if ranks is None else ranks)
         self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
@@ -52,7 +57,7 @@ class Collectives(ABC):
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks, in place."""
-        with ledger.call("all_reduce", num_bytes(flat), num_ranks=self.world) as call:
+        with ledger.call("all_reduce", num_bytes(flat), num_ranks=self.size) as call:
             return call.follow(self._all_reduce(flat), flat)
 
     def new_subject(self) -> int:
@@ -65,12 +70,12 @@ class Collectives(ABC):
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
-        with ledger.call("reduce_scatter", num_bytes(flat), num_ranks=self.world) as call:
+        with ledger.call("reduce_scatter", num_bytes(flat), num_ranks=self.size) as call:
             return call.follow(self._reduce_scatter(shard, flat), flat)
 
     def all_gather(self, flat: Tensor) -> Pending:
         """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already right."""
-        with ledger.call("all_gather", num_bytes(flat), num_ranks=self.world) as call:
+        with ledger.call("all_gather", num_bytes(flat), num_ranks=self.size) as call:
             return call.follow(self._all_gather(flat), flat)
 
     def gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
@@ -79,33 +84,46 @@ class Collectives(ABC):
         Args:
             take: gives a buffer of at least so many elements; not asked where none is needed.
         """
-        with ledger.call("all_gather", num_bytes(row) * self.world, num_ranks=self.world) as call:
+        with ledger.call("all_gather", num_bytes(row) * self.size, num_ranks=self.size) as call:
             return call.follow_rows(self._gather_rows(row, take), row)
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        buffer = take(row.numel() * self.world)
-        flat = buffer.narrow(0, 0, row.numel() * self.world)
-        own_shard(flat, self.rank, self.world).copy_(row)
-        return FlatRows(buffer, flat, self.world, self._all_gather(flat))
+        buffer = take(row.numel() * self.size)
+        flat = buffer.narrow(0, 0, row.numel() * self.size)
+        own_shard(flat, self.rank, self.size).copy_(row)
+        return FlatRows(buffer, flat, self.size, self._all_gather(flat))
+
+    def exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        """Start to send the r-th of `world` equal shards of `flat` (1-D) to rank r.
+
+        Args:
+            flat: stays as it is until the rows have arrived.
+            take: gives a buffer of at least so many elements; not asked where none is needed.
+
+        Returns:
+            What every rank has sent to this one.
+        """
+        with ledger.call("all_to_all", num_bytes(flat), num_ranks=self.size) as call:
+            return call.follow_rows(self._exchange_rows(flat, take), flat)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and fill `received[r]` from it; returns when done. 1-D, any sizes, one dtype.
 
         Sizes must agree between sender and receiver; empty tensors travel nowhere. The own part is copied.
         """
-        with ledger.call("all_to_all", sum(num_bytes(tensor) for tensor in sent), num_ranks=self.world):
+        with ledger.call("all_to_all", sum(num_bytes(tensor) for tensor in sent), num_ranks=self.size):
             received[self.rank].copy_(sent[self.rank])
             self._all_to_all(received, sent)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors` with the values of rank `source`; returns when done."""
         for tensor in tensors:
-            with ledger.call("broadcast", num_bytes(tensor), num_ranks=self.world):
+            with ledger.call("broadcast", num_bytes(tensor), num_ranks=self.size):
                 self._broadcast(tensor, source)
 
     def sum_small(self, values: Tensor) -> None:
         """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
-        with ledger.phase("control"), ledger.call("all_reduce", num_bytes(values), num_ranks=self.world):
+        with ledger.phase("control"), ledger.call("all_reduce", num_bytes(values), num_ranks=self.size):
             self._sum_small(values)
 
     def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -115,7 +133,7 @@ class Collectives(ABC):
         themselves, and wait for no device.
         """
         size = num_bytes(values) + len(facts) * values.element_size()
-        with ledger.phase("control"), ledger.call("all_reduce", size, num_ranks=self.world):
+        with ledger.phase("control"), ledger.call("all_reduce", size, num_ranks=self.size):
             return self._sum_with_facts(values, facts)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -147,6 +165,9 @@ class Collectives(ABC):
         """Everything but the own part."""
 
     @abstractmethod
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows: ...
+
+    @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
 
     @abstractmethod
@@ -154,10 +175,10 @@ class Collectives(ABC):
 
 
 class LoneCollectives(Collectives):
-    """A world of one: every sum is what it was, every gather is complete."""
+    """A group of one: every sum is what it was, every gather is complete."""
 
-    def __init__(self) -> None:
-        super().__init__(rank=0, world=1)
+    def __init__(self, rank_in_world: int = 0) -> None:
+        super().__init__(rank=0, size=1, ranks=(rank_in_world,))
 
     def gather_objects(self, value: object) -> list[object]:
         return [value]
@@ -178,6 +199,9 @@ class LoneCollectives(Collectives):
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         return None
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return FlatRows(None, flat, 1, Pending())
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None

@@ -48,12 +48,12 @@ class CompressedMean:
             flat: 1-D; only its length, dtype and device count. Its length is a multiple of 8 * world.
             tensors: where they lie, in order; each starts at a multiple of 8.
         """
-        assert flat.numel() % (PER_BYTE * collectives.world) == 0
+        assert flat.numel() % (PER_BYTE * collectives.size) == 0
         assert all(tensor.start % PER_BYTE == 0 for tensor in tensors)
         self._collectives = collectives
-        self._chunk = flat.numel() // collectives.world
+        self._chunk = flat.numel() // collectives.size
         self._whole = [_Piece(i, t.start, round_up(t.stop, PER_BYTE), t.numel) for i, t in enumerate(tensors)]
-        self._pieces = [list(self._pieces_of(rank)) for rank in range(collectives.world)]
+        self._pieces = [list(self._pieces_of(rank)) for rank in range(collectives.size)]
         self._head = round_up(max(map(len, self._pieces)) * flat.element_size(), _ALIGN_BYTES)
         self.worker_error = torch.zeros_like(flat)
         self.server_error = flat.new_zeros(self._chunk)
@@ -80,8 +80,8 @@ class CompressedMean:
 
         A rank that takes over as `worker_error` what this returns, with no error as a server, has the same left out.
         """
-        total = self.worker_error / self._collectives.world
-        own_shard(total, self._collectives.rank, self._collectives.world).add_(self.server_error)
+        total = self.worker_error / self._collectives.size
+        own_shard(total, self._collectives.rank, self._collectives.size).add_(self.server_error)
         self._collectives.all_reduce(total).wait()
         return total
 
@@ -104,13 +104,13 @@ class CompressedMean:
             head, body = self._open(row, rank, flat.dtype)
             if pieces:
                 head.copy_(scales.narrow(0, pieces[0].tensor, len(pieces)))
-            body.copy_(own_shard(signs, rank, self._collectives.world))
+            body.copy_(own_shard(signs, rank, self._collectives.size))
         received = [torch.empty_like(row) for row in sent]
         self._collectives.all_to_all(received, sent)
         return received
 
     def _serve(self, received: Sequence[Tensor], tensors: Collection[int]) -> Tensor:
-        rank, world = self._collectives.rank, self._collectives.world
+        rank, world = self._collectives.rank, self._collectives.size
         row = self._row(self.server_error)
         scales, signs = self._open(row, rank, self.server_error.dtype)
         opened = [self._open(theirs, rank, self.server_error.dtype) for theirs in received]

@@ -29,7 +29,7 @@ class LockstepNegotiation(Negotiation):
             hosts: the same ranks, for small tensors in host memory, used by nobody else.
             host_waits: waiting for a reduction stops this process, rather than a stream of its device.
         """
-        super().__init__(collectives.rank, collectives.world)
+        super().__init__(collectives.rank, collectives.ranks)
         self._collectives = collectives
         self._hosts = hosts
         self._host_waits = host_waits
@@ -61,8 +61,8 @@ class LockstepNegotiation(Negotiation):
             self._show_head()
 
     def _show_head(self) -> None:
-        heads = torch.zeros(self.world * NUM_FIELDS, dtype=torch.int64)
-        own_shard(heads, self.rank, self.world).copy_(torch.tensor(self._mine[0].request.fields()))
+        heads = torch.zeros(self.size * NUM_FIELDS, dtype=torch.int64)
+        own_shard(heads, self.rank, self.size).copy_(torch.tensor(self._mine[0].request.fields()))
         with ledger.phase("control"):
             self._exchange = heads, self._hosts.all_gather(heads)
 
@@ -71,7 +71,7 @@ class LockstepNegotiation(Negotiation):
         heads, pending = self._exchange
         pending.wait()
         self._exchange = None
-        self._heads = [Request.of(fields) for fields in heads.view(self.world, NUM_FIELDS).tolist()]
+        self._heads = [Request.of(fields) for fields in heads.view(self.size, NUM_FIELDS).tolist()]
         decision = self._agreed(self._heads)
         gathering = None
         if self.rank in decision.granted:
@@ -91,7 +91,7 @@ class LockstepNegotiation(Negotiation):
         """Take part in a gather whose result is not needed here."""
         source, local = self._source(unit)
         for row in source.open_rows(local):
-            with ledger.call("all_gather", num_bytes(row) * self.world, num_ranks=self.world):
+            with ledger.call("all_gather", num_bytes(row) * self.size, num_ranks=self.size):
                 rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
                 rows.wait()
                 source.give_buffer(rows)
@@ -102,11 +102,11 @@ class AlikeNegotiation(Negotiation):
     """For a world of one, and where all ranks are known to do the same: nothing to agree on."""
 
     def __init__(self, collectives: Collectives) -> None:
-        super().__init__(collectives.rank, collectives.world)
+        super().__init__(collectives.rank, collectives.ranks)
         self._collectives = collectives
 
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        gathering.decision = self._agreed([gathering.request] * self.world)
+        gathering.decision = self._agreed([gathering.request] * self.size)
         if gathering.request.kind is Kind.GATHER:
             source, _ = self._source(gathering.request.unit)
             gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]

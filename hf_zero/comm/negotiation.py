@@ -182,16 +182,18 @@ class Gathering:
 
 
 class Negotiation(ABC):
-    """One rank's side; one object per process group, whatever engines use it.
+    """One rank's side; one object per group of ranks, whatever engines use it.
 
     Attributes:
         version: updates so far.
         launched: reductions that this rank has started.
     """
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        """`ranks`: of the world, in the order of the group; `rank` is this one's place in there."""
         self.rank = rank
-        self.world = world
+        self.size = len(ranks)
+        self._ranks = tuple(ranks)
         self.version = 0
         self.launched = 0
         self._mine: deque[Gathering] = deque()
@@ -216,8 +218,8 @@ class Negotiation(ABC):
         source, local = self._source(unit)
         request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward)
         rows = source.open_rows(local)
-        sizes = [num_bytes(row) * self.world for row in rows]
-        with ledger.call("all_gather", *sizes, num_ranks=self.world) as call:
+        sizes = [num_bytes(row) * self.size for row in rows]
+        with ledger.call("all_gather", *sizes, num_ranks=self.size) as call:
             call.started((), ())
             gathering = Gathering(self, request, call)
             self._ask(gathering, rows)
@@ -287,7 +289,8 @@ class Negotiation(ABC):
         return decision
 
     def _contradiction(self, heads: Sequence[Request]) -> str:
-        asked = "; ".join(f"rank {rank} {self._described(head)}" for rank, head in enumerate(heads))
+        known = zip(self._ranks, heads, strict=True)
+        asked = "; ".join(f"rank {rank} {self._described(head)}" for rank, head in known)
         return (
             f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "
             "of backward passes and the same calls that gather parameters (GatheredParameters, state dicts, saving)."

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.comm.cpu.host import HostCollectives
-from hf_zero.comm.cpu.meeting import connect
-from hf_zero.comm.cpu.negotiation import HostNegotiation
-from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
-from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
-from hf_zero.comm.dead_ranks import remember_ranks
-from hf_zero.comm.lockstep import LockstepNegotiation
-from hf_zero.comm.negotiation import Negotiation
-from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend, set_current_device
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import set_rank_environment
@@ -73,7 +61,7 @@ def init_distributed(
 def _leave_at_exit() -> None:
     # A gloo group that is still alive at exit can abort the interpreter from one of its threads; accelerate makes such
     # groups under use_cpu and leaves them.
-    if "gloo" in _backend_name():
+    if "gloo" in backend_name():
         atexit.unregister(destroy_process_group)
         atexit.register(destroy_process_group)
 
@@ -105,6 +93,19 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Of this process among all of the job."""
+
+    rank: int
+    size: int
+
+
+def this_process() -> Process:
+    """For programs that ask where there is no engine yet; whoever has one asks its groups."""
+    return Process(get_rank(), get_world_size())
+
+
 def get_local_rank() -> int:
     """Index of this process on its machine, as the launcher gave it; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", 0))
@@ -122,142 +123,19 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 def local_device() -> torch.device:
     """The device this rank computes on: its accelerator when the process group can use one, else the CPU."""
-    kind = kind_of_backend(_backend_name())
+    kind = kind_of_backend(backend_name())
     if kind is None:
         return torch.device("cpu")
     return current_device(kind) if get_world_size() == 1 else torch.device(kind, get_local_rank())
 
 
-class Channel(IntEnum):
-    """Streams of collectives that may interleave differently on different ranks; within one the order is the same."""
-
-    REDUCE = 0  # gradients, the step, set-up
-    GATHER = 1  # parameters of stage 3, gathered around their use
-    ACCESS = 2  # parameters that the user gathers
-
-
-def collectives_for(device: torch.device, channel: Channel = Channel.REDUCE) -> Collectives:
-    """The cheapest way to do collectives on `device` over the whole world. Collective at a channel's first use."""
-    if get_world_size() == 1:
-        return LoneCollectives()
-    remember_ranks(NativeCollectives().gather_objects)
-    collectives, link = _unnegotiated(device, channel)
-    if channel is Channel.GATHER:
-        collectives.negotiation = _negotiation(collectives, link, host_waits=device.type == "cpu")
-    return collectives
-
-
-def _unnegotiated(device: torch.device, channel: Channel) -> tuple[Collectives, SharedMemoryLink | None]:
-    if device.type == "cpu" and "gloo" in _backend_name():
-        link = _shared_memory_link()
-        return (ExchangeCollectives(channel=channel) if link is None else HostCollectives(link, channel)), link
-    is_needed = channel is Channel.REDUCE and device.type != "cpu"
-    hosts = _gloo_group(_host_groups) if is_needed else None
-    return NativeCollectives(_native_group(channel), hosts), None
-
-
-# One per process group: all engines of a process take turns in it.
-_negotiations: dict[int, Negotiation] = {}
-
-
-def _negotiation(collectives: Collectives, link: SharedMemoryLink | None, *, host_waits: bool) -> Negotiation:
-    """What all engines on this process group share. Collective at first use."""
-    key = id(dist.group.WORLD)
-    if key not in _negotiations:
-        _negotiations.clear()
-        if link is not None:
-            _negotiations[key] = HostNegotiation(get_rank(), get_world_size(), link)
-        else:
-            hosts = NativeCollectives(_gloo_group(_negotiation_groups))
-            _negotiations[key] = LockstepNegotiation(collectives, hosts, host_waits=host_waits)
-    return _negotiations[key]
-
-
-# One per process group, which stays alive here so that no other one can get its id.
-_links: dict[int, tuple[dist.ProcessGroup | None, SharedMemoryLink | None]] = {}
-
-
-def _shared_memory_link() -> SharedMemoryLink | None:
-    """The link to all ranks where they share a machine. Collective at first use."""
-    world = dist.group.WORLD
-    if id(world) not in _links:
-        for _, link in _links.values():
-            if link is not None:
-                link.close()  # of a process group that has been replaced
-        _links.clear()
-        gather_objects = NativeCollectives().gather_objects
-        timeout_s = _timeout().total_seconds()
-        _links[id(world)] = world, connect(get_rank(), get_world_size(), gather_objects, timeout_s)
-    return _links[id(world)][1]
-
-
-def set_timeout(timeout: timedelta) -> None:
-    """How long ranks wait for one another: in the group of all ranks, which exists, and in what is made of it."""
-    if not is_initialized():
-        return
-    _set_pg_timeout(timeout)
-    for _, link in _links.values():
-        if link is not None:
-            link.timeout_s = timeout.total_seconds()
-
-
-def _timeout() -> timedelta:
+def common_timeout() -> timedelta:
     """How long the group of all ranks waits for a rank. Groups made of it would not take that over by themselves."""
     backend = dist.group.WORLD._get_backend(local_device()) if dist.group.WORLD is not None else None
     timeout: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
     return timeout
 
 
-_native_groups: dict[tuple[int, Channel], dist.ProcessGroup] = {}
-
-
-def _native_group(channel: Channel) -> dist.ProcessGroup | None:
-    """The world for the first channel, and for each other one a group of its own with its own order of calls."""
-    if channel is Channel.REDUCE:
-        return None
-    key = (id(dist.group.WORLD), channel)
-    if key not in _native_groups:
-        _native_groups[key] = dist.new_group(timeout=_timeout())
-    return _native_groups[key]
-
-
-def background_collectives() -> Collectives:
-    """For a thread beside training: a group that nobody else calls on, for small objects. Collective at first use."""
-    if get_world_size() == 1:
-        return LoneCollectives()
-    return NativeCollectives(_gloo_group(_background_groups))
-
-
-def watching_collectives() -> Collectives:
-    """For what ranks tell one another about a run: a group that nobody else calls on, whose gathers nobody waits for.
-    Collective at first use."""
-    if get_world_size() == 1:
-        return LoneCollectives()
-    return NativeCollectives(_gloo_group(_watching_groups))
-
-
-def _gloo_group(known: dict[int, dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The one of `known` for this world. Collective at first use."""
-    key = id(dist.group.WORLD)
-    if key not in known:
-        known[key] = dist.new_group(backend="gloo", timeout=_timeout())
-        atexit.register(_end, known[key])
-    return known[key]
-
-
-def _end(group: dist.ProcessGroup) -> None:
-    """Leave a group at exit, whatever the world's backend is: see `_leave_at_exit`."""
-    if is_initialized():
-        with suppress(ValueError):  # of a world that has been left already
-            dist.destroy_process_group(group)
-
-
-_background_groups: dict[int, dist.ProcessGroup] = {}
-_negotiation_groups: dict[int, dist.ProcessGroup] = {}
-_watching_groups: dict[int, dist.ProcessGroup] = {}
-_host_groups: dict[int, dist.ProcessGroup] = {}  # what hosts tell each other in a step, without asking their devices
-
-
-def _backend_name() -> str:
+def backend_name() -> str:
     # The configuration string keeps both halves of "cpu:gloo,...:nccl"; get_backend reports one of them only.
     return str(dist.get_backend_config()) if is_initialized() else default_backend()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives, Pending, own_shard
+from hf_zero.comm.rows import FlatRows, Rows
 
 # torch 2.12 renamed these two; the old names warn on every call.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -20,12 +21,13 @@ class NativeCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup | None = None, hosts: dist.ProcessGroup | None = None) -> None:
         """`hosts`: the same ranks on a backend for host memory, where `group` is one for a device."""
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        super().__init__(ranks.index(dist.get_rank()), len(ranks), ranks)
         self._group = group
         self._hosts = hosts
 
     def gather_objects(self, value: object) -> list[object]:
-        gathered: list[object] = [None] * self.world
+        gathered: list[object] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
@@ -36,7 +38,7 @@ class NativeCollectives(Collectives):
         return _Work(_reduce_scatter_flat(shard, flat, group=self._group, async_op=True))
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.world), group=self._group, async_op=True))
+        return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.size), group=self._group, async_op=True))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         inward = torch.cat([tensor.new_empty(tensor.numel()) for tensor in received])
@@ -44,6 +46,12 @@ class NativeCollectives(Collectives):
         dist.all_to_all_single(inward, torch.cat(list(sent)), sizes, [t.numel() for t in sent], group=self._group)
         for tensor, part in zip(received, inward.split(sizes), strict=True):
             tensor.copy_(part)
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        buffer = take(flat.numel())
+        rows = buffer.narrow(0, 0, flat.numel())
+        work = _Work(dist.all_to_all_single(rows, flat, group=self._group, async_op=True))
+        return FlatRows(buffer, rows, self.size, work)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=source)

@@ -94,7 +94,7 @@ def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -
 def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]]:
     """Smallest and largest over ranks of (layers, 2)."""
     everyone = torch.tensor([list(map(float, own.view(-1)))])
-    if collectives.world > 1:
+    if collectives.size > 1:
         everyone = torch.tensor(collectives.gather_objects(own.view(-1).tolist()))
     pairs = everyone.view(-1, own.shape[0], 2)
     return [(float(low), float(high)) for low, high in zip(pairs[..., 0].amin(0), pairs[..., 1].amax(0), strict=True)]

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm import collectives_for, local_device
 from hf_zero.compression.compressed_model import CompressedModel, compression_of, whole
 from hf_zero.compression.distillation import Distillation
 from hf_zero.compression.layer_reduction import is_reduced, reduce_layers, take_over
@@ -67,7 +66,8 @@ class Compression(TrainingFeature):
         self.compressed.follow_gradients(self._tools.full_gradient)
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
-        self.compressed.learn_ranges(collectives_for(local_device()))
+        assert self._tools is not None
+        self.compressed.learn_ranges(self._tools.world)
         if applied:
             self.compressed.advance(self.compressed.updates + 1)
 

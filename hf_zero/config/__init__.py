@@ -11,6 +11,7 @@ from hf_zero.config.policies import (
     BatchPolicy,
     CheckpointPolicy,
     CompatibilityPolicy,
+    FeedbackPolicy,
     FilePolicy,
     GatherPolicy,
     GradientPolicy,
@@ -24,6 +25,7 @@ from hf_zero.config.policies import (
     Provenance,
     Resolved,
     SchedulerPolicy,
+    WirePolicy,
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config

@@ -77,6 +77,24 @@ class GatherPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeedbackPolicy:
+    """LoCo: what quantised messages leave out is added to later ones."""
+
+    beta: float  # how much of the old average of errors stays
+    reset_after: int  # reductions until errors are forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WirePolicy:
+    """Stage 3: what travels between ranks in fewer bits (ZeRO++)."""
+
+    rounds_weights: bool = False  # gathers around use bring weights rounded to 8 bits
+    stores_frozen: bool = False  # frozen weights are kept in 8 bits, and gathered so
+    gradient_bits: int | None = None  # 8 or 4, of gradients on their way; None: all
+    feedback: FeedbackPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FilePolicy:
     """How files of an NVMe drive are read and written."""
 
@@ -126,6 +144,7 @@ class ZeroPolicy:
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy
+    wire: WirePolicy = WirePolicy()
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
     offload_optimizer: OptimizerOffload | None = None
     offload_param: ParameterOffload | None = None

@@ -250,10 +250,21 @@ def _zero(zero: Zero, aio: Aio, own: HfZero) -> policies.ZeroPolicy:
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),
+        wire=_wire(zero, own),
         optimizer_sees=own.optimizer_sees,
         offload_optimizer=_optimizer_offload(zero.offload_optimizer),
         offload_param=_parameter_offload(zero.offload_param if zero.stage == 3 else None),
         files=_file_policy(aio),
+    )
+
+
+def _wire(zero: Zero, own: HfZero) -> policies.WirePolicy:
+    loco = zero.zeropp_loco_param
+    return policies.WirePolicy(
+        rounds_weights=zero.zero_quantized_weights,
+        stores_frozen=zero.zero_quantized_nontrainable_weights,
+        gradient_bits=own.quantized_gradient_bits if zero.zero_quantized_gradients else None,
+        feedback=None if loco is None else policies.FeedbackPolicy(beta=loco.err_beta, reset_after=loco.reset_T),
     )
 
 

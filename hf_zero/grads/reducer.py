@@ -17,7 +17,8 @@ from enum import Enum, auto
 
 from torch import nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
+from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
 from hf_zero.grads.reductions import Reductions
@@ -54,24 +55,28 @@ class GradientReducer:
         self,
         store: ParameterStore,
         sharding: Sharding,
-        collectives: Collectives,
+        groups: ParallelGroups,
         precision: Precision,
         *,
         overlap: bool = True,
         wants_local: Callable[[], bool] = lambda: False,
+        quantized: QuantizedReduction | None = None,
     ) -> None:
         """
         Args:
+            quantized: how gradients of units travel that are gathered around their use; None: as they are.
             wants_local: while it says so (the same on all ranks), nothing is reduced: gradients stay in `bucket.local`.
         """
-        self.buckets = tuple(BucketGradients(bucket, _dtypes(bucket, precision)) for bucket in store.buckets)
+        self.buckets = tuple(
+            BucketGradients(bucket, _dtypes(bucket, precision), _wire(bucket, quantized)) for bucket in store.buckets
+        )
         self.late: set[int] = set()
         self._parameters = store.parameters
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
         self._wants_local = wants_local
         self._reductions = Reductions(
-            self.buckets, collectives, store.negotiation, scatter=sharding.shards_optimizer, overlap=overlap
+            self.buckets, groups.shard, store.negotiation, scatter=sharding.shards_optimizer, overlap=overlap
         )
         self._order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
@@ -156,6 +161,15 @@ class GradientReducer:
             parameter.grad = None
         self.begin(boundary=True)  # so that a plain `loss.backward()` finds an open reducer
 
+    def settle_errors(self, *, is_skipped: bool, factor: float) -> None:
+        """What messages have left out belongs to gradients that were not applied, or of which those to come are
+        `factor` times as large."""
+        for wire in (bucket.wire for bucket in self.buckets if bucket.wire is not None):
+            if is_skipped:
+                wire.forget()
+            elif factor != 1.0:
+                wire.rescale(factor)
+
     def reorder(self, order: Sequence[int]) -> None:
         """Launch buckets in this order from the next backward on; the same on all ranks."""
         self._order = list(order)
@@ -199,6 +213,12 @@ class GradientReducer:
             bucket = self.buckets[self._order[self._num_launched]]
             self._num_launched += 1
             self._reductions.launch(bucket, self._num_backward)
+
+
+def _wire(bucket: TrainedBucket, quantized: QuantizedReduction | None) -> QuantizedWire | None:
+    if quantized is None or bucket.is_persistent or quantized.size == 1:
+        return None
+    return quantized.wire(bucket.owned.numel, bucket.device)
 
 
 def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, Pending
+from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.spans import SPANS
 
@@ -75,21 +76,22 @@ class Reductions:
     def _launch(self, bucket: BucketGradients, num_backward: int) -> None:
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
-        if self._scatters and self._collectives.world == 1 and bucket.local is None:
+        wire = self._wire_of(bucket)
+        if self._scatters and self._collectives.size == 1 and bucket.local is None:
             result = bucket.reduced.place_for_result()  # nobody to send to, so nothing to send from
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return
         buffer, sent = self._collect(bucket)
-        self._collectives.about(self._subject, num_backward, bucket.bucket.index)
+        wire.about(self._subject, num_backward, bucket.bucket.index)
         if self._scatters:
             result = bucket.reduced.place_for_result()
-            pending = self._collectives.reduce_scatter(result, buffer)
+            pending = wire.reduce_scatter(result, buffer)
         else:
             result = buffer
             pending = self._collectives.all_reduce(buffer)
         if self._flights:
-            self._flights[-1].pending.advance()  # it has had the time of one bucket's backward
+            self._advance(self._flights[-1])  # it has had the time of one bucket's backward
         self._flights.append(_Flight(number, bucket, pending, result, sent))
 
     def complete_ready(self) -> None:
@@ -100,6 +102,9 @@ class Reductions:
     def wait(self) -> None:
         """Return when everything that was launched is counted in."""
         self._complete_until(0)
+
+    def _wire_of(self, bucket: BucketGradients) -> Collectives | QuantizedWire:
+        return bucket.wire or self._collectives
 
     def _count_launch(self) -> int:
         """The number of the reduction that starts now."""
@@ -128,15 +133,34 @@ class Reductions:
     def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
         """The bucket's part of a send buffer, and that buffer."""
         dtype = bucket.dtypes.communication
-        buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
+        buffer = self._wire_of(bucket).take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
     def _complete_until(self, num_left: int) -> None:
         """Count the oldest reductions in, until `num_left` are under way."""
         while len(self._flights) > num_left:
-            if self._negotiation is not None:
-                self._negotiation.clear_to_wait(self._flights[0].number)
+            if self._flights[0].pending.has_more_rounds:
+                self._advance(self._flights[0])
+            self._clear_to_wait(self._flights[0])
             self._complete_first()
+
+    def _advance(self, flight: _Flight) -> None:
+        """Take the next step of a reduction that has several. A round that others have to take part in counts as a
+        reduction of its own: it has not been started everywhere when the first one has."""
+        is_counted = flight.pending.has_more_rounds
+        was_completing, self._is_completing = self._is_completing, True
+        try:
+            if is_counted:
+                self._clear_to_wait(flight)
+            flight.pending.advance()
+        finally:
+            self._is_completing = was_completing
+        if is_counted:
+            flight.number = self._count_launch()
+
+    def _clear_to_wait(self, flight: _Flight) -> None:
+        if self._negotiation is not None:
+            self._negotiation.clear_to_wait(flight.number)
 
     def _complete_first(self) -> None:
         self._is_completing = True  # while it waits, others may be looked after, but not the same reduction
@@ -153,7 +177,7 @@ class Reductions:
         flight.bucket.reduced.add(flight.result, is_lent=is_lent)
         flight.bucket.local = None
         if flight.sent is not None:
-            self._collectives.give_send_buffer(flight.sent)
+            self._wire_of(flight.bucket).give_send_buffer(flight.sent)
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:

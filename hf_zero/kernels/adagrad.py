@@ -44,16 +44,16 @@ def adagrad(
     rule: AdagradRule,
     step: int,
     scale: Tensor | float = 1.0,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adagrad import adagrad_on_gpu
 
-        adagrad_on_gpu(vectors, rule, step, scale, overflow, seed)
+        adagrad_on_gpu(vectors, rule, step, scale, skip, seed)
         return
-    for part in fp32_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, skip, seed):
         (squares,) = part.states
         gradient = part.gradient.add(part.weight, alpha=rule.weight_decay) if rule.weight_decay else part.gradient
         squares.addcmul_(gradient, gradient)

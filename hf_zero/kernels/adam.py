@@ -63,19 +63,19 @@ def adam(
     rule: AdamRule,
     step: int,
     scale: Tensor | float = 1.0,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam import adam_on_gpu
 
-        adam_on_gpu(vectors, rule, step, scale, overflow, seed)
+        adam_on_gpu(vectors, rule, step, scale, skip, seed)
         return
     # On chunks that stay in cache: whole-vector casts before and after would move 40 bytes per parameter instead of 28.
     scale, divisor = divided_inside(vectors, scale)
     update = chunk_update(rule, step, vectors.weight.device, divisor)
-    for part in fp32_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, skip, seed):
         update(part)
 
 

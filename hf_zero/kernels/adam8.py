@@ -66,25 +66,25 @@ def adam8(
     rule: AdamRule,
     step: int,
     scale: Tensor | float = 1.0,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 
-        adam8_on_gpu(vectors, rule, step, scale, overflow, seed)
+        adam8_on_gpu(vectors, rule, step, scale, skip, seed)
         return
     numel = vectors.weight.numel()
     head = min(-vectors.start % BLOCK, numel)
     if head:  # by itself, so that no chunk but the first and the last has a part of a block
-        _in_chunks(vectors.part(0, head), rule, step, scale, overflow, seed)
+        _in_chunks(vectors.part(0, head), rule, step, scale, skip, seed)
     if head < numel:
-        _in_chunks(vectors.part(head, numel - head), rule, step, scale, overflow, None if seed is None else seed + 1)
+        _in_chunks(vectors.part(head, numel - head), rule, step, scale, skip, None if seed is None else seed + 1)
 
 
 def _in_chunks(
-    vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+    vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """The update of weights that begin with a block, or lie in one."""
     weight = vectors.weight
@@ -96,13 +96,13 @@ def _in_chunks(
     runs = [blocks_of(state).runs(first, last, num_blocks(begin + length)) for state in vectors.states]
     coders: list[Coder] = []
     stateless = Vectors(weight=weight, gradient=vectors.gradient, lp_param=vectors.lp_param)
-    for number, part in enumerate(fp32_chunks(stateless, scale, overflow, seed, _TIMES)):
+    for number, part in enumerate(fp32_chunks(stateless, scale, skip, seed, _TIMES)):
         mine, length = [both[number] for both in runs], part.weight.numel()
         if not coders or mine[0].codes.numel() != coders[0].values.numel():
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
         # Where nobody can look at the flag; `fp32_chunks` does the same for the weights.
-        may_undo = overflow is not None and not walking._is_at_hand(overflow)
+        may_undo = skip is not None and not walking._is_at_hand(skip)
         kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
         for coder, run in zip(coders, mine, strict=True):
             coder.decode(run)
@@ -115,4 +115,4 @@ def _in_chunks(
             coder.encode(run)
         for run, before in zip(mine, kept, strict=False):
             for now, then in zip((run.codes, run.scales), before, strict=True):
-                torch.where(overflow.view(()) != 0, then, now, out=now)  # type: ignore[union-attr]
+                torch.where(skip.view(()) != 0, then, now, out=now)  # type: ignore[union-attr]

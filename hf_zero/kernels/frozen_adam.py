@@ -38,16 +38,16 @@ def frozen_adam(
     rate: Tensor | float,
     eps: float,
     weight_decay: float,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.frozen_adam import frozen_adam_on_gpu
 
-        frozen_adam_on_gpu(vectors, rate, eps, weight_decay, overflow, seed)
+        frozen_adam_on_gpu(vectors, rate, eps, weight_decay, skip, seed)
         return
-    for part in fp32_chunks(vectors, 1.0, overflow, seed):
+    for part in fp32_chunks(vectors, 1.0, skip, seed):
         direction = preconditioned(part.gradient, part.states[0], eps)
         if weight_decay:
             direction.add_(part.weight, alpha=weight_decay)

@@ -79,18 +79,18 @@ def lamb_reference(
 
 
 def lamb_moments(
-    vectors: Vectors, rule: LambRule, segments: Segments, scale: Tensor | float = 1.0, overflow: Tensor | None = None
+    vectors: Vectors, rule: LambRule, segments: Segments, scale: Tensor | float = 1.0, skip: Tensor | None = None
 ) -> Tensor:
     """First pass: update m and v. Returns [segments, 2] in fp64: squared norms of weight and direction."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lamb import lamb_moments_on_gpu
 
-        return lamb_moments_on_gpu(vectors, rule, segments, scale, overflow)
+        return lamb_moments_on_gpu(vectors, rule, segments, scale, skip)
     squares = torch.zeros(len(segments), 2, dtype=torch.float64, device=vectors.weight.device)
     for total, (start, length) in zip(squares, segments, strict=True):
         part = vectors.part(start, length)
         whole = Vectors(weight=part.weight, gradient=part.gradient, states=part.states)
-        for chunk in fp32_chunks(whole, scale, overflow):
+        for chunk in fp32_chunks(whole, scale, skip):
             moment, second_moment = chunk.states
             moment.lerp_(chunk.gradient, 1 - rule.beta1)
             second_moment.mul_(rule.beta2).addcmul_(chunk.gradient, chunk.gradient, value=1 - rule.beta2)
@@ -105,17 +105,17 @@ def lamb_apply(
     rule: LambRule,
     factors: Tensor,
     segments: Segments,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
     """Second pass: p = p - factor * u with one factor per segment (rate times trust ratio), and the rounded weights."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lamb import lamb_apply_on_gpu
 
-        lamb_apply_on_gpu(vectors, rule, factors, segments, overflow, seed)
+        lamb_apply_on_gpu(vectors, rule, factors, segments, skip, seed)
         return
     for factor, (start, length) in zip(factors.unbind(), segments, strict=True):
         noise = None if seed is None else seed + start
-        for chunk in fp32_chunks(vectors.part(start, length), 1.0, overflow, noise):
+        for chunk in fp32_chunks(vectors.part(start, length), 1.0, skip, noise):
             direction = rule.direction(chunk.weight, *chunk.states)
             chunk.weight.sub_(direction.mul_(factor.to(direction.dtype)))

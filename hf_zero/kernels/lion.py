@@ -40,16 +40,16 @@ def lion(
     vectors: Vectors,
     rule: LionRule,
     scale: Tensor | float = 1.0,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lion import lion_on_gpu
 
-        lion_on_gpu(vectors, rule, scale, overflow, seed)
+        lion_on_gpu(vectors, rule, scale, skip, seed)
         return
-    for part in fp32_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, skip, seed):
         (moment,) = part.states
         direction = moment.lerp(part.gradient, 1 - rule.beta1).sign_()
         part.weight.mul_(1 - rule.lr * rule.weight_decay).sub_(direction, alpha=rule.lr)

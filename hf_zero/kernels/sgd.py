@@ -43,16 +43,16 @@ def sgd(
     vectors: Vectors,
     rule: SgdRule,
     scale: Tensor | float = 1.0,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, overflow and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.sgd import sgd_on_gpu
 
-        sgd_on_gpu(vectors, rule, scale, overflow, seed)
+        sgd_on_gpu(vectors, rule, scale, skip, seed)
         return
-    for part in fp32_chunks(vectors, scale, overflow, seed):
+    for part in fp32_chunks(vectors, scale, skip, seed):
         direction = part.gradient.add(part.weight, alpha=rule.weight_decay) if rule.weight_decay else part.gradient
         if rule.momentum:
             (buffer,) = part.states

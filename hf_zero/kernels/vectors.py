@@ -67,7 +67,7 @@ def scratch_like(device: torch.device, numel: int, times: int = 1) -> Tensor:
 def fp32_chunks(
     vectors: Vectors,
     scale: Tensor | float = 1.0,
-    overflow: Tensor | None = None,
+    skip: Tensor | None = None,
     seed: int | None = None,
     times: int = 1,
 ) -> Iterator[Vectors]:
@@ -78,15 +78,15 @@ def fp32_chunks(
 
     Args:
         scale: factor on every gradient.
-        overflow: one element; when it is not zero nothing changes. On a CPU there are no parts then; elsewhere, where
+        skip: one element; when it is not zero nothing changes. On a CPU there are no parts then; elsewhere, where
             reading it would wait for the device, what parts have changed is put back.
         seed: round stochastically to 16 bits, with this seed; None: to nearest.
         times: parts are so many times as long as usual on a CPU.
     """
-    if overflow is not None and _is_at_hand(overflow):
-        if bool(overflow):
+    if skip is not None and _is_at_hand(skip):
+        if bool(skip):
             return
-        overflow = None
+        skip = None
     weight = vectors.weight
     compute_dtype = torch.promote_types(weight.dtype, torch.float32)
     length = weight.numel()
@@ -102,7 +102,7 @@ def fp32_chunks(
             if is_scaled:
                 gradient.mul_(scale)
         changing = (part.weight, *part.states)
-        kept = _Kept(part, overflow) if overflow is not None else None
+        kept = _Kept(part, skip) if skip is not None else None
         in_fp32 = [
             own if scratch is None else scratch[:count].copy_(own)
             for own, scratch in zip(changing, scratches, strict=True)
@@ -124,10 +124,10 @@ def _is_at_hand(flag: Tensor) -> bool:
 class _Kept:
     """What a part was before an update that may have to be undone by the device alone."""
 
-    def __init__(self, part: Vectors, overflow: Tensor) -> None:
+    def __init__(self, part: Vectors, skip: Tensor) -> None:
         self._changing = [part.weight, *part.states, *([] if part.lp_param is None else [part.lp_param])]
         self._before = [vector.clone() for vector in self._changing]
-        self._undoes = overflow.view(()) != 0
+        self._undoes = skip.view(()) != 0
 
     def put_back(self) -> None:
         for vector, before in zip(self._changing, self._before, strict=True):

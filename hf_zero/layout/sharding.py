@@ -19,12 +19,26 @@ class Sharding:
     | 3     | shard           | shard                           | reduce-scatter in every backward | nothing      |
 
     At stage 3 parameters are shards too, gathered around their use.
+
+    Attributes:
+        rank: which shard this rank holds.
+        world: number of shards.
+        alone: shards also where one rank has all of them: they are kept somewhere else.
+        replica: which copy of the shards this rank has a part of.
+        num_replicas: copies of the shards.
     """
 
     stage: int
     rank: int
     world: int
-    alone: bool = False  # shards also where one rank has all of them: they are kept somewhere else
+    alone: bool = False
+    replica: int = 0
+    num_replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """All data-parallel ones."""
+        return self.world * self.num_replicas
 
     @property
     def _takes_apart(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from hf_zero.comm import Collectives, get_rank
+from hf_zero.comm import Collectives
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.unsharding import all_gather_values
 
@@ -19,17 +19,14 @@ WHOLE_WEIGHTS_ARE_OFF = (
 )
 
 
-def consolidated_state_dict(
-    module: nn.Module, *, exclude_frozen: bool = False, everywhere: bool = False
-) -> dict[str, Tensor]:
-    """`module.state_dict()` with unsharded weights, in host memory of rank 0; empty on the other ranks. Collective.
+def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: bool = False) -> dict[str, Tensor]:
+    """`module.state_dict()` with unsharded weights, in host memory; empty on ranks that do not keep it. Collective.
 
     Names of a tied parameter share one tensor. Persistent buffers are included.
 
     Args:
-        everywhere: every rank gets it.
+        keeps: whether this rank gets it.
     """
-    keeps = everywhere or get_rank() == 0
     names = _names_by_parameter(module)
     found: dict[str, Tensor] = {}
     for parameter, values in unsharded_values(module, exclude_frozen=exclude_frozen):

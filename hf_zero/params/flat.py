@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives, Pending
+from hf_zero.comm import ParallelGroups, Pending
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements
@@ -33,7 +33,7 @@ class FlatParameters(ParameterStore):
         layout: FlatLayout,
         parameters: Sequence[nn.Parameter],
         sharding: Sharding,
-        collectives: Collectives,
+        groups: ParallelGroups,
         placements: Placements,
         precision: Precision,
         *,
@@ -48,7 +48,7 @@ class FlatParameters(ParameterStore):
             whole_tensors: give the optimizer every parameter in its own shape; otherwise it sees flat sub-groups.
         """
         self._sharding = sharding
-        self._collectives = collectives
+        self._groups = groups
         self._whole_tensors = whole_tensors
         self._flat = tuple(
             self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], placements, precision)
@@ -59,7 +59,7 @@ class FlatParameters(ParameterStore):
 
     def all_gather_params(self, bucket: int) -> Pending:
         """Gather the other ranks' parts of the bucket, in place."""
-        return self._collectives.all_gather(self._flat[bucket].flat) if self._sharding.shards_optimizer else Pending()
+        return self._groups.shard.all_gather(self._flat[bucket].flat) if self._sharding.shards_optimizer else Pending()
 
     @torch.no_grad()
     def sync_masters(self) -> None:
@@ -101,7 +101,7 @@ class FlatParameters(ParameterStore):
         in_master_dtype = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             in_master_dtype.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
-        self._collectives.broadcast([in_master_dtype])
+        self._groups.world.broadcast([in_master_dtype])
         owned = self._sharding.owned(bucket)
         flat = in_master_dtype.to(model_dtype)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.layout import chunk_numel
 from hf_zero.params.sharded_parameter import (
     HANDLE,
@@ -37,7 +37,7 @@ _ids = itertools.count()
 
 @torch.no_grad()
 def shard_parameter(
-    parameter: nn.Parameter, collectives: Collectives, *, dtype: torch.dtype | None = None, broadcast: bool = True
+    parameter: nn.Parameter, groups: ParallelGroups, *, dtype: torch.dtype | None = None, broadcast: bool = True
 ) -> ShardedParameter:
     """Keep this rank's chunk of `parameter` and release the rest. Collective when `broadcast`: rank 0's values win.
 
@@ -45,23 +45,23 @@ def shard_parameter(
         dtype: of the chunk; default the parameter's own.
     """
     values, shape = parameter.detach(), parameter.shape
-    if broadcast and collectives.world > 1:
-        shard = _chunk_of_rank_0(values, collectives)
+    if broadcast and groups.world.size > 1:
+        shard = _chunk_of_rank_0(values, groups)
     else:
-        shard = local_chunk(values, collectives.rank, collectives.world)
-    handle = ShardedParameter(parameter, shard.to(dtype or parameter.dtype), shape, collectives)
+        shard = local_chunk(values, groups.shard.rank, groups.shard.size)
+    handle = ShardedParameter(parameter, shard.to(dtype or parameter.dtype), shape, groups)
     _describe(handle)
     return handle
 
 
-def _chunk_of_rank_0(values: Tensor, collectives: Collectives) -> Tensor:
+def _chunk_of_rank_0(values: Tensor, groups: ParallelGroups) -> Tensor:
     """This rank's chunk of what rank 0 has. It travels in pieces: a second copy of `values` may be one too many."""
-    flat, chunk = values.reshape(-1), chunk_numel(values.numel(), collectives.world)
-    begin = collectives.rank * chunk
+    flat, chunk = values.reshape(-1), chunk_numel(values.numel(), groups.shard.size)
+    begin = groups.shard.rank * chunk
     shard = torch.zeros(chunk, dtype=values.dtype, device=values.device)
     for start in range(0, flat.numel(), TOGETHER_NUMEL):
         piece = flat[start : start + TOGETHER_NUMEL].clone()
-        collectives.broadcast([piece])
+        groups.access_world.broadcast([piece])
         first, last = max(start, begin), min(start + piece.numel(), begin + chunk)
         if first < last:
             shard[first - begin : last - begin].copy_(piece[first - start : last - start])
@@ -109,12 +109,12 @@ def _describe(handle: ShardedParameter) -> None:
     parameter.all_gather = lambda param_list=None, **_options: unshard(_handles(param_list or [parameter]))
     parameter.partition = lambda param_list=None, **_options: reshard(_held(param_list or [parameter]))
     parameter.convert_to_zero_parameters = lambda param_list: [
-        shard_parameter(other, handle.collectives) for other in param_list if of(other) is None
+        shard_parameter(other, handle.groups) for other in param_list if of(other) is None
     ]
     parameter.ds_summary = lambda: _summary(handle)
     parameter.partition_numel = lambda: handle.shard.numel()
-    parameter.aligned_size = lambda: handle.shard.numel() * handle.collectives.world
-    parameter.padding_size = lambda: handle.shard.numel() * handle.collectives.world - handle.numel
+    parameter.aligned_size = lambda: handle.shard.numel() * handle.groups.shard.size
+    parameter.padding_size = lambda: handle.shard.numel() * handle.groups.shard.size - handle.numel
     parameter.__deepcopy__ = lambda memo: _deepcopy(handle, memo)
 
 

@@ -36,7 +36,8 @@ class Prefetcher:
         self.buffers = GatherBuffers()
         for unit in units:
             for part in unit.parts:
-                self.buffers.expect(part.layout.row_numel * part.layout.world, part.dtype)
+                for numel, dtype in part.form.buffers(part.layout, part.dtype):
+                    self.buffers.expect(numel, dtype)
 
     # What other ranks need of this one (`negotiation.Source`)
 

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import nn
 
-from hf_zero.comm import Pending
-from hf_zero.config import GatherPolicy
+from hf_zero.comm import ParallelGroups, Pending
+from hf_zero.config import GatherPolicy, WirePolicy
 from hf_zero.offload.placement import Placements
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
@@ -22,7 +22,7 @@ from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import ParameterStore
 from hf_zero.params.unit import GatherBuffers
-from hf_zero.params.unit_builder import Channels, Trained, UnitBuilder, in_reduce_order
+from hf_zero.params.unit_builder import Trained, UnitBuilder, in_reduce_order
 from hf_zero.precision import Precision
 
 
@@ -43,38 +43,39 @@ class ShardedParameters(ParameterStore):
         trained: Trained,
         precision: Precision,
         policy: GatherPolicy,
-        channels: Channels,
+        groups: ParallelGroups,
         placements: Placements,
+        wire: WirePolicy | None = None,
     ) -> None:
         """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
-        builder = UnitBuilder(module, trained, precision, channels, placements)
+        builder = UnitBuilder(module, trained, precision, groups, placements, wire)
         _retire_earlier_stores(builder.everything)
         mark_leaves(module, policy)
         gathered_modules = find_gathered_modules(module)
         self.units = builder.build(gathered_modules, builder.choose_persistent(policy))
         self._in_reduce_order = in_reduce_order(self.units)
-        layout, buckets = builder.lay_out([part for _, part in self._in_reduce_order])
+        layout, buckets = builder.lay_out(self._in_reduce_order)
         super().__init__(layout, trained.parameters, buckets, placements)
-        self.negotiation = channels.gather.negotiation
+        self.negotiation = groups.gather.negotiation
         self.max_live_numel = policy.max_live_numel
         self._module = module
-        self._channels = channels
+        self._groups = groups
         self._buffers = GatherBuffers()
         self._pass_by: Callable[[int], None] = lambda _num_buckets: None
         released = [(unit, member) for unit in self.units if not unit.is_persistent for member in unit.members]
         self._unit_of = {id(member.parameter): unit for unit, member in released}
         self.stand_ins = StandIns([member for _, member in released])
-        self.edits = ShardedEdits(self.units, builder.masters, self.stand_ins, channels.reduce, self.device)
+        self.edits = ShardedEdits(self.units, builder.masters, self.stand_ins, groups.world, self.device)
         self._order = ExecutionOrder(hook_modules(gathered_modules, self._unit_of), _plan_by(policy))
         self._reads = ReadHooks(self._on_read)
-        prefetcher = Prefetcher(self.units, self._order, placements, channels.gather)
+        prefetcher = Prefetcher(self.units, self._order, placements, groups.gather)
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
         self._finished_at = sorted(self._first_uses(), reverse=True)
         for unit in self.units:
             for member in unit.members:
-                member.collectives, member.owner = channels.access, self
+                member.groups, member.owner = groups, self
             if unit.is_persistent:
-                unit.settle_in(channels.reduce, self._buffers)
+                unit.settle_in(groups.shard, self._buffers)
                 self.edits.remember_persistent()
         self.attach()
 
@@ -139,7 +140,7 @@ class ShardedParameters(ParameterStore):
     def all_gather_params(self, bucket: int) -> Pending:
         """Gather updated persistent parameters again; all others wait as shards for their next use."""
         unit, part = self._in_reduce_order[bucket]
-        return part.refill(self._channels.reduce, self._buffers) if unit.is_persistent else Pending()
+        return part.refill(self._groups.shard, self._buffers) if unit.is_persistent else Pending()
 
     # Order
 
@@ -151,7 +152,7 @@ class ShardedParameters(ParameterStore):
         """Take over the order in which forward really goes; buckets follow in reverse, as backward will."""
         if not any_out_of_order:
             return None
-        orders = self._channels.reduce.gather_objects(tuple(self.coordinator.forward.seen))
+        orders = self._groups.world.gather_objects(tuple(self.coordinator.forward.seen))
         self.coordinator.reorder(merge_orders(orders, len(self._order.by_position)))  # type: ignore[arg-type]
         first = self._first_uses()
         self._finished_at = sorted(first, reverse=True)

@@ -8,7 +8,7 @@ ndim and numel are true, and what is computed from it where the class is not ask
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NoReturn, Protocol
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import ParallelGroups
 from hf_zero.device.host_heap import HostHeap
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import Vector, absent
@@ -70,9 +70,10 @@ class ShardedParameter:
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: how many GatheredParameters contexts hold the parameter.
         owner: the store whose unit the parameter belongs to; None before initialize().
+        as_gathered: this rank's chunk as gathers bring it, where they do not bring it exactly.
     """
 
-    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, collectives: Collectives) -> None:
+    def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, groups: ParallelGroups) -> None:
         self.parameter = parameter
         self._kind = type(parameter)
         self._released_kind = released_class(self._kind) or self._kind
@@ -80,12 +81,13 @@ class ShardedParameter:
         self.kept: Vector | None = None
         self.shape = shape
         self.numel = shape.numel()
-        self.collectives = collectives
+        self.groups = groups
         self.name = ""
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter, when it was shown
         self.unshard_count = 0
         self.owner: Owner | None = None
+        self.as_gathered: Callable[[], Tensor] | None = None
         self._number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
@@ -131,7 +133,7 @@ class ShardedParameter:
         if not is_certain and self.parameter._version == self._version:
             return False
         self._version = self.parameter._version
-        self.write(self.unsharded)
+        self._take_over(self._written_chunk(self.unsharded))
         if self.owner is not None:
             self.owner.edits.note(self)
         return True
@@ -190,21 +192,40 @@ class ShardedParameter:
 
     def local_chunk(self, unsharded: Tensor) -> Tensor:
         """This rank's chunk of `unsharded` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
-        return local_chunk(unsharded, self.collectives.rank, self.collectives.world)
+        return local_chunk(unsharded, self.groups.shard.rank, self.groups.shard.size)
 
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
-        chunk = self.shard.numel()
-        mine = unsharded.detach().reshape(-1)[min(self.collectives.rank * chunk, self.numel) :][:chunk]
-        with self.opened(changes=True) as own:
-            own[: mine.numel()].copy_(mine)
-        if self.owner is not None:
-            self.owner.edits.write_master(self, mine)
+        self._take_over(self._own_part(unsharded))
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)
             if self.owner is not None:
                 self.owner.edits.rewritten(self)
+
+
+    def _own_part(self, unsharded: Tensor) -> Tensor:
+        """This rank's chunk of `unsharded`, without padding."""
+        chunk = self.shard.numel()
+        return unsharded.detach().reshape(-1)[min(self.groups.shard.rank * chunk, self.numel) :][:chunk]
+
+    @torch.no_grad()
+    def _written_chunk(self, unsharded: Tensor) -> Tensor:
+        """The same, exact where nothing was written."""
+        mine = self._own_part(unsharded)
+        if self.as_gathered is None:
+            return mine
+        before = self.as_gathered()[: mine.numel()]
+        with self.opened() as own:
+            written = mine.to(own.device)
+            return torch.where(written == before, own[: mine.numel()], written)
+
+    @torch.no_grad()
+    def _take_over(self, mine: Tensor) -> None:
+        with self.opened(changes=True) as own:
+            own[: mine.numel()].copy_(mine)
+        if self.owner is not None:
+            self.owner.edits.write_master(self, mine)
 
 
 def of(parameter: Tensor) -> ShardedParameter | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
+from hf_zero.device.registry import runtime_of
 from hf_zero.layout import Bucket, FlatLayout, Interval
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import SubGroup
@@ -26,6 +27,7 @@ class TrainedBucket:
         placement: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
         device: where the bucket is reduced and gathered.
+        is_persistent: of parameters that stay gathered at stage 3: small ones, which are never quantised.
     """
 
     bucket: Bucket
@@ -34,6 +36,7 @@ class TrainedBucket:
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
+    is_persistent: bool = field(default=False, kw_only=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,13 +127,15 @@ class ParameterStore(ABC):
         where the store knows."""
         return None
 
-    def begin_backward(self) -> None:
-        """A backward pass is about to begin on this rank."""
-        return None
-
     def end_backward(self) -> None:
         """A backward pass has ended on this rank. May be collective."""
         return None
+
+    def prepare_change(self) -> None:
+        """Before weights change outside an update. There the host has waited for gradients; here the device may still
+        read what lies in host memory, for a forward that nobody has asked the result of. Collective."""
+        runtime_of(self.device).synchronize()
+        self.prepare_update()
 
     def prepare_update(self) -> None:
         """Weights are about to change: nothing may keep showing old ones. May be collective."""

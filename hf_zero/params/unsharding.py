@@ -33,7 +33,7 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     if kept:
         failures = (vector.failure for vector in kept)
         sync_failures(
-            next((failure for failure in failures if failure), None), handles[0].collectives, handles[0].device
+            next((failure for failure in failures if failure), None), handles[0].groups.access_world, handles[0].device
         )
     return [found[index] for index in range(len(handles))]
 
@@ -53,10 +53,10 @@ def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Ite
 
 
 def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
-    collectives, dtype, device = members[0].collectives, members[0].shard.dtype, members[0].device
+    collectives, dtype, device = members[0].groups.access, members[0].shard.dtype, members[0].device
     chunks = [member.shard.numel() for member in members]
-    flat = torch.empty(collectives.world * sum(chunks), dtype=dtype, device=device)
-    rows = flat.view(collectives.world, sum(chunks))
+    flat = torch.empty(collectives.size * sum(chunks), dtype=dtype, device=device)
+    rows = flat.view(collectives.size, sum(chunks))
     for member, place in zip(members, rows[collectives.rank].split(chunks), strict=True):
         with member.opened() as own:
             place.copy_(own)
@@ -76,11 +76,13 @@ def unshard(handles: Sequence[ShardedParameter]) -> None:
     """Let `handles` show their values in tensors of their own until `reshard`; nests. Collective."""
     fresh = [handle for handle in handles if not handle.unshard_count]
     with torch.inference_mode(False), torch.no_grad():
-        missing = [handle for handle in fresh if handle.unsharded is None]
+        missing = [handle for handle in fresh if handle.unsharded is None or handle.as_gathered is not None]
+        for handle in missing:
+            handle.sync_master()
         for handle, unsharded in zip(missing, all_gather_values(missing), strict=True):
             handle.show(unsharded)
         for handle in fresh:
-            if handle.unsharded is not None:
+            if handle.unsharded is not None and handle.as_gathered is None:
                 handle.sync_master()
                 handle.show(handle.unsharded.clone())  # edits in here must be able to be dropped
     for handle in handles:
@@ -106,7 +108,7 @@ def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = Non
 
 @torch.no_grad()
 def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None:
-    collectives = handles[0].collectives
+    collectives = handles[0].groups.access_world
     for handle in handles:
         values = handle.parameter.data
         if values.shape != handle.shape or values.dtype != handle.shard.dtype:
@@ -118,7 +120,7 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
             )
         if not values.is_contiguous():
             handle.show(values.contiguous())
-    if collectives.world > 1:
+    if collectives.size > 1:
         collectives.broadcast([handle.parameter.data for handle in handles], source=modifier_rank)
     for handle in handles:
         handle.write(handle.parameter.data)

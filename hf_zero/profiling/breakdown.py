@@ -91,7 +91,7 @@ class WallClock:
 
     def _tell(self, number: int) -> None:
         """Means since the last table, to all ranks."""
-        world = self._collectives.world
+        world = self._collectives.size
         times = torch.zeros(world * len(PARTS), dtype=torch.float64)
         means = torch.tensor([took / self._num_summed for took in self._summed], dtype=torch.float64)
         own_shard(times, self._collectives.rank, world).copy_(means)
@@ -101,7 +101,7 @@ class WallClock:
 
     def show_tables(self) -> None:
         """Those for which all ranks have told their times."""
-        while self._told and (self._collectives.world == 1 or self._told[0][3].is_ready()):
+        while self._told and (self._collectives.size == 1 or self._told[0][3].is_ready()):
             number, num_updates, times, pending = self._told.pop(0)
             pending.wait()
             rows = times.view(-1, len(PARTS)).tolist()

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm import get_rank, get_world_size, local_device, watching_collectives
+from hf_zero.comm import local_device, watching_collectives
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import CommsPolicy, ProfilingPolicy, Resolved
 from hf_zero.device.registry import clock_of
@@ -63,10 +63,14 @@ class Profiling(TrainingFeature):
         self._events: RunEvents | None = None
         self._flops: FlopsProfiler | None = None
         self._engine: Any = None
+        self._rank = 0
         self._monitors = Monitors(policy)  # before anything is built: a missing library is said first
 
     def begin(self, tools: EngineTools) -> None:
         policy, self._engine = self.policy, tools.engine
+        self._rank = rank = tools.world.rank
+        if rank == 0:
+            self._monitors.open()
         device = local_device()
         if policy.memory:
             tools.phases.onlookers.append(MemoryLog())
@@ -74,15 +78,15 @@ class Profiling(TrainingFeature):
             self._throughput = ThroughputLog(clock_of(device), device, policy.throughput_every)
         if policy.wall_clock:
             self.wall_clock = WallClock(watching_collectives(), every=policy.table_every)
-        elif policy.flops is not None and get_rank() == 0:
+        elif policy.flops is not None and rank == 0:
             self.wall_clock = WallClock(LoneCollectives(), every=None, prints=False)
         comms = policy.comms or CONFIGURED["comms"]
         if comms is not None:
             self.comms = CommsLog(comms)
         if policy.trace is not None:
-            path = Path(policy.trace.folder) / f"trace_rank{get_rank()}.json"
+            path = Path(policy.trace.folder) / f"trace_rank{rank}.json"
             start, num_updates = policy.trace.start, policy.trace.num_updates
-            self._trace = TraceFile(path, get_rank(), start=start, num_updates=num_updates)
+            self._trace = TraceFile(path, rank, start=start, num_updates=num_updates)
         if policy.has_monitors:
             self._events = RunEvents(self._monitors, with_times=policy.wall_clock or policy.flops is not None)
         listeners = [each for each in (self.wall_clock, self.comms, self._trace) if each is not None]
@@ -97,7 +101,7 @@ class Profiling(TrainingFeature):
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         policy = self.policy.flops
-        if policy is not None and progress.step == policy.step and progress.training and get_rank() == 0:
+        if policy is not None and progress.step == policy.step and progress.training and self._rank == 0:
             self._flops = FlopsProfiler(self._model, self._engine, policy.recomputed)
             self._flops.start_profile()
         return keywords
@@ -155,7 +159,7 @@ class Profiling(TrainingFeature):
             return None
         samples, micro_batch_size, accumulation_steps = self._engine.get_batch_info()
         return EngineTimes(
-            world=get_world_size(),
+            world=self._engine.groups.world.size,
             micro_batch_size=micro_batch_size,
             accumulation_steps=accumulation_steps,
             samples=samples,

@@ -9,7 +9,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_zero.comm import collectives_for
 from hf_zero.device import figures
 from hf_zero.device.limits import host_available
 from hf_zero.device.registry import runtime_of
@@ -68,7 +67,7 @@ def _kinds(engine: Any) -> Iterator[tuple[str, Callable[[], Iterable[Tensor]]]]:
     yield STATES, states
     yield GRADIENTS, gradients
     yield "buffers of the model", lambda: list(engine.module.buffers())
-    yield BUFFERS, lambda: collectives_for(engine.device).buffers() if assembly is not None else []
+    yield BUFFERS, lambda: engine.groups.shard.buffers()
 
 
 def _size(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_zero.comm import get_rank
 from hf_zero.config import ConfigError, Problem
 from hf_zero.config.features.profiling import CometPolicy, FileMonitorPolicy, ProfilingPolicy, WandbPolicy
 
@@ -126,20 +125,23 @@ class CometMonitor(Monitor):
 
 
 class Monitors(Monitor):
-    """All that are switched on, as one; on other ranks than 0 none.
-
-    Raises:
-        ConfigError: on all ranks, for every monitor whose library is not installed.
-    """
+    """All that are switched on, as one."""
 
     def __init__(self, policy: ProfilingPolicy) -> None:
+        """
+        Raises:
+            ConfigError: for every monitor whose library is not installed.
+        """
         missing = list(_missing(policy))
         if missing:
             raise ConfigError(missing)
         self.enabled = policy.has_monitors
+        self._policy = policy
         self._all: list[Monitor] = []
-        if get_rank() != 0:
-            return
+
+    def open(self) -> None:
+        """On the rank that writes; elsewhere events go nowhere."""
+        policy = self._policy
         if policy.tensorboard is not None:
             self._all.append(TensorBoardMonitor(policy.tensorboard))
         if policy.csv is not None:

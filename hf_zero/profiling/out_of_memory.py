@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm import get_world_size
 from hf_zero.profiling.memory_by_kind import (
     GATHERED,
     GRADIENTS,
@@ -113,7 +112,7 @@ def _advice(lacks: int, changes: list[Change]) -> str:
 
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
     """What this engine could still change, the cheapest first, as one would try them by hand."""
-    zero, world = engine.settings.resolved.zero, get_world_size()
+    zero, world = engine.settings.resolved.zero, engine.groups.shard.size
     _, micro_batch, steps = engine.get_batch_info()
     left = 1 - 1 / world
     if micro_batch > 1:

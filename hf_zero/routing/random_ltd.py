@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import get_rank
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features.policies import RandomLTDPolicy
 from hf_zero.features import Progress, TrainingFeature
@@ -127,7 +126,7 @@ class RandomLTD(TrainingFeature):
     def _draw(self, number: int, batch: int, whole: int, kept: int, device: torch.device) -> Tensor:
         """Ascending positions [B, kept]."""
         mixed = self.policy.seed
-        for part in (self._progress.step, self._progress.micro_step, number, get_rank()):
+        for part in (self._progress.step, self._progress.micro_step, number, self._progress.rank):
             mixed = (mixed * _MIX + part + 1) % (1 << 63)
         generator = torch.Generator(device).manual_seed(mixed)
         order = torch.rand((batch, whole), generator=generator, device=device).argsort(dim=1)

@@ -121,14 +121,14 @@ class Agreement:
         for bucket in self._reducer.buckets:
             if bucket.local is not None:  # not reduced, on purpose
                 total += sum_of_squares(bucket.local)
-            elif bucket.reduced.is_there:
+            elif bucket.reduced.is_there and not self._sharding.replica:  # copies are not counted
                 total += self._squares(bucket).to(total.device)
         self._squares_so_far = total
         return total
 
     def _share_of_difference(self) -> int:
         """What adds up to zero over the ranks if their marks of edits are equal."""
-        weight = self._collectives.world - 1 if self._collectives.rank == 0 else -1
+        weight = self._collectives.size - 1 if self._collectives.rank == 0 else -1
         return weight * self._store.edits.mark
 
     def _squares(self, bucket: BucketGradients) -> Tensor:

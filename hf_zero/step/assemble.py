@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import Collectives, ParallelGroups
+from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
@@ -27,7 +28,7 @@ from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.sharded import ShardedParameters
 from hf_zero.params.store import ParameterStore
-from hf_zero.params.unit_builder import Channels, Trained
+from hf_zero.params.unit_builder import Trained
 from hf_zero.precision import Precision
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.loss_factors import StepRules
@@ -56,14 +57,33 @@ class Plan:
     zero: ZeroPolicy
     precision: Precision
     rules: StepRules
-    channels: Channels
-
+    groups: ParallelGroups
     device: torch.device
 
     @property
     def sharding(self) -> Sharding:
-        collectives, zero = self.channels.reduce, self.zero
-        return Sharding(zero.stage, collectives.rank, collectives.world, alone=is_kept_elsewhere(zero, self.device))
+        shard, zero = self.groups.shard, self.zero
+        return Sharding(
+            zero.stage,
+            shard.rank,
+            shard.size,
+            alone=is_kept_elsewhere(zero, self.device),
+            replica=self.groups.replica,
+            num_replicas=self.groups.replicate.size,
+        )
+
+    @property
+    def quantized_reduction(self) -> QuantizedReduction | None:
+        """How gradients travel in fewer bits; None: they do not."""
+        wire = self.zero.wire
+        if self.zero.stage < 3 or wire.gradient_bits is None:
+            return None
+        feedback = wire.feedback
+        rule = None if feedback is None else FeedbackRule(feedback.beta, feedback.reset_after)
+        groups = self.groups
+        are_two = groups.host.size > 1 and groups.across_hosts.size > 1
+        hops = [groups.host, groups.across_hosts] if are_two else [groups.shard]
+        return QuantizedReduction(hops, wire.gradient_bits, rule)
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
@@ -109,12 +129,12 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         DoesNotFit: when there is no room where the config wants states to be kept.
         StorageError: on all ranks, when one cannot use its drive.
     """
-    sharding, collectives = plan.sharding, plan.channels.reduce
+    sharding, world, shard = plan.sharding, plan.groups.world, plan.groups.shard
     groups = trainable_groups(optimizer.param_groups)
     trained = _trained(module, groups, plan.precision)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
     refuse_unfit(optimizer, traits, plan.zero.stage if sharding.shards_optimizer else 0)
-    _check_same_everywhere(trained.specs, collectives)
+    _check_same_everywhere(trained.specs, world)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
     # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.
@@ -122,22 +142,24 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     whole_tensors = not sharding.shards_optimizer and traits.keeps_shapes and not wants_flat
     cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
-    placements = placements_for(plan.zero, plan.device, collectives, owned, cuts=cuts)
+    placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
         longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
         sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
         estimate = estimate_memory(trained.specs, plan.zero, sharding, plan.device, sizes)
-        check_memory(estimate, plan.zero, plan.device, collectives)
+        check_memory(estimate, plan.zero, plan.device, world)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.channels, placements)
+        store = ShardedParameters(
+            module, trained, plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
+        )
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
             layout,
             trained.parameters,
             sharding,
-            collectives,
+            plan.groups,
             placements,
             plan.precision,
             whole_tensors=whole_tensors,
@@ -146,27 +168,36 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
     buckets = [bucket.bucket for bucket in store.buckets]
-    ranks = Ranks(collectives, buckets, is_sharded=sharding.shards_optimizer)
-    peers = peers_of(store, collectives) if sharding.shards_optimizer else None
+    ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
+    peers = peers_of(store, shard) if sharding.shards_optimizer else None
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    overlap, wants_local = plan.zero.overlap_reduction, lambda: updater.takes_local_gradients
-    reducer = GradientReducer(store, sharding, collectives, plan.precision, overlap=overlap, wants_local=wants_local)
+    reducer = GradientReducer(
+        store,
+        sharding,
+        plan.groups,
+        plan.precision,
+        overlap=plan.zero.overlap_reduction,
+        wants_local=lambda: updater.takes_local_gradients,
+        quantized=plan.quantized_reduction,
+    )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
-    placements.check(collectives)
+    placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
     runs_ahead = is_at_hand and host_runs_ahead(plan.device)
-    step = ShardedStep(store, reducer, updater, sharding, collectives, plan.rules, placements, runs_ahead=runs_ahead)
+    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
-    placements = placements_for(plan.zero, plan.device, plan.channels.reduce, 0, cuts=False)
-    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.channels, placements)
-    placements.check(plan.channels.reduce)
+    placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False)
+    store = ShardedParameters(
+        module, Trained((), ()), plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
+    )
+    placements.check(plan.groups.world)
     return store
 
 

@@ -74,7 +74,7 @@ class OwnedValues:
         """Round edited masters of one parameter into the model's weights and let every rank see them. Collective."""
         for index, bucket in enumerate(self._store.buckets):
             if any(slot.parameter == parameter for slot in bucket.bucket.slots):
-                self._store.prepare_update()
+                self._store.prepare_change()
                 for sub_group in bucket.sub_groups:
                     with self._updater.stager.opened(sub_group):
                         self._updater.stager.copy_to_lp(sub_group)

@@ -19,7 +19,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
 
     def gather_whole(sub_group: SubGroup, values: Tensor) -> dict[int, Tensor]:
         length = values.numel()
-        everyone = torch.empty(collectives.world * length, dtype=values.dtype, device=store.device)
+        everyone = torch.empty(collectives.size * length, dtype=values.dtype, device=store.device)
         everyone.narrow(0, collectives.rank * length, length).copy_(values)
         collectives.all_gather(everyone).wait()
         return _wholes(store, sub_group, everyone.to(values.device))
@@ -32,7 +32,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
 
     def scatter_whole(sub_group: SubGroup, wholes: Mapping[int, Tensor]) -> Tensor:
         length, dtype = sub_group.part.numel, sub_group.master.dtype
-        everyone = torch.zeros(collectives.world * length, dtype=dtype, device=store.device)
+        everyone = torch.zeros(collectives.size * length, dtype=dtype, device=store.device)
         for slot, place in _places(store, sub_group, everyone):
             if slot.parameter in wholes:
                 flat = wholes[slot.parameter].to(everyone.device, dtype).reshape(-1)
@@ -43,7 +43,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
 
     return Peers(
         rank=collectives.rank,
-        world=collectives.world,
+        world=collectives.size,
         add_up=add_up,
         gather_whole=gather_whole,
         scatter_whole=scatter_whole,

@@ -54,8 +54,8 @@ class ShardedStep:
         self._runs_ahead = runs_ahead and rules.loss_scale is None
         self._agreement = Agreement(store, reducer, sharding, collectives, placements)
         self._reduced = ReducedGradients(reducer)
-        self._local = LocalGradients(reducer, sharding.world)
-        self.factors = LossFactors(rules, sharding.world)
+        self._local = LocalGradients(reducer, sharding.num_ranks)
+        self.factors = LossFactors(rules, sharding.num_ranks)
         self.values = OwnedValues(store, updater, self._reduced, self._agreement)
         self.outcome: StepOutcome | None = None
         self._unsettled: StepOutcome | None = None  # the last one, until `settle`
@@ -131,7 +131,9 @@ class ShardedStep:
                 )
             finally:
                 self.clear()
+        before = self.factors.scaler.scale
         self.factors.scaler.update(outcome.skipped)
+        self._reducer.settle_errors(is_skipped=outcome.skipped, factor=self.factors.scaler.scale / before)
 
     def foresee_norm(self) -> None:
         """Let `grad_norm` be that of what `run` would apply now. Collective; does not wait for the device."""

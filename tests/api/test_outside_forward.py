@@ -234,6 +234,7 @@ def test_a_write_after_evaluation_is_kept_or_refused(limits: dict[str, int]) -> 
             torch.testing.assert_close(after, 3 * started, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.at_once
 def test_a_write_to_a_persistent_parameter_is_kept() -> None:
     """`logit_scale.data.clamp_()` after a step, as CLIP has it: what went through `data` was lost at the next step."""
     for run in run_ranks(run_write_after_evaluation, 2, {}, "scale"):
@@ -318,6 +319,7 @@ def run_unequal_writes(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.at_once
 def test_a_write_on_one_rank_is_refused_on_all() -> None:
     """Each rank took its own shard of what it saw: rank 1's half of the new weight, rank 0's of the old."""
     for said in (line for run in run_ranks(run_unequal_writes, 2) for line in run):

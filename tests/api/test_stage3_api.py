@@ -124,6 +124,7 @@ def run_lost_edit(rank: int) -> None:
     step(engine)
 
 
+@pytest.mark.at_once
 def test_a_constant_written_to_a_released_parameter_is_noticed() -> None:
     """torch writes a constant into a broadcast tensor without a word, and the edit would be lost, where the class of
     the parameter is not asked."""

@@ -211,7 +211,7 @@ def play(scripts: Sequence[Script], units: int, schedule: Schedule | None = None
             player.play(scripts[rank])
         assert not player.shards.opened and not player.flights
         world.exchange(0, None)
-        link = world.link()
+        link = world.link().link
         link._listen_to_all()
         assert not any(link.own._readers.values()), "a block that nobody will read"
 
@@ -256,13 +256,13 @@ def programs(units: int, longest: int) -> Iterator[tuple[Script, Script]]:
 
 
 def test_small_programs_under_every_order_of_turns() -> None:
-    for scripts in programs(units=2, longest=2):
+    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 3):  # the slow test has them all
         explore(lambda schedule, scripts=scripts: play(scripts, 2, schedule, steps=1), overtakings=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("units", [3, 4])
+@pytest.mark.parametrize("units", [2, 3, 4])
 def test_all_programs_of_a_few_modules_under_every_order_of_turns(units: int) -> None:
     for scripts in programs(units, longest=2):
         explore(lambda schedule, scripts=scripts: play(scripts, units, schedule, steps=1), overtakings=1)

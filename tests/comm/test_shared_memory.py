@@ -37,7 +37,7 @@ def run_many(rank: int, world: int) -> int:
             expected = -1.0 if peer == rank else 100.0 * call + peer
             assert bool((own_shard(flat, peer, world) == expected).all())
         assert small.tolist() == [float(world * call)] * world
-    assert not first._link._posted
+    assert not first._link.link._posted
     return len(first._link.own.tensors)
 
 
@@ -105,7 +105,7 @@ def test_a_fast_rank_waits_rather_than_take_a_third_send_buffer() -> None:
 
 def run_unreachable(rank: int, reason: str) -> str:
     patches = {
-        "another machine": mock.patch.object(meeting, "_machine", lambda: f"machine {rank}"),
+        "another host": mock.patch.object(meeting, "host_name", lambda: f"host {rank}"),
         "another file system": mock.patch.object(meeting, "_call", lambda rank, _: {} if rank == 0 else None),
         "no memory files": mock.patch.object(os, "memfd_create", side_effect=OSError) if rank else nullcontext(),
     }
@@ -117,7 +117,7 @@ def run_unreachable(rank: int, reason: str) -> str:
     return type(collectives).__name__
 
 
-@pytest.mark.parametrize("reason", ["another machine", "another file system", "no memory files"])
+@pytest.mark.parametrize("reason", ["another host", "another file system", "no memory files"])
 def test_ranks_that_cannot_share_memory_exchange_messages(reason: str) -> None:
     """One rank that cannot is enough: all of them have to do the same."""
     assert run_ranks(run_unreachable, 2, reason) == [ExchangeCollectives.__name__] * 2
@@ -129,7 +129,7 @@ def run_leaving(rank: int) -> None:
     collectives.sum_small(torch.zeros(1))
     if rank == 0:
         collectives.all_gather(torch.zeros(8)).wait()
-    collectives._link.close()
+    collectives._link.link.close()
 
 
 def test_a_rank_that_stops_is_named_at_once() -> None:
@@ -162,7 +162,7 @@ def test_a_rank_that_was_not_asked_is_named_all_the_same(tmp_path: Path) -> None
 def run_late(rank: int) -> None:
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
-    collectives._link.timeout_s = 0.2
+    collectives._link.link.timeout_s = 0.2
     if rank == 0:
         collectives.all_gather(torch.zeros(8)).wait()
     time.sleep(1)

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 import torch
 
 from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, OwnBlocks
-from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
+from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled, offsets
 
 OWN, PEER = 0, 1
 
 
-class OneEnd(SharedMemoryLink):
+class OneEnd(GroupLink):
     """A link whose peer's blocks are its own: nothing travels."""
 
     def __init__(self) -> None:
-        self.own = OwnBlocks()
+        self.blocks = OwnBlocks()
         self.finished: list[Mapping[int, Block]] = []
 
     def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
-        return self.own.take(num_bytes, lambda *_: None, is_held=is_held)
+        return self.blocks.take(num_bytes, lambda *_: None, is_held=is_held)
 
     def finish(self, blocks: Mapping[int, Block]) -> None:
         self.finished.append(blocks)

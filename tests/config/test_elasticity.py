@@ -127,8 +127,22 @@ def test_what_a_scheduler_asks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert compute_elastic_config(nodes, VERSION, return_microbatch=True)[2] == 4
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(config["elasticity"]))
     ensure_immutable_elastic_config(config["elasticity"])
-    with pytest.raises(ElasticityConfigError, match="says max_batch = 100, and the config 2000"):
+    with pytest.raises(ElasticityConfigError, match="set by the scheduler, says 100"):
         ensure_immutable_elastic_config(nodes["elasticity"])
+
+
+def test_an_engine_trains_with_the_schedulers_section_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who called ensure_immutable_elastic_config was told; DeepSpeed's engine asks by itself."""
+    config = section(100, [4, 6], 1, 16)
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(config["elasticity"]))
+    assert resolve(config, world_size=4).batch.train_batch_size == 96
+    other = section(200, [4, 8], 1, 16)
+    with pytest.raises(ConfigError, match="says 100") as raised:
+        resolve(other, world_size=4)
+    assert "elasticity.micro_batch_sizes" in str(raised.value), "all differences at once"
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", "{max: 3")
+    with pytest.raises(ConfigError, match="must hold the section as JSON"):
+        resolve(config, world_size=4)
 
 
 def test_the_batch_sizes_of_a_config_follow() -> None:

@@ -56,7 +56,12 @@ def test_trainer_equals_plain_pytorch_everywhere(case: Case, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("processes", "stage"), [(None, 2), (2, 2), (2, 3)], ids=["python", "torchrun2", "torchrun2-stage3"]
+    ("processes", "stage"),
+    [
+        pytest.param(None, 2, id="python"),
+        pytest.param(2, 2, id="torchrun2", marks=pytest.mark.slow),
+        pytest.param(2, 3, id="torchrun2-stage3"),
+    ],
 )
 def test_the_script_through_real_launchers(processes: int | None, stage: int, tmp_path: Path) -> None:
     case = Case(stage=stage, processes=processes or 1)

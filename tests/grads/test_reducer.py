@@ -18,6 +18,7 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import in_memory_placement
 from hf_zero.params.store import TrainedBucket
 from hf_zero.precision import Precision
+from tests.support.groups import groups_of
 
 CPU = torch.device("cpu")
 NUMEL, WORLD = 64, 2
@@ -42,7 +43,7 @@ class Twins(LoneCollectives):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = WORLD
+        self.size = WORLD
         self.launched: list[int] = []  # first element of what was sent
         self.travelling: list[Travelling] = []
         self.num_buffers = 0
@@ -88,7 +89,7 @@ class Store:
 def made(stage: int, **options: Any) -> SimpleNamespace:
     sharding = Sharding(stage, 0, WORLD)
     store, collectives = Store(sharding.owned), Twins()
-    reducer = GradientReducer(store, sharding, collectives, Precision(None, None, None), **options)  # type: ignore[arg-type]
+    reducer = GradientReducer(store, sharding, groups_of(collectives), Precision(None, None, None), **options)  # type: ignore[arg-type]
     return SimpleNamespace(reducer=reducer, store=store, collectives=collectives, parameters=store.parameters)
 
 

@@ -59,9 +59,9 @@ T runtime.zero.utils: is_zero_param
 W runtime.zero: Init GatheredParameters
 W zero: Init GatheredParameters register_external_parameter
 W runtime.zero.partition_parameters: Init GatheredParameters ZeroParamStatus
-L runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live
-L runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_cold
-L runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
+W runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live
+W runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_cold
+W runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
 L zero: TiledLinear
 L runtime.zero.tiling: TiledLinear
 T runtime.zero.linear: LinearModuleForZeroStage3

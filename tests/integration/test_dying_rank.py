@@ -106,9 +106,14 @@ def run_timeouts(rank: int, folder: str) -> list[float]:
     one = trainer(Path(folder), dict(BASE), ddp_timeout=77)
     one.train()
     background = comm.background_collectives()
-    link = comm.process_group._shared_memory_link()
+    known = comm.channels._known()
+    link = known.link
     assert link is not None
-    groups = [torch.distributed.group.WORLD, background._group, comm.process_group._native_group(comm.Channel.GATHER)]
+    groups = [
+        torch.distributed.group.WORLD,
+        background._group,
+        known.native_group(0, comm.Channel.GATHER),
+    ]
     device = torch.device("cpu")
     return [link.timeout_s, *(group._get_backend(device).options._timeout.total_seconds() for group in groups)]
 
@@ -121,7 +126,7 @@ def run_raised(rank: int) -> list[float]:
     """A group that is there before anyone sets its timeout."""
     before = comm.collectives_for(torch.device("cpu"))
     comm.set_timeout(timedelta(seconds=33))
-    return [before._link.timeout_s, comm.process_group._timeout().total_seconds()]
+    return [before._link.link.timeout_s, comm.process_group.common_timeout().total_seconds()]
 
 
 def test_a_timeout_reaches_what_is_already_connected() -> None:

@@ -24,7 +24,7 @@ def run(
         return
     from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 
-    adam8_on_gpu(vectors, rule, step, scale, options.get("overflow"), options.get("seed"))  # type: ignore[arg-type]
+    adam8_on_gpu(vectors, rule, step, scale, options.get("skip"), options.get("seed"))  # type: ignore[arg-type]
 
 
 def states_for(held: int) -> tuple[Tensor, Tensor]:

@@ -174,7 +174,7 @@ def test_weights_of_64_bits() -> None:
 
 @pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_overflow_flag(form: Form, is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_flag(form: Form, is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A raised flag makes the update a no-op, whatever the gradients are; a lowered one does not."""
     if not is_read:
         monkeypatch.setattr(vectors_module, "_is_at_hand", lambda _flag: False)
@@ -183,9 +183,9 @@ def test_overflow_flag(form: Form, is_read: bool, monkeypatch: pytest.MonkeyPatc
     vectors.gradient[7], vectors.gradient[500] = float("nan"), float("inf")
     watched = (vectors.weight, *vectors.states, vectors.lp_param)
     before = [tensor.clone() for tensor in watched]
-    run(form, vectors, RULES[0], 1, overflow=torch.ones(1, dtype=torch.int32, device=form.device))
+    run(form, vectors, RULES[0], 1, skip=torch.ones(1, dtype=torch.int32, device=form.device))
     assert all(torch.equal(old, new) for old, new in zip(before, watched, strict=True))
-    run(form, vectors, RULES[0], 1, overflow=torch.zeros(1, dtype=torch.int32, device=form.device))
+    run(form, vectors, RULES[0], 1, skip=torch.zeros(1, dtype=torch.int32, device=form.device))
     assert not any(torch.equal(old, new) for old, new in zip(before, watched, strict=True))
     assert bool(blocks_of(vectors.states[0]).scales.cpu()[0].isnan())
 

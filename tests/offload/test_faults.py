@@ -53,13 +53,13 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
 
         engine.optimizer.updater.step = breaking
     elif where == "backward":
-        begin = engine.module_view.store.begin_backward
+        backward = engine.backward
 
-        def breaking_now() -> None:
+        def breaking_now(loss: object) -> object:
             access.is_broken = rank == 1
-            begin()
+            return backward(loss)
 
-        engine.module_view.store.begin_backward = breaking_now
+        engine.backward = breaking_now
     else:
         access.is_broken = rank == 1
     try:

@@ -258,6 +258,7 @@ def test_pin_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     assert len(warnings) == 1 and "could not be page-locked" in warnings[0]
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("pinned", [True, False])
 def test_pin_memory_reaches_the_buffers_of_a_gpu(pinned: bool, tmp_path: Path) -> None:
     place = {"nvme_path": str(tmp_path), "pin_memory": pinned}

@@ -40,6 +40,7 @@ def levels(rank: int, run: Run) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("case", ["stage 2, host", "stage 3, drive"])
 def test_nothing_grows_over_steps(case: str, tmp_path: Path) -> None:
     zero = CPU if "host" in case else on_drive(tmp_path, parameters=True)

@@ -33,6 +33,7 @@ def needs(
     return estimate_memory(BILLION, policy, Sharding(stage, 0, world), device, sizes)
 
 
+@pytest.mark.at_once
 def test_adam_on_a_billion_parameters_in_bf16() -> None:
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 3}
     # 12 bytes of master and states, 2 of gradient

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.comm import collectives_for, ledger
+from hf_zero.comm import ledger, parallel_groups
 from hf_zero.params import partitioning, unsharding
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.released import ReleasedParameter
@@ -21,11 +21,11 @@ SHAPES = [(3,), (7, 5), (4, 3), (1,), (10,), (11, 2)]
 
 def run_round_trip(rank: int, together: int) -> SimpleNamespace:
     partitioning.TOGETHER_NUMEL = unsharding.TOGETHER_NUMEL = together
-    collectives = collectives_for(torch.device("cpu"))
+    groups = parallel_groups(torch.device("cpu"))
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in SHAPES]
     parameters = [nn.Parameter(value.clone()) for value in drawn]
     for parameter in parameters:
-        shard_parameter(parameter, collectives)
+        shard_parameter(parameter, groups)
     assert all(isinstance(parameter, ReleasedParameter) for parameter in parameters)
     with ledger.phase("reading"), GatheredParameters(parameters):
         gathered = [parameter.detach().clone() for parameter in parameters]

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.log import logger
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.stand_ins import FirstNan, StandIns, signature, signature_of, signed_nan
 from tests.api.test_outside_forward import NOTHING_STAYS, both_limits, engine_of
+from tests.support.groups import groups_of
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -95,6 +95,7 @@ def _spoilt_losses(rank: int, limits: dict[str, int]) -> None:
     assert warnings_of(engine_of(limits), lambda engine: engine(x).mean(), limits) == []
 
 
+@pytest.mark.at_once
 @both_limits
 def test_the_first_loss_that_is_nan_is_reported_with_the_parameter_that_was_read(limits: dict[str, int]) -> None:
     run_ranks(_spoilt_losses, 2, limits)
@@ -111,6 +112,7 @@ def _evaluated(rank: int) -> None:
     assert len(found) == 1 and "evaluation after step 0" in found[0] and "'first.bias'" in found[0]
 
 
+@pytest.mark.at_once
 def test_so_is_that_of_an_evaluation() -> None:
     run_ranks(_evaluated, 2)
 
@@ -141,7 +143,7 @@ def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
 
 
 def released(name: str, dtype: torch.dtype = torch.float32) -> ShardedParameter:
-    handle = shard_parameter(nn.Parameter(torch.ones(2, 3, dtype=dtype)), LoneCollectives())
+    handle = shard_parameter(nn.Parameter(torch.ones(2, 3, dtype=dtype)), groups_of())
     handle.name = name
     return handle
 

@@ -23,6 +23,7 @@ from hf_zero.step.loss_factors import LossFactors, StepRules, refuse_minimum_los
 from hf_zero.step.owned_values import OwnedValues
 from hf_zero.step.peers import peers_of, spread_of
 from hf_zero.step.sharded_step import ShardedStep
+from tests.support.groups import groups_of
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -37,7 +38,7 @@ def store(dtype: torch.dtype = torch.float32, *, whole_tensors: bool = False) ->
         plan_layout(specs, world=1, bucket_numel=1000),
         parameters,
         Sharding(stage=0, rank=0, world=1),
-        LoneCollectives(),
+        groups_of(),
         Placements(CPU, in_memory_placement(CPU)),
         Precision(None, None, None),
         whole_tensors=whole_tensors,
@@ -136,7 +137,7 @@ def test_what_a_loss_was_multiplied_with_is_taken_out_of_its_gradients() -> None
 
 def reducer(flat: FlatParameters) -> GradientReducer:
     sharding = Sharding(stage=0, rank=0, world=1)
-    return GradientReducer(flat, sharding, LoneCollectives(), Precision(None, None, None))
+    return GradientReducer(flat, sharding, groups_of(), Precision(None, None, None))
 
 
 def backward(flat: FlatParameters, grads: GradientReducer, *, boundary: bool) -> None:

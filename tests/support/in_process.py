@@ -25,13 +25,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero.api import engine, engine_gradients, engine_module, engine_settings, engine_surface, entry
+from hf_zero.api import engine, engine_gradients, entry
 from hf_zero.api.engines_at_work import EnginesAtWork
-from hf_zero.comm import Channel, Collectives
+from hf_zero.comm import Channel, Collectives, ParallelGroups
+from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.cpu.wires import Gone, Wires
+from hf_zero.comm.process_group import Process
 
 T = TypeVar("T")
 PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it
@@ -140,7 +142,7 @@ class InProcessWorld:
         self._local = threading.local()
         self._exchanges: dict[tuple[int, int], dict[int, object]] = {}
         self._num_exchanges: dict[tuple[int, int], int] = {}
-        self._links: dict[int, SharedMemoryLink] = {}
+        self._links: dict[int, GroupLink] = {}
         self._negotiations: dict[int, HostNegotiation] = {}
 
     @property
@@ -188,14 +190,15 @@ class InProcessWorld:
         collectives.negotiation = self.negotiation()
         return collectives
 
-    def link(self) -> SharedMemoryLink:
+    def link(self) -> GroupLink:
         if self.rank not in self._links:
-            self._links[self.rank] = SharedMemoryLink(InProcessWires(self, self.rank), timeout_s=1.0)
+            link = SharedMemoryLink(InProcessWires(self, self.rank), timeout_s=1.0)
+            self._links[self.rank] = GroupLink(link, range(self.world), self.rank)
         return self._links[self.rank]
 
     def negotiation(self) -> HostNegotiation:
         if self.rank not in self._negotiations:
-            self._negotiations[self.rank] = HostNegotiation(self.rank, self.world, self.link())
+            self._negotiations[self.rank] = HostNegotiation(self.link())
         return self._negotiations[self.rank]
 
     def leave(self) -> None:
@@ -334,7 +337,7 @@ class InProcessWires(Wires):
 class InProcessCollectives(HostCollectives):
     """The real ones, but for what they leave to gloo."""
 
-    def __init__(self, world: InProcessWorld, link: SharedMemoryLink, channel: Channel) -> None:
+    def __init__(self, world: InProcessWorld, link: GroupLink, channel: Channel) -> None:
         Collectives.__init__(self, world.rank, world.world)
         self._world = world
         self._channel = channel
@@ -368,19 +371,17 @@ class _PerRank:
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     """Engines that the ranks of `world` make inside belong to it; gives `initialize`, as a rank calls it."""
 
-    def collectives_for(_device: torch.device, channel: Channel = Channel.REDUCE) -> Collectives:
-        return world.collectives(channel)
+    def parallel_groups(_device: torch.device, _shard_size: object = None) -> ParallelGroups:
+        return ParallelGroups.plain({channel: world.collectives(channel) for channel in Channel})
 
     def initialize(**arguments: Any) -> Any:
         return entry.initialize(**arguments, dist_init_required=False)
 
     at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [
-        (entry, "get_world_size", lambda: world.world),
-        (entry, "collectives_for", collectives_for),
+        (entry, "this_process", lambda: Process(world.rank, world.world)),
+        (entry, "parallel_groups", parallel_groups),
         (entry, "local_device", lambda: torch.device("cpu")),
-        *((room, "get_world_size", lambda: world.world) for room in (engine, engine_settings, engine_surface)),
-        *((room, "get_rank", lambda: world.rank) for room in (engine_module, engine_surface)),
         *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api import entry
-from hf_zero.comm import Channel, Collectives, Pending, ledger
+from hf_zero.comm import Channel, Collectives, ParallelGroups, Pending, Rows, ledger
+from hf_zero.comm.process_group import Process
+from hf_zero.comm.rows import FlatRows
 from hf_zero.device.host_copy import HostCopy
 
 META = torch.device("meta")
@@ -32,22 +34,26 @@ class SimulatedCollectives(Collectives):
     """Books every call in the ledger and moves nothing."""
 
     def gather_objects(self, value: object) -> list[object]:
-        return [value] * self.world
+        return [value] * self.size
 
     def _all_reduce(self, flat: Tensor) -> Pending:
         assert flat.is_meta
         return Pending()
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        assert flat.is_meta and shard.numel() * self.world == flat.numel()
+        assert flat.is_meta and shard.numel() * self.size == flat.numel()
         return Pending()
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        assert flat.is_meta and flat.numel() % self.world == 0
+        assert flat.is_meta and flat.numel() % self.size == 0
         return Pending()
 
     def _all_to_all(self, received: Any, sent: Any) -> None:
         return None
+
+    def _exchange_rows(self, flat: Tensor, take: Any) -> Rows:
+        assert flat.is_meta and flat.numel() % self.size == 0
+        return FlatRows(None, flat, self.size, Pending())
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None
@@ -75,13 +81,13 @@ class SimulatedWorld:
 def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
     """Engines that are made inside belong to `rank` of `world`."""
 
-    def collectives_for(_device: torch.device, _channel: Channel = Channel.REDUCE) -> Collectives:
-        return SimulatedCollectives(rank, world)
+    def parallel_groups(_device: torch.device, _shard_size: object = None) -> ParallelGroups:
+        return ParallelGroups.plain({channel: SimulatedCollectives(rank, world) for channel in Channel})
 
     with ExitStack() as stack:
         for name, stand_in in {
-            "get_world_size": lambda: world,
-            "collectives_for": collectives_for,
+            "this_process": lambda: Process(rank, world),
+            "parallel_groups": parallel_groups,
             "local_device": lambda: META,
         }.items():
             stack.enter_context(mock.patch.object(entry, name, stand_in))

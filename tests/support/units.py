@@ -30,8 +30,9 @@ from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import ShardedParameter, local_chunk
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
-from hf_zero.params.unit_builder import Channels, Trained, UnitBuilder
+from hf_zero.params.unit_builder import Trained, UnitBuilder
 from hf_zero.precision import Precision
+from tests.support.groups import groups_of
 
 WORLD = 2
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ class RankZero(LoneCollectives):
     """
 
     def __init__(self) -> None:
-        Collectives.__init__(self, rank=0, world=WORLD)
+        Collectives.__init__(self, rank=0, size=WORLD)
         self.problem: str | None = None
 
     def gather_objects(self, value: object) -> list[object]:
@@ -218,7 +219,7 @@ def _built(model: nn.Module, persistent: Collection[str]) -> tuple[Unit, ...]:
         model,
         Trained(list(trained.values()), specs),
         Precision(None, None, None),
-        Channels(collectives, collectives, collectives),
+        groups_of(collectives),
         Placements(CPU, in_memory_placement(CPU)),
     )
     stays = {id(parameters[name]) for name in persistent}

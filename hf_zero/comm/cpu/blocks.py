@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -30,6 +30,7 @@ class Block:
     Attributes:
         last_take: the number of its last use; of own blocks only.
         last_call: the call that it was posted as the last time; of own blocks only.
+        receivers: to whom.
     """
 
     def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
@@ -37,6 +38,7 @@ class Block:
         self.num_bytes = num_bytes
         self.last_take = 0
         self.last_call = -1
+        self.receivers: Sequence[int] = ()
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
         os.close(descriptor)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
 from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, aligned_bytes
+from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
-from hf_zero.comm.cpu.shared_memory import NO_LABEL, Label, Mismatch, SharedMemoryLink, call_number
+from hf_zero.comm.cpu.shared_memory import NO_LABEL, Label, Mismatch
 from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 from hf_zero.kernels.accumulate import sum_parts
@@ -50,28 +52,28 @@ class _Call(IntEnum):
     GATHER_ROWS = 3
     ALL_TO_ALL = 4
     AGREE = 5
+    EXCHANGE_ROWS = 6
 
 
 class HostCollectives(ExchangeCollectives):
-    """Exchanges through a `SharedMemoryLink`. Set-up calls and broadcasts stay with gloo.
+    """Exchanges through a `GroupLink`. Set-up calls and broadcasts stay with gloo.
 
     Every message says which call it belongs to, of how many bytes, and what it is about; a rank that has called
     something else in this place finds out, and so do the others.
     """
 
-    def __init__(self, link: SharedMemoryLink, channel: int = 0) -> None:
-        super().__init__(channel=channel)
+    def __init__(self, link: GroupLink, channel: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group, channel)
         self._link = link
         self._subject: tuple[int, ...] = ()
         self._filled: dict[int, Block] = {}  # by address: blocks that are out as send buffers
         self._sent: deque[tuple[Block, int]] = deque()
 
     def buffers(self) -> list[Tensor]:
-        return self._link.own.tensors
+        return self._link.own_tensors
 
     def new_subject(self) -> int:
-        self._link.num_subjects += 1
-        return self._link.num_subjects
+        return self._link.new_subject()
 
     def about(self, subject: int, backward: int, bucket: int) -> None:
         self._subject = subject, backward, bucket
@@ -81,8 +83,7 @@ class HostCollectives(ExchangeCollectives):
         return (call, num_bytes, *subject, *NO_LABEL[2 + len(subject) :])
 
     def _next_call(self) -> int:
-        self._link.calls[self._channel] += 1
-        return call_number(self._channel, self._link.calls[self._channel])
+        return self._link.next_call(self._channel)
 
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor in shared memory. The buffers that are waited for are read by peers once those have sent as much:
@@ -105,7 +106,7 @@ class HostCollectives(ExchangeCollectives):
             block = self._link.take(num_bytes(flat))
             for peer in self._peers():  # the own piece stays where it is, and its place in the block takes no memory
                 place = block.view(peer * num_bytes_each, shard.numel(), dtype)
-                place.copy_(own_shard(flat, peer, self.world))
+                place.copy_(own_shard(flat, peer, self.size))
         self._link.post(block, call, label)
 
         def finish() -> None:
@@ -113,8 +114,8 @@ class HostCollectives(ExchangeCollectives):
             parts = [
                 blocks[rank].view(self.rank * num_bytes_each, shard.numel(), dtype)
                 if rank in blocks
-                else own_shard(flat, self.rank, self.world)
-                for rank in range(self.world)
+                else own_shard(flat, self.rank, self.size)
+                for rank in range(self.size)
             ]
             sum_parts(parts, shard)
             self._link.finish(blocks)
@@ -122,12 +123,12 @@ class HostCollectives(ExchangeCollectives):
         return _Posted(finish, lambda: self._all_have_posted(call))
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        call, label = self._post_same(own_shard(flat, self.rank, self.world), _Call.ALL_GATHER)
+        call, label = self._post_same(own_shard(flat, self.rank, self.size), _Call.ALL_GATHER)
 
         def finish() -> None:
             blocks = self._claim(call, label)
             for peer, block in blocks.items():
-                part = own_shard(flat, peer, self.world)
+                part = own_shard(flat, peer, self.size)
                 part.copy_(block.view(0, part.numel(), part.dtype))
             self._link.finish(blocks)
 
@@ -137,11 +138,18 @@ class HostCollectives(ExchangeCollectives):
         call, label = self._post_same(row, _Call.GATHER_ROWS)
         return SharedRows(self.rank, row, arrival=Arrival(self._link, lambda: self._claim(call, label)))
 
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        """What peers have for this rank is read where they have put it."""
+        call, label = self._post_same(flat, _Call.EXCHANGE_ROWS)
+        arrival = Arrival(self._link, lambda: self._claim(call, label), is_here=lambda: self._all_have_posted(call))
+        own = own_shard(flat, self.rank, self.size)
+        return SharedRows(self.rank, own, self.rank * num_bytes(own), arrival)
+
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         call, label = self._next_call(), self._new_label(_Call.ALL_TO_ALL, 0)
-        block = self._link.take(sum(map(aligned_bytes, sent)) + ALIGN_BYTES * self.world)
+        block = self._link.take(sum(map(aligned_bytes, sent)) + ALIGN_BYTES * self.size)
         # The sender alone knows where each piece begins, so the block begins with a table.
-        table = block.view(0, self.world, _OFFSETS)
+        table = block.view(0, self.size, _OFFSETS)
         offset = aligned_bytes(table)
         for peer in self._peers():
             table[peer] = offset
@@ -150,7 +158,7 @@ class HostCollectives(ExchangeCollectives):
         self._link.post(block, call, label)
         blocks = self._claim(call, label)
         for peer, theirs in blocks.items():
-            start = int(theirs.view(0, self.world, _OFFSETS)[self.rank])
+            start = int(theirs.view(0, self.size, _OFFSETS)[self.rank])
             received[peer].copy_(theirs.view(start, received[peer].numel(), received[peer].dtype))
         self._link.finish(blocks)
 
@@ -158,7 +166,7 @@ class HostCollectives(ExchangeCollectives):
         own = values.flatten()
         call, label = self._post_same(own, _Call.AGREE)
         blocks = self._claim(call, label)
-        parts = [blocks[r].view(0, own.numel(), own.dtype) if r in blocks else own for r in range(self.world)]
+        parts = [blocks[r].view(0, own.numel(), own.dtype) if r in blocks else own for r in range(self.size)]
         values.copy_(sum(parts[1:], parts[0]).view(values.shape))
         self._link.finish(blocks)
 
@@ -176,9 +184,9 @@ class HostCollectives(ExchangeCollectives):
             return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
         except Mismatch as found:
             raise RuntimeError(
-                f"ranks have come to different places: rank {self.rank} calls {_described(found.ours)} where rank "
-                f"{found.peer} calls {_described(found.theirs)}. Every rank has to run the same number of backward "
-                "passes between two updates, and the same collective calls in the same order."
+                f"ranks have come to different places: rank {self.ranks[self.rank]} calls {_described(found.ours)} "
+                f"where rank {found.peer} calls {_described(found.theirs)}. Every rank has to run the same number of "
+                "backward passes between two updates, and the same collective calls in the same order."
             ) from found
 
 

@@ -21,7 +21,8 @@ from functools import partial
 from torch import Tensor
 
 from hf_zero.comm.cpu.blocks import Block
-from hf_zero.comm.cpu.shared_memory import Mail, SharedMemoryLink
+from hf_zero.comm.cpu.group_link import GroupLink
+from hf_zero.comm.cpu.shared_memory import Mail
 from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled, offsets
 from hf_zero.comm.ledger import ledger
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
@@ -41,22 +42,21 @@ class _Asked:
 
 
 class HostNegotiation(Negotiation):
-    """For ranks that have a `SharedMemoryLink`."""
+    """For ranks of one host."""
 
-    def __init__(self, rank: int, world: int, link: SharedMemoryLink) -> None:
-        super().__init__(rank, world)
+    def __init__(self, link: GroupLink) -> None:
+        super().__init__(link.rank, link.ranks)
         self._link = link
-        self._peers = tuple(peer for peer in range(world) if peer != rank)
-        self._queues: dict[int, deque[_Asked]] = {each: deque() for each in range(world)}
-        self._num_asked = dict.fromkeys(range(world), 0)
+        self._peers = tuple(peer for peer in range(self.size) if peer != self.rank)
+        self._queues: dict[int, deque[_Asked]] = {each: deque() for each in range(self.size)}
+        self._num_asked = dict.fromkeys(range(self.size), 0)
         self._nudged = -1  # number of the request that a peer waits for
         self._nudges: dict[int, int] = {}  # number of the last request that each peer was nudged for
         self._num_decisions = 0
         self._served: dict[tuple[int, int], Block] = {}  # (peer, decision)
         self._is_waiting = False  # for others' requests or rows, rather than for something else
         self._acts: list[weakref.WeakMethod[Callable[[], object]]] = []
-        link.on_mail = self._take_in
-        link.attendants.append(self._attend)
+        link.listen(self._take_in, self._attend)
 
     def meanwhile(self, act: Callable[[], object]) -> None:
         self._acts = [known for known in self._acts if known() is not None]
@@ -87,7 +87,7 @@ class HostNegotiation(Negotiation):
         """Every decision that can be made now; whether there was one."""
         made = False
         while all(self._queues.values()):
-            self._carry_out(self._agreed([self._queues[rank][0].request for rank in range(self.world)]))
+            self._carry_out(self._agreed([self._queues[rank][0].request for rank in range(self.size)]))
             made = True
         return made
 
@@ -111,8 +111,8 @@ class HostNegotiation(Negotiation):
         """Send this rank's rows to those that gather `unit`, and give theirs back unread."""
         source, local = self._source(unit)
         rows = source.open_rows(local)
-        sizes = [num_bytes(row) * self.world for row in rows]
-        with ledger.call("all_gather", *sizes, num_ranks=self.world):
+        sizes = [num_bytes(row) * self.size for row in rows]
+        with ledger.call("all_gather", *sizes, num_ranks=self.size):
             self._link.mail(blocks, _Word.SERVED, filled(self._link, rows), number)
             source.close_rows(local)
             self._link.finish(blocks)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Pending, own_shard
+from hf_zero.comm.rows import FlatRows, Rows
 from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.accumulate import sum_parts
 
@@ -57,8 +58,9 @@ class _AllReduce(Pending):
 
 
 _CALLS_PER_CHANNEL = 1 << 24
-# Of this process: several engines may use one channel, and all ranks call on a channel in the same order.
-_calls: Counter[int] = Counter()
+# Of this process, by ranks and channel: several engines may use one channel of a group, and all its ranks call on it in
+# the same order.
+_calls: Counter[tuple[tuple[int, ...], int]] = Counter()
 
 
 class ExchangeCollectives(NativeCollectives):
@@ -76,28 +78,28 @@ class ExchangeCollectives(NativeCollectives):
         return [*super().buffers(), *self._scratch]
 
     def _all_reduce(self, flat: Tensor) -> Pending:
-        scattered = self._reduce_scatter(own_shard(flat, self.rank, self.world), flat)
+        scattered = self._reduce_scatter(own_shard(flat, self.rank, self.size), flat)
         return _AllReduce(scattered, start_gather=lambda: self._all_gather(flat))
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         tag, numel = self._next_tag(), shard.numel()
-        received = self._take_scratch((self.world - 1) * numel, flat.dtype)
-        works, parts = [], {self.rank: own_shard(flat, self.rank, self.world)}
+        received = self._take_scratch((self.size - 1) * numel, flat.dtype)
+        works, parts = [], {self.rank: own_shard(flat, self.rank, self.size)}
         for position, peer in enumerate(self._peers()):
             parts[peer] = received.narrow(0, position * numel, numel)
             works.append(self._receive(parts[peer], peer, tag))
-            works.append(self._send(own_shard(flat, peer, self.world), peer, tag))
+            works.append(self._send(own_shard(flat, peer, self.size), peer, tag))
 
         def finish() -> None:
-            sum_parts([parts[rank] for rank in range(self.world)], shard)
+            sum_parts([parts[rank] for rank in range(self.size)], shard)
             self._scratch.append(received)
 
         return _Exchange(works, finish)
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        tag, mine, works = self._next_tag(), own_shard(flat, self.rank, self.world), []
+        tag, mine, works = self._next_tag(), own_shard(flat, self.rank, self.size), []
         for peer in self._peers():
-            works.append(self._receive(own_shard(flat, peer, self.world), peer, tag))
+            works.append(self._receive(own_shard(flat, peer, self.size), peer, tag))
             works.append(self._send(mine, peer, tag))
         return _Exchange(works)
 
@@ -110,13 +112,22 @@ class ExchangeCollectives(NativeCollectives):
                 works.append(self._send(sent[peer], peer, tag))
         _Exchange(works).wait()
 
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        buffer, tag, works = take(flat.numel()), self._next_tag(), []
+        rows = buffer.narrow(0, 0, flat.numel())
+        own_shard(rows, self.rank, self.size).copy_(own_shard(flat, self.rank, self.size))
+        for peer in self._peers():
+            works.append(self._receive(own_shard(rows, peer, self.size), peer, tag))
+            works.append(self._send(own_shard(flat, peer, self.size), peer, tag))
+        return FlatRows(buffer, rows, self.size, _Exchange(works))
+
     def _peers(self) -> list[int]:
         # Starting behind the own rank spreads the load: no rank is everybody's first target.
-        return [(self.rank + step) % self.world for step in range(1, self.world)]
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _next_tag(self) -> int:
-        _calls[self._channel] += 1
-        return self._channel * _CALLS_PER_CHANNEL + _calls[self._channel] % _CALLS_PER_CHANNEL
+        _calls[self.ranks, self._channel] += 1
+        return self._channel * _CALLS_PER_CHANNEL + _calls[self.ranks, self._channel] % _CALLS_PER_CHANNEL
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         work = dist.isend(tensor, group=self._group, tag=tag, group_dst=peer)

@@ -28,6 +28,7 @@ NUM_DETAILS = 5
 Label = tuple[int, ...]  # of a call: NUM_DETAILS integers that are the same on all ranks
 NO_LABEL: Label = (0,) * NUM_DETAILS
 FIRST_MAIL = 100  # kinds of words from here on are those of `mail`
+MAIL_KINDS = 8  # of a group
 WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
 _CALLS_PER_CHANNEL = 1 << 48
 STALL_S = 60.0  # without a word from anybody; then a warning says who is waited for
@@ -88,7 +89,7 @@ class SharedMemoryLink:
 
     Attributes:
         timeout_s: how long an answer is waited for.
-        on_mail: takes what is not the link's own business; see `mail`.
+        on_mail: by group, takes what is not the link's own business; see `take_mail`.
         attendants: called in every wait with what gives the peers whose next message is waited for; say whether they
             did anything.
         calls: number of the last call on each channel.
@@ -98,7 +99,7 @@ class SharedMemoryLink:
 
     def __init__(self, wires: Wires, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.on_mail: Callable[[Mail], None] | None = None
+        self.on_mail: dict[int, Callable[[Mail], None]] = {}
         self.attendants: list[Callable[[Callable[[], AbstractSet[int]]], bool]] = []
         self.calls: Counter[int] = Counter()
         self.num_subjects = 0
@@ -110,6 +111,7 @@ class SharedMemoryLink:
         self._last_call: dict[tuple[int, int], int] = {}  # that was heard of (peer, channel)
         self._gone: set[int] = set()
         self._blamed: dict[int, int] = {}  # a rank that ended because of another one, and which
+        self._early: dict[int, list[Mail]] = {}  # by group: for those who have not asked for mail yet
         self._is_attending = False
         self._num_heard = 0
 
@@ -138,7 +140,7 @@ class SharedMemoryLink:
         def not_posted() -> set[int]:
             # A peer reads what this rank has posted once everybody has posted as much.
             channel = channel_of(block.last_call)
-            return {peer for peer in self._peers if self._last_call.get((peer, channel), -1) < block.last_call}
+            return {peer for peer in block.receivers if self._last_call.get((peer, channel), -1) < block.last_call}
 
         self.wait_for(readers, not_posted)
 
@@ -149,12 +151,12 @@ class SharedMemoryLink:
 
     # Calls
 
-    def post(self, block: Block, call: int, label: Label = NO_LABEL) -> None:
-        """Let all peers read `block` as the data of `call`; `label` is compared with theirs."""
-        self.own.add_readers(block, self._peers)
-        block.last_call = call
+    def post(self, peers: Sequence[int], block: Block, call: int, label: Label = NO_LABEL) -> None:
+        """Let `peers` read `block` as the data of `call`; `label` is compared with theirs."""
+        self.own.add_readers(block, peers)
+        block.last_call, block.receivers = call, peers
         word = pack_word(_Kind.POSTED, block.number, call, *label)
-        for peer in self._peers:
+        for peer in peers:
             self._send(peer, word)
 
     def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
@@ -181,15 +183,33 @@ class SharedMemoryLink:
     # Mail
 
     def mail(
-        self, peers: Iterable[int], kind: int, block: Block | None, argument: int, details: Sequence[int] = ()
+        self,
+        peers: Iterable[int],
+        group: int,
+        kind: int,
+        block: Block | None,
+        argument: int,
+        details: Sequence[int] = (),
     ) -> None:
-        """Send a word of others' making to `peers`, who are to read `block` if one is given."""
+        """Send a word of others' making to `peers`, who are to read `block` if one is given.
+
+        Args:
+            group: the number of the group of ranks that it is about.
+            kind: less than MAIL_KINDS.
+        """
         receivers = tuple(peers)
         if block is not None:
             self.own.add_readers(block, receivers)
-        word = pack_word(FIRST_MAIL + kind, -1 if block is None else block.number, argument, *details)
+        number = -1 if block is None else block.number
+        word = pack_word(FIRST_MAIL + group * MAIL_KINDS + kind, number, argument, *details)
         for peer in receivers:
             self._send(peer, word)
+
+    def take_mail(self, group: int, take: Callable[[Mail], None]) -> None:
+        """Give `take` all mail about a group, beginning with what has come already."""
+        self.on_mail[group] = take
+        for mail in self._early.pop(group, ()):
+            take(mail)
 
     # Waiting
 
@@ -313,6 +333,11 @@ class SharedMemoryLink:
         elif kind == _Kind.BLAMED:
             self._blamed[peer] = number
         else:
-            assert self.on_mail is not None, "mail for nobody"
+            group, kind = divmod(kind - FIRST_MAIL, MAIL_KINDS)
             block = None if number < 0 else self._theirs[peer, number]
-            self.on_mail(Mail(peer, kind - FIRST_MAIL, block, argument, details))
+            mail = Mail(peer, kind, block, argument, details)
+            take = self.on_mail.get(group)
+            if take is None:
+                self._early.setdefault(group, []).append(mail)
+            else:
+                take(mail)

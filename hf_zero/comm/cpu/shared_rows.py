@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from hf_zero.comm.cpu.blocks import Block, aligned_bytes
-from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
+from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.rows import Rows
 
 
-def filled(link: SharedMemoryLink, rows: Sequence[Tensor]) -> Block:
+def filled(link: GroupLink, rows: Sequence[Tensor]) -> Block:
     """A block of this rank's with all of `rows` (1-D), at `offsets`."""
     block = link.take(sum(map(aligned_bytes, rows)))
     for row, offset in zip(rows, offsets(rows), strict=True):
@@ -27,12 +27,22 @@ def offsets(rows: Sequence[Tensor]) -> list[int]:
 class Arrival:
     """The blocks of one gather by peer, shared by the rows of its parts and given back with the last of them."""
 
-    def __init__(self, link: SharedMemoryLink, claim: Callable[[], Mapping[int, Block]], num_parts: int = 1) -> None:
-        """`claim` waits for the blocks."""
+    def __init__(
+        self,
+        link: GroupLink,
+        claim: Callable[[], Mapping[int, Block]],
+        num_parts: int = 1,
+        is_here: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`claim` waits for the blocks, `is_here` says whether they are there."""
         self._link = link
         self._claim = claim
         self._left = num_parts
+        self._is_here = is_here
         self._blocks: Mapping[int, Block] | None = None
+
+    def is_ready(self) -> bool:
+        return self._blocks is not None or self._is_here()
 
     def blocks(self) -> Mapping[int, Block]:
         if self._blocks is None:
@@ -57,6 +67,9 @@ class SharedRows(Rows):
         self._rank = rank
         self._row = row
         self._offset = offset
+
+    def is_ready(self) -> bool:
+        return self.arrival is not None and self.arrival.is_ready()
 
     def wait(self) -> None:
         self._granted().blocks()

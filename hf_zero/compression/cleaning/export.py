@@ -26,6 +26,8 @@ from hf_zero.log import logger
 
 WEIGHTS = "model.safetensors"
 CODES = "quantized.safetensors"
+# Of weights that are not packed into wider integers; said once for all, and once for each group of layers.
+_FORMAT = "int-quantized"
 _FEWEST, _MOST = 3, 8
 
 
@@ -104,11 +106,12 @@ def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBit
     groups = {
         f"group_{number}": {
             "targets": names,
+            "format": _FORMAT,
             "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": kind, "group_size": size},
         }
         for number, ((kind, size), names) in enumerate(strategies.items())
     }
-    section = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    section = {"quant_method": "compressed-tensors", "format": _FORMAT, "quantization_status": "compressed"}
     _add_to_config(path, {**section, "config_groups": groups, "ignore": ignored})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ from hf_zero.config.schema import Root
 from hf_zero.config.schema.data import Elasticity
 
 _VERSIONS = (0.1, 0.2)
+# Where a scheduler leaves the section by which it chooses numbers of ranks.
+SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,32 @@ def _section_problems(section: Elasticity) -> Iterator[Problem]:
         yield Problem("elasticity.min_gpus", section.min_gpus, rule, "swap them")
 
 
+def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
+    """How the section that a scheduler goes by differs from the config's in what decides the batch."""
+    seen = os.environ.get(SCHEDULERS)
+    if seen is None:
+        return
+    fix = f"give both one section, or unset {SCHEDULERS}"
+    try:
+        scheduled = Elasticity.model_validate({"enabled": True, **json.loads(seen)})
+    except (ValueError, TypeError) as error:
+        said = str(error).splitlines()[0]
+        yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({said})", fix)
+        return
+    theirs, problems = rule_of(scheduled)
+    if theirs is None:
+        yield from problems
+        return
+    named = {
+        "max_train_batch_size": (rule.max_batch, theirs.max_batch),
+        "micro_batch_sizes": (list(rule.micro_batches), list(theirs.micro_batches)),
+        "version": (_VERSIONS[rule.by_nodes], _VERSIONS[theirs.by_nodes]),
+    }
+    for name, (ours, their) in named.items():
+        if ours != their:
+            yield Problem(f"elasticity.{name}", ours, f"{SCHEDULERS}, set by the scheduler, says {their}", fix)
+
+
 def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], bool]) -> ElasticSizes:
     """The batch sizes of a job of `world_size` ranks. A size of the author's own that differs is a problem."""
     section = config.elasticity
@@ -75,6 +105,7 @@ def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], boo
                 fix,
             )
         )
+    problems += [] if rule is None else scheduler_problems(rule)
     if rule is None or problems:
         return ElasticSizes(problems=tuple(problems), is_on=True)
     try:

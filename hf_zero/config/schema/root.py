@@ -65,6 +65,7 @@ def _lowered(value: object) -> object:
 
 
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
+GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
 
@@ -110,6 +111,9 @@ class HfZero(Section):
         "as DeepSpeed has it. Unset: whole tensors for those known to need them (Muon, Shampoo, SOAP, LARS, LAMB), "
         "flat shards for others. Adafactor has its means over whole matrices unless this says flat_shards.",
         stages=(1, 2, 3),
+    )
+    quantized_gradient_bits: GradientBits = supported(
+        4, "zero_quantized_gradients: bits of an element on its way, 4 or 8.", unit="bits", stages=(3,)
     )
     stochastic_rounding: Flag = supported(
         False,

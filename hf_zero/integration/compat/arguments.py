@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from hf_zero.comm import get_rank, get_world_size
+from hf_zero.comm import this_process
 from hf_zero.config.objects import ConfigView
 from hf_zero.schedules import VALID_LR_SCHEDULES
 
@@ -127,6 +127,6 @@ class DeepSpeedConfig(ConfigView):
         """
         if mesh_device is not None:
             raise NotImplementedError("DeepSpeedConfig(mesh_device=...): data parallelism only; leave it out")
-        world_size = get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
+        world_size = this_process().size if mpu is None else int(mpu.get_data_parallel_world_size())
         super().__init__(config, world_size)
-        self.global_rank = get_rank()
+        self.global_rank = this_process().rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hf_zero.comm import get_rank, get_world_size, ledger, watching_collectives
+from hf_zero.comm import ledger, this_process, watching_collectives
 from hf_zero.config import CommsPolicy
 from hf_zero.config.features.profiling import comms_policy
 from hf_zero.config.objects import ConfigView
@@ -35,7 +35,8 @@ def configure(
     """Log collectives of the engines that are made from now on; what is given beats the config's section."""
     section = Section()
     if deepspeed_config is not None:
-        section = ConfigView(getattr(deepspeed_config, "_param_dict", deepspeed_config), get_world_size()).comms_logger
+        given_config = getattr(deepspeed_config, "_param_dict", deepspeed_config)
+        section = ConfigView(given_config, this_process().size).comms_logger
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     changed = {name: value for name, value in given.items() if value is not None}
     CONFIGURED["comms"] = comms_policy((section or Section()).model_copy(update=changed))
@@ -57,7 +58,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     waited = None
     if show_straggler:
         everyone: Any = watching_collectives().gather_objects(found)
-        waited = stragglers(everyone, get_rank())
+        waited = stragglers(everyone, this_process().rank)
         announce(f"waiting for other ranks, on rank 0\n{straggler_table(waited)}")
     if not return_dict:
         return None
@@ -107,4 +108,4 @@ def _log_ledger() -> None:
 
 
 def _metadata() -> dict[str, Any]:
-    return {"world_size": get_world_size(), "rank": get_rank(), "timestamp": time.time()}
+    return {"world_size": this_process().size, "rank": this_process().rank, "timestamp": time.time()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -10,12 +9,11 @@ from typing import Any
 
 from hf_zero.config import Problem
 from hf_zero.config.features.elastic import ElasticProblem, ElasticRule, elastic_batch
-from hf_zero.config.features.elasticity import rule_of
+from hf_zero.config.features.elasticity import SCHEDULERS, rule_of, scheduler_problems
 from hf_zero.config.schema import Root
 from hf_zero.config.validate import validate
 from hf_zero.log import logger
 
-_SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"
 _OLDEST = (0, 3, 8)
 
 
@@ -114,14 +112,9 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
     Raises:
         ElasticityConfigError: it does not.
     """
-    seen = os.environ.get(_SCHEDULERS)
-    if seen is None:
-        logger.warning("%s is not set: nothing says that a scheduler keeps to these numbers of ranks", _SCHEDULERS)
+    if SCHEDULERS not in os.environ:
+        logger.warning("%s is not set: nothing says that a scheduler keeps to these numbers of ranks", SCHEDULERS)
         return
-    scheduled, ours = _checked({"enabled": True, **json.loads(seen)}), _checked(runtime_elastic_config_dict)
-    for name in ("max_batch", "micro_batches", "by_nodes"):
-        if getattr(scheduled, name) != getattr(ours, name):
-            raise ElasticityConfigError(
-                f"{_SCHEDULERS} says {name} = {getattr(scheduled, name)}, and the config {getattr(ours, name)}: "
-                "both must have one elasticity section"
-            )
+    problems = list(scheduler_problems(_checked(runtime_elastic_config_dict)))
+    if problems:
+        raise ElasticityConfigError("; ".join(map(str, problems)))

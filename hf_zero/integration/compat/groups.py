@@ -18,16 +18,10 @@ def get_world_group() -> Any:
     return get_world_group()
 
 
-def get_rank() -> int:
-    from hf_zero.comm import get_rank
+def _this_process() -> Any:
+    from hf_zero.comm import this_process
 
-    return get_rank()
-
-
-def get_world_size() -> int:
-    from hf_zero.comm import get_world_size
-
-    return get_world_size()
+    return this_process()
 
 
 def _get_data_parallel_group() -> Any:
@@ -35,11 +29,11 @@ def _get_data_parallel_group() -> Any:
 
 
 def _get_data_parallel_world_size() -> int:
-    return int(mpu.get_data_parallel_world_size()) if mpu is not None else get_world_size()
+    return int(mpu.get_data_parallel_world_size()) if mpu is not None else int(_this_process().size)
 
 
 def _get_data_parallel_rank() -> int:
-    return int(mpu.get_data_parallel_rank()) if mpu is not None else get_rank()
+    return int(mpu.get_data_parallel_rank()) if mpu is not None else int(_this_process().rank)
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
@@ -94,7 +88,7 @@ get_tensor_model_parallel_group = get_model_parallel_group
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The first rank of this rank's group, which is itself."""
-    return get_rank()
+    return int(_this_process().rank)
 
 
 _clone_world_group = get_world_group

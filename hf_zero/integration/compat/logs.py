@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_zero.comm import get_rank
+from hf_zero.comm import this_process
 from hf_zero.log import log_dist, logger
 
 log_levels = {
@@ -40,8 +40,8 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """To standard output on the given ranks; -1 among them, or None, means every rank."""
-    if ranks is None or -1 in ranks or get_rank() in ranks:
-        sys.stdout.write(f"[Rank {get_rank()}] {message}\n")
+    if ranks is None or -1 in ranks or this_process().rank in ranks:
+        sys.stdout.write(f"[Rank {this_process().rank}] {message}\n")
         sys.stdout.flush()
 
 
@@ -49,10 +49,10 @@ def print_json_dist(
     message: Mapping[str, Any], ranks: Sequence[int] | None = None, path: str | os.PathLike[str] | None = None
 ) -> None:
     """Write `message` with the rank as a JSON file, on the given ranks; without a path nothing."""
-    if path is None or not (ranks is None or -1 in ranks or get_rank() in ranks):
+    if path is None or not (ranks is None or -1 in ranks or this_process().rank in ranks):
         return
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({**message, "rank": get_rank()}, file)
+        json.dump({**message, "rank": this_process().rank}, file)
 
 
 def get_log_level_from_string(log_level_str: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_zero.comm import this_process
 from hf_zero.config import ProfilingPolicy
 from hf_zero.config.features.profiling import comet_policy, file_monitor_policy, wandb_policy
 from hf_zero.config.objects import ConfigView, MonitorSections
@@ -32,6 +33,8 @@ class MonitorMaster(Monitors):
             comet=comet_policy(monitor_config.comet),
         )
         super().__init__(policy)
+        if this_process().rank == 0:
+            self.open()
 
 
 class _One(Monitors):
@@ -42,6 +45,8 @@ class _One(Monitors):
     def __init__(self, config: Any) -> None:
         make = {"wandb": wandb_policy, "comet": comet_policy}.get(self.section, file_monitor_policy)
         super().__init__(ProfilingPolicy(**{self.section: make(config)}))  # type: ignore[operator]
+        if this_process().rank == 0:
+            self.open()
 
 
 class TensorBoardMonitor(_One):

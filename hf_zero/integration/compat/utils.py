@@ -176,9 +176,9 @@ def empty_cache() -> None:
 
 def get_ma_status() -> int:
     """Bytes allocated on the device, on rank 0; 0 elsewhere."""
-    from hf_zero.comm import get_rank
+    from hf_zero.comm import this_process
 
-    return int(get_accelerator().memory_allocated()) if get_rank() == 0 else 0
+    return int(get_accelerator().memory_allocated()) if this_process().rank == 0 else 0
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.inputs import model_view
-from hf_zero.comm import collectives_for, get_rank, local_device, set_timeout
+from hf_zero.comm import collectives_for, local_device, set_timeout, this_process
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
@@ -336,7 +336,7 @@ def around_initialize_weights(original: Callable[..., None]) -> Callable[..., No
         for module in model.modules():
             if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
                 with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
-                    if get_rank() == 0:
+                    if this_process().rank == 0:
                         _initialise(module)
 
     return initialize_weights_zero3

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _adagrad(  # type: ignore[no-untyped-def]
-    weight, squares, gradient, lp_param, scale_tensor, overflow, seed,
+    weight, squares, gradient, lp_param, scale_tensor, skip, seed,
     numel, scale, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, squares, gradient; writes weight, squares, lp_param:
     20 bytes per element (fp32 masters and states, bf16 gradient and lp_param).
     """
-    offsets, mask = places(numel, overflow, BLOCK)
+    offsets, mask = places(numel, skip, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(squares + offsets, mask=mask, other=0.0).to(tl.float32)
     g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
@@ -38,14 +38,14 @@ def _adagrad(  # type: ignore[no-untyped-def]
 
 
 def adagrad_on_gpu(
-    vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+    vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)
     launch: Any = _adagrad[grid(numel)]
     launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
+        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         numel, *floats(factor, rule.rate(step), rule.eps, rule.weight_decay),
         BLOCK=BLOCK,
     )  # fmt: skip

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _adam(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, gradient, lp_param, scale_tensor, overflow, seed,
+    weight, moment, second_moment, gradient, lp_param, scale_tensor, skip, seed,
     numel, scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, moment, second_moment, gradient; writes weight, moment, second_moment, lp_param:
     28 bytes per element (fp32 masters and states, bf16 gradient and lp_param).
     """
-    offsets, mask = places(numel, overflow, BLOCK)
+    offsets, mask = places(numel, skip, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 def adam_on_gpu(
-    vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+    vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
@@ -54,7 +54,7 @@ def adam_on_gpu(
     correction1, correction2 = rule.corrections(step)
     launch: Any = _adam[grid(numel)]
     launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
+        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         numel,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay),

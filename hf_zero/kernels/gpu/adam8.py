@@ -97,7 +97,7 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _adam8(  # type: ignore[no-untyped-def]
-    weight, codes1, scales1, codes2, scales2, gradient, lp_param, scale_tensor, overflow, seed,
+    weight, codes1, scales1, codes2, scales2, gradient, lp_param, scale_tensor, skip, seed,
     start, numel, first, num_rows,
     scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay, tiny,
     DECOUPLED: tl.constexpr, DECADES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,8 +110,8 @@ def _adam8(  # type: ignore[no-untyped-def]
     scales there is one for 256.
     """
     rows = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if overflow is not None:
-        is_taken = tl.load(overflow) == 0
+    if skip is not None:
+        is_taken = tl.load(skip) == 0
         numel = tl.where(is_taken, numel, 0)
         num_rows = tl.where(is_taken, num_rows, 0)
     is_row = rows < num_rows
@@ -140,7 +140,7 @@ def _adam8(  # type: ignore[no-untyped-def]
 
 
 def adam8_on_gpu(
-    vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+    vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
@@ -150,7 +150,7 @@ def adam8_on_gpu(
     correction1, correction2 = rule.corrections(step)
     launch: Any = _adam8[grid(rows - first, _ROWS)]
     launch(
-        vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
+        vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         vectors.start, numel, first, rows,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay, TINY),

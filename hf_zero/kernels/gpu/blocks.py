@@ -40,11 +40,11 @@ def floats(*numbers: float) -> tuple[float, ...]:
 
 
 @triton.jit
-def places(numel, overflow, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Offsets of this program's block and which of them count; none does when the overflow flag is set."""
+def places(numel, skip, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of this program's block and which of them count; none does when the skip flag is set."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if overflow is not None:
-        numel = tl.where(tl.load(overflow) == 0, numel, 0)
+    if skip is not None:
+        numel = tl.where(tl.load(skip) == 0, numel, 0)
     return offsets, offsets < numel
 
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _frozen_adam(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, lp_param, rate_tensor, overflow, seed,
+    weight, moment, second_moment, lp_param, rate_tensor, skip, seed,
     numel, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, moment, second_moment; writes weight, lp_param:
     16 bytes per element (fp32 masters and variance, bf16 moment and lp_param).
     """
-    offsets, mask = places(numel, overflow, BLOCK)
+    offsets, mask = places(numel, skip, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -39,13 +39,13 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
 
 
 def frozen_adam_on_gpu(
-    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, overflow: Tensor | None, seed: int | None
+    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
     rate_tensor, factor = split_scale(rate)
     launch: Any = _frozen_adam[grid(numel)]
     launch(
-        vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, overflow, seed,
+        vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, skip, seed,
         numel, *floats(factor, eps, weight_decay), BLOCK=BLOCK,
     )  # fmt: skip

@@ -38,13 +38,13 @@ def _are_even(segments: Segments) -> bool:
 
 
 @triton.jit
-def _place(blocks, overflow, EVEN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(blocks, skip, EVEN: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = blocks + tl.program_id(0) * 3
     inside = tl.arange(0, BLOCK)
     start = tl.load(row)
     length = tl.load(row + 1)
-    if overflow is not None:
-        length = tl.where(tl.load(overflow) == 0, length, 0)
+    if skip is not None:
+        length = tl.where(tl.load(skip) == 0, length, 0)
     if EVEN:
         start = tl.multiple_of(start, 16)
         length = tl.multiple_of(length, 16)
@@ -59,14 +59,14 @@ def _direction(p, m, v, eps, weight_decay, INSIDE: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _moments(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, gradient, scale_tensor, overflow, blocks, partial,
+    weight, moment, second_moment, gradient, scale_tensor, skip, blocks, partial,
     scale, beta1, rest1, beta2, rest2, eps, weight_decay,
     INSIDE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, moment, second_moment, gradient; writes moment, second_moment:
     22 bytes per element (fp32 masters and states, bf16 gradient).
     """
-    offsets, mask, _ = _place(blocks, overflow, EVEN, BLOCK)
+    offsets, mask, _ = _place(blocks, skip, EVEN, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -98,14 +98,14 @@ def _add_up(partial, spans, squares):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _apply(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, lp_param, overflow, seed, blocks, factors,
+    weight, moment, second_moment, lp_param, skip, seed, blocks, factors,
     eps, weight_decay,
     INSIDE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, moment, second_moment; writes weight, lp_param:
     18 bytes per element (fp32 masters and states, bf16 lp_param).
     """
-    offsets, mask, segment = _place(blocks, overflow, EVEN, BLOCK)
+    offsets, mask, segment = _place(blocks, skip, EVEN, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -116,7 +116,7 @@ def _apply(  # type: ignore[no-untyped-def]
 
 
 def lamb_moments_on_gpu(
-    vectors: Vectors, rule: LambRule, segments: Segments, scale: Tensor | float, overflow: Tensor | None
+    vectors: Vectors, rule: LambRule, segments: Segments, scale: Tensor | float, skip: Tensor | None
 ) -> Tensor:
     """Two launches, no waiting."""
     device = vectors.weight.device
@@ -126,7 +126,7 @@ def lamb_moments_on_gpu(
     scale_tensor, factor = split_scale(scale)
     moments: Any = _moments[(len(blocks),)]
     moments(
-        vectors.weight, *vectors.states, vectors.gradient, scale_tensor, overflow, blocks, partial,
+        vectors.weight, *vectors.states, vectors.gradient, scale_tensor, skip, blocks, partial,
         *floats(factor, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay),
         INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK,
     )  # fmt: skip
@@ -140,14 +140,14 @@ def lamb_apply_on_gpu(
     rule: LambRule,
     factors: Tensor,
     segments: Segments,
-    overflow: Tensor | None,
+    skip: Tensor | None,
     seed: int | None,
 ) -> None:
     """One launch, no waiting."""
     blocks, _ = _table(tuple(segments), vectors.weight.device)
     launch: Any = _apply[(len(blocks),)]
     launch(
-        vectors.weight, *vectors.states, vectors.lp_param, overflow, seed, blocks, factors,
+        vectors.weight, *vectors.states, vectors.lp_param, skip, seed, blocks, factors,
         *floats(rule.eps, rule.weight_decay),
         INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK,
     )  # fmt: skip

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _lion(  # type: ignore[no-untyped-def]
-    weight, moment, gradient, lp_param, scale_tensor, overflow, seed,
+    weight, moment, gradient, lp_param, scale_tensor, skip, seed,
     numel, scale, lr, beta1, rest1, beta2, rest2, keep,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, moment, gradient; writes weight, moment, lp_param:
     20 bytes per element (fp32 masters and states, bf16 gradient and lp_param).
     """
-    offsets, mask = places(numel, overflow, BLOCK)
+    offsets, mask = places(numel, skip, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     g = scaled(gradient, offsets, mask, scale_tensor, scale)
@@ -41,14 +41,14 @@ def _lion(  # type: ignore[no-untyped-def]
 
 
 def lion_on_gpu(
-    vectors: Vectors, rule: LionRule, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+    vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)
     launch: Any = _lion[grid(numel)]
     launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
+        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         numel,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 - rule.lr * rule.weight_decay),

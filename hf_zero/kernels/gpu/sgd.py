@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _sgd(  # type: ignore[no-untyped-def]
-    weight, buffer, gradient, lp_param, scale_tensor, overflow, seed,
+    weight, buffer, gradient, lp_param, scale_tensor, skip, seed,
     numel, scale, lr, momentum, weight_decay,
     NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, buffer, gradient; writes weight, buffer, lp_param:
     20 bytes per element (fp32 masters and buffers, bf16 gradient and lp_param), without momentum 12.
     """
-    offsets, mask = places(numel, overflow, BLOCK)
+    offsets, mask = places(numel, skip, BLOCK)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
     if buffer is not None:
@@ -42,7 +42,7 @@ def _sgd(  # type: ignore[no-untyped-def]
 
 
 def sgd_on_gpu(
-    vectors: Vectors, rule: SgdRule, scale: Tensor | float, overflow: Tensor | None, seed: int | None
+    vectors: Vectors, rule: SgdRule, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
@@ -50,7 +50,7 @@ def sgd_on_gpu(
     buffer = vectors.states[0] if rule.momentum else None
     launch: Any = _sgd[grid(numel)]
     launch(
-        vectors.weight, buffer, vectors.gradient, vectors.lp_param, scale_tensor, overflow, seed,
+        vectors.weight, buffer, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         numel, *floats(factor, rule.lr, rule.momentum, rule.weight_decay),
         NESTEROV=rule.nesterov, BLOCK=BLOCK,
     )  # fmt: skip

@@ -83,7 +83,7 @@ class CompressingUpdater(Updater):
 
     @property
     def compresses(self) -> bool:
-        return self.ranks.collectives.world > 1
+        return self.ranks.collectives.size > 1
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (MOMENT, VARIANCE, ERROR_FEEDBACK)
@@ -159,8 +159,8 @@ class CompressingUpdater(Updater):
         collectives = self.ranks.collectives
         if not self.ranks.is_sharded:
             return own
-        whole = own.new_empty(own.numel() * collectives.world)
-        own_shard(whole, collectives.rank, collectives.world).copy_(own)
+        whole = own.new_empty(own.numel() * collectives.size)
+        own_shard(whole, collectives.rank, collectives.size).copy_(own)
         collectives.all_gather(whole).wait()
         return whole
 

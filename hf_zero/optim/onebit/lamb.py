@@ -155,7 +155,7 @@ class OneBitLambUpdater(CompressingUpdater):
 
     def _rescale(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """f of every tensor of the bucket. Collective where it is sharded: a row per rank is added up."""
-        world, rank = self.ranks.collectives.world, self.ranks.collectives.rank
+        world, rank = self.ranks.collectives.size, self.ranks.collectives.rank
         table = torch.zeros(world, self._num_parameters, 3, dtype=torch.float64, device=self._ratios.device)
         for piece in self._pieces(sub_group, gradients):
             table[rank if self.ranks.is_sharded else 0, piece.parameter] = self._facts(sub_group, piece)

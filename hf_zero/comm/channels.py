@@ -1,0 +1,191 @@
+"""Collectives over groups of ranks, on channels whose orders of calls need not agree: the cheapest way there is."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from hf_zero.comm.collectives import Collectives, LoneCollectives
+from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu.group_link import GroupLink
+from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.negotiation import HostNegotiation
+from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
+from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
+from hf_zero.comm.dead_ranks import remember_ranks
+from hf_zero.comm.hosts import Hosts, Partition, group_of
+from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.negotiation import Negotiation
+from hf_zero.comm.process_group import backend_name, common_timeout, get_rank, get_world_size, is_initialized
+from hf_zero.comm.torch_backend import NativeCollectives
+
+
+class Channel(IntEnum):
+    """Streams of collectives that may interleave differently on different ranks; within one the order is the same."""
+
+    REDUCE = 0  # gradients, the step, set-up
+    GATHER = 1  # parameters of stage 3, gathered around their use
+    ACCESS = 2  # parameters that the user gathers
+
+
+def collectives_for(
+    device: torch.device, channel: Channel = Channel.REDUCE, partition: Partition | None = None
+) -> Collectives:
+    """The cheapest way to do collectives on `device` over this rank's group of `partition`, by default over all ranks.
+
+    Collective at first use.
+    """
+    rank = get_rank()
+    if partition is None:
+        partition = (tuple(range(get_world_size())),)
+    ranks = group_of(rank, partition)
+    if len(ranks) == 1:
+        return LoneCollectives(rank)
+    known = _known()
+    number = known.number_of(partition)
+    collectives = known.collectives(device, channel, ranks, number)
+    if channel is Channel.GATHER:
+        collectives.negotiation = known.negotiation(collectives, ranks, number, host_waits=device.type == "cpu")
+    return collectives
+
+
+def hosts() -> Hosts:
+    """Which ranks share a host. Collective at first use."""
+    return Hosts.one(1) if get_world_size() == 1 else _known().hosts
+
+
+def background_collectives() -> Collectives:
+    """For a thread beside training: a group that nobody else calls on, for small objects. Collective at first use."""
+    if get_world_size() == 1:
+        return LoneCollectives()
+    return NativeCollectives(_known().gloo_group(0, "background"))
+
+
+def watching_collectives() -> Collectives:
+    """For what ranks tell one another about a run: a group that nobody else calls on, whose gathers nobody waits for.
+    Collective at first use."""
+    if get_world_size() == 1:
+        return LoneCollectives()
+    return NativeCollectives(_known().gloo_group(0, "watching"))
+
+
+class _Known:
+    """What has been made of one process group: its hosts, and for each way to cut it into groups, numbered as they
+    came, what these need. Kept for as long as the process group is the one of all ranks."""
+
+    def __init__(self) -> None:
+        self.world = dist.group.WORLD  # alive here, so that no other one can get its id
+        gather_objects = NativeCollectives().gather_objects
+        remember_ranks(gather_objects)
+        self.hosts = Hosts.named(map(str, gather_objects(meeting.host_name())))
+        self.partitions: list[Partition] = [(tuple(range(get_world_size())),)]
+        self.negotiations: dict[int, Negotiation] = {}  # all engines of a process take turns in them
+        self._link: tuple[SharedMemoryLink | None, frozenset[int]] | None = None
+        self._groups: dict[tuple[int, Channel | str], dist.ProcessGroup] = {}
+
+    def number_of(self, partition: Partition) -> int:
+        """The number of a partition, which is the same on all ranks because all of them ask for the same ones."""
+        if partition not in self.partitions:
+            self.partitions.append(partition)
+        return self.partitions.index(partition)
+
+    @property
+    def link(self) -> SharedMemoryLink | None:
+        """To the ranks of this host that share memory with this one. Collective at first use."""
+        return self._linked()[0]
+
+    def _linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
+        if self._link is None:
+            timeout_s = common_timeout().total_seconds()
+            self._link = meeting.connect(get_rank(), self.hosts, NativeCollectives().gather_objects, timeout_s)
+        return self._link
+
+    def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:
+        """What a group uses of the link; None where its ranks do not share memory."""
+        link, linked = self._linked()
+        on = {self.hosts.of_rank[rank] for rank in ranks}
+        if link is None or len(on) > 1 or not on <= linked:
+            return None
+        return GroupLink(link, ranks, ranks.index(get_rank()), number)
+
+    def collectives(self, device: torch.device, channel: Channel, ranks: tuple[int, ...], number: int) -> Collectives:
+        if device.type == "cpu" and "gloo" in backend_name():
+            link, group = self.group_link(ranks, number), self.native_group(number)
+            return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
+        hosts = self.gloo_group(number, "hosts") if channel is Channel.REDUCE and device.type != "cpu" else None
+        return NativeCollectives(self.native_group(number, channel), hosts)
+
+    def negotiation(
+        self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool
+    ) -> Negotiation:
+        """What all engines on these ranks share. Collective at first use."""
+        if number not in self.negotiations:
+            link = self.group_link(ranks, number) if isinstance(collectives, HostCollectives) else None
+            if link is not None:
+                self.negotiations[number] = HostNegotiation(link)
+            else:
+                among_hosts = NativeCollectives(self.gloo_group(number, "negotiation"))
+                self.negotiations[number] = LockstepNegotiation(collectives, among_hosts, host_waits=host_waits)
+        return self.negotiations[number]
+
+    def native_group(self, number: int, channel: Channel = Channel.REDUCE) -> dist.ProcessGroup | None:
+        """This rank's, on the backend of the world. For the first channel of all ranks: that of the world itself."""
+        if number == 0 and channel is Channel.REDUCE:
+            return None
+        return self._group(number, channel, None)
+
+    def gloo_group(self, number: int, purpose: str) -> dist.ProcessGroup:
+        """This rank's, for host memory, used for one purpose alone. Collective at first use."""
+        return self._group(number, purpose, "gloo")
+
+    def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:
+        if (number, use) not in self._groups:
+            for ranks in self.partitions[number]:
+                group = dist.new_group(list(ranks), timeout=common_timeout(), backend=backend)
+                if get_rank() in ranks:
+                    self._groups[number, use] = group
+                    if backend is not None:
+                        atexit.register(_end, group)
+        return self._groups[number, use]
+
+    def close(self) -> None:
+        """The process group has been replaced."""
+        if self._link is not None and self._link[0] is not None:
+            self._link[0].close()
+
+
+_worlds: dict[int, _Known] = {}
+
+
+def _known() -> _Known:
+    """Of the process group of all ranks. Collective at first use."""
+    key = id(dist.group.WORLD)
+    if key not in _worlds:
+        for replaced in _worlds.values():
+            replaced.close()
+        _worlds.clear()
+        _worlds[key] = _Known()
+    return _worlds[key]
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    """Leave a group at exit, whatever the world's backend is: see `process_group._leave_at_exit`."""
+    if is_initialized():
+        with suppress(ValueError):  # of a world that has been left already
+            dist.destroy_process_group(group)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long ranks wait for one another: in the group of all ranks, which exists, and in what is made of it."""
+    if not is_initialized():
+        return
+    _set_pg_timeout(timeout)
+    for known in _worlds.values():
+        if known._link is not None and known._link[0] is not None:
+            known._link[0].timeout_s = timeout.total_seconds()

@@ -1,0 +1,137 @@
+"""Who shares what with whom: made once for an engine, and handed down whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hf_zero.comm.channels import Channel, collectives_for, hosts
+from hf_zero.comm.collectives import Collectives, LoneCollectives
+from hf_zero.comm.hosts import Hosts, Partition, across, consecutive
+
+ShardSize = int | Literal["host"] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelGroups:
+    """The groups that this rank is in. Each is a `Collectives` with its rank and size, also one of a single rank.
+
+        world 8, shard 4, two hosts       rank 0 1 2 3 | 4 5 6 7
+            shard of rank 1                    0 1 2 3              four shards of the states
+            replicate of rank 1                  1         5        two copies of each shard
+
+    All ranks see different data, so the data-parallel ranks are `world`. Plain ZeRO is shard = world, with groups of
+    one to replicate in.
+
+    Attributes:
+        world: all ranks: what must be the same everywhere is agreed on here.
+        shard: ranks that hold shards of the same states; gradients are reduced here, updated weights gathered.
+        replicate: ranks that hold copies of this rank's shard; reduced gradients are summed here.
+        gather: the ranks of `shard` on a channel of their own, for stage 3's gathers around use.
+        access: the ranks of `shard` on another one, for parameters that the user gathers.
+        access_world: all ranks on that channel.
+        host, across_hosts: the ranks of `shard` on this host, and those with the same place on its other hosts: shard
+            number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
+            hosts have different numbers of them, `shard` itself and a group of one.
+        hosts: which ranks share a host.
+        replica: number of this rank's copy of the model's states.
+    """
+
+    world: Collectives
+    shard: Collectives
+    replicate: Collectives
+    gather: Collectives
+    access: Collectives
+    access_world: Collectives
+    host: Collectives
+    across_hosts: Collectives
+    hosts: Hosts
+    replica: int = 0
+
+    @classmethod
+    def plain(cls, channels: Mapping[Channel, Collectives], hosts: Hosts | None = None) -> ParallelGroups:
+        """All ranks hold shards of the same states. `channels`: all ranks; `hosts`: default, all on one."""
+        world, access = channels[Channel.REDUCE], channels[Channel.ACCESS]
+        lone = LoneCollectives(world.ranks[world.rank])
+        return cls(
+            world=world,
+            shard=world,
+            replicate=lone,
+            gather=channels[Channel.GATHER],
+            access=access,
+            access_world=access,
+            host=world,
+            across_hosts=lone,
+            hosts=hosts or Hosts.one(world.size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The partitions that make `ParallelGroups`."""
+
+    shard: Partition
+    replicate: Partition
+    host: Partition
+    across_hosts: Partition
+
+    @classmethod
+    def of(cls, known: Hosts, shard_size: ShardSize = None) -> Cut:
+        """Shard groups of `shard_size` ranks ("host": those of a host; None: all), host by host.
+
+        Raises:
+            ValueError: when they do not come out even.
+        """
+        everyone: Partition = (tuple(range(len(known.of_rank))),)
+        if shard_size == "host":
+            if known.common_size is None:
+                raise ValueError(f"hosts with {', '.join(map(str, known.sizes))} ranks cannot hold copies of one model")
+            shard_size = known.common_size
+        shard = everyone if shard_size is None else consecutive(known.in_order(), shard_size)
+        within = [_by_host(group, known) for group in shard]
+        are_even = len({len(part) for parts in within for part in parts}) == 1
+        if not are_even or any(sum(parts, ()) != group for parts, group in zip(within, shard, strict=True)):
+            within = [(group,) for group in shard]
+        host = tuple(part for parts in within for part in parts)
+        return cls(shard, across(shard), host, tuple(group for parts in within for group in across(parts)))
+
+
+def _by_host(group: tuple[int, ...], known: Hosts) -> Partition:
+    parts: dict[int, list[int]] = {}
+    for rank in group:
+        parts.setdefault(known.of_rank[rank], []).append(rank)
+    return tuple(map(tuple, parts.values()))
+
+
+def parallel_groups(device: torch.device, shard_size: ShardSize = None) -> ParallelGroups:
+    """The groups of this rank, for collectives on `device`. Collective.
+
+    Args:
+        shard_size: ranks that share the states of one copy of the model; "host": those of a host; None: all.
+
+    Raises:
+        ValueError: when the ranks cannot be cut like that.
+    """
+    known = hosts()
+    cut = Cut.of(known, shard_size)
+    whole: Partition = (tuple(range(len(known.of_rank))),)
+
+    def group(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
+        return collectives_for(device, channel, partition)
+
+    world = group(whole)
+    return ParallelGroups(
+        world=world,
+        shard=group(cut.shard),
+        replicate=group(cut.replicate),
+        gather=group(cut.shard, Channel.GATHER),
+        access=group(cut.shard, Channel.ACCESS),
+        access_world=group(whole, Channel.ACCESS),
+        host=group(cut.host),
+        across_hosts=group(cut.across_hosts),
+        hosts=known,
+        replica=next(number for number, ranks in enumerate(cut.shard) if world.ranks[world.rank] in ranks),
+    )
