@@ -145,10 +145,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     owned = trained_numel(trained.specs, sharding)
     placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
-        longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-        sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
-        estimate = estimate_memory(trained.specs, plan.zero, sharding, plan.device, sizes)
-        check_memory(estimate, plan.zero, plan.device, world)
+        _check_room(module, optimizer, trained, plan)
     store: ParameterStore
     if sharding.shards_parameters:
         store = ShardedParameters(
@@ -190,6 +187,14 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
+    """Raise DoesNotFit, on all ranks, where what is offloaded has no room."""
+    longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
+    sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
+    estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
+    check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
