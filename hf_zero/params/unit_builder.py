@@ -13,7 +13,16 @@ from hf_zero.comm import ParallelGroups
 from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import GatherPolicy, WirePolicy
 from hf_zero.device.registry import runtime_of
-from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.layout import (
+    ALIGN_NUMEL,
+    FlatLayout,
+    Interval,
+    MemberSpec,
+    ParameterSpec,
+    RowLayout,
+    lay_rows,
+    stay_gathered,
+)
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.sub_group import StoredSubGroup, sub_group
@@ -74,13 +83,14 @@ class UnitBuilder:
 
     def choose_persistent(self, policy: GatherPolicy) -> set[int]:
         """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
-        chosen, budget = set(), policy.model_persistence_numel
-        for parameter in self.everything:
-            outside = id(parameter) not in self._names
-            if outside or (parameter.numel() <= policy.persistence_numel and parameter.numel() <= budget):
-                budget -= parameter.numel()
-                chosen.add(id(parameter))
-        return chosen
+        outside = [id(parameter) not in self._names for parameter in self.everything]
+        stays = stay_gathered(
+            [parameter.numel() for parameter in self.everything],
+            outside,
+            largest=policy.persistence_numel,
+            budget=policy.model_persistence_numel,
+        )
+        return {id(parameter) for parameter, chosen in zip(self.everything, stays, strict=True) if chosen}
 
     def build(self, gathered_modules: Sequence[GatheredModule], persistent: Collection[int]) -> tuple[Unit, ...]:
         """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
