@@ -138,8 +138,8 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace, comman
     plain = found[PLAIN]
     precision = "bf16" if options.bf16 else "fp32"
     lines = [
-        f"# ZeRO++ on the demo's model, hidden size {options.hidden_size}, {plain['parameters'] / 1e6:.2f}M parameters, "
-        f"blocks of {options.block_size} tokens, {options.steps} steps, {RANKS} ranks, stage 3, {precision}",
+        f"# ZeRO++ on the demo's model, hidden size {options.hidden_size}, {plain['parameters'] / 1e6:.2f}M parameters"
+        f", blocks of {options.block_size} tokens, {options.steps} steps, {RANKS} ranks, stage 3, {precision}",
         f"{datetime.date.today()} · torch {torch.__version__} · `{command}`",
         "| kind | held-out loss | of plain | allowed | the same on all ranks | payload bytes of a step | of plain |"
         "\n|---|---|---|---|---|---|---|",
