@@ -5,7 +5,7 @@
     python -m bench.gpu_train --case "hf_zero 3 offload" --size 7b
 
 bf16, AdamW, clipping to 1, recomputation. Of each: tokens per second, peak device memory and what the model states take
-by prediction (`bench.event_model.device_bytes`). What is not installed, or does not fit, is said to be so.
+by prediction (`hf_zero.planning.event_model.device_bytes`). What is not installed, or does not fit, is said to be so.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.event_model import Setup, Shape, device_bytes
 from bench.gpu_offload import VOCABULARY, Llama
 from bench.roofline import MACHINES
 from bench.surroundings import ROOT
+from hf_zero.planning.event_model import Setup, Shape, device_bytes
 
 # name -> hidden, heads, layers, sequences, length
 SIZES = {

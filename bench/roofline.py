@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import product
 from statistics import geometric_mean
 
-from bench.event_model import LANES, Machine, Setup, Shape, Step, device_bytes, simulate
 from bench.surroundings import ROOT
+from hf_zero.planning.event_model import LANES, Machine, Setup, Shape, Step, device_bytes, simulate
 
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m bench.roofline --write -->\n", "<!-- end -->\n"
@@ -31,6 +31,7 @@ MACHINES = (
 )
 SHAPES = (Shape("1.5B", 1.5e9, 28), Shape("8B", 8e9, 32), Shape("32B", 32e9, 64))
 TOKENS = {"1 x 4090, PCIe 4": 8192}
+COLUMNS = tuple(lane for lane in LANES if lane != "disk")  # no case here keeps anything on a drive
 FILLED = 0.85  # of device memory, for model states: the rest is for activations
 
 # (what, figure, where, source)
@@ -73,11 +74,11 @@ def _row(machine: Machine, shape: Shape, setup: Setup) -> str:
     if not fits(machine, shape, setup):
         return (
             f"| {shape.name} | {setup.name} | {states:.0f} | "
-            + " | ".join("–" for _ in LANES)
+            + " | ".join("–" for _ in COLUMNS)
             + " | does not fit | | | |"
         )
     step = simulate(machine, shape, setup)
-    lanes = " | ".join(f"{1e3 * step.busy[lane]:.0f}" for lane in LANES)
+    lanes = " | ".join(f"{1e3 * step.busy[lane]:.0f}" for lane in COLUMNS)
     reached = f"{1e3 * step.seconds:.0f} ({step.over_slowest:.2f}x)"
     useful = 6 * shape.parameters * setup.tokens / step.seconds / 1e12
     rate = f"{setup.tokens / step.seconds:,.0f} | {useful:.0f}"
@@ -88,8 +89,8 @@ def machine_table(machine: Machine) -> Iterator[str]:
     tokens = TOKENS.get(machine.name, 16384)
     yield f"### {machine.name}: {tokens:,} tokens per GPU and step"
     yield ""
-    yield f"| model | stage | GB of states | {' | '.join(LANES)} | bound by | step, ms | tokens/s per GPU | TFLOP/s |"
-    yield "|" + " --- |" * (len(LANES) + 7)
+    yield f"| model | stage | GB of states | {' | '.join(COLUMNS)} | bound by | step, ms | tokens/s per GPU | TFLOP/s |"
+    yield "|" + " --- |" * (len(COLUMNS) + 7)
     for shape in SHAPES:
         yield from (_row(machine, shape, setup) for setup in setups(machine))
     yield ""
@@ -149,10 +150,10 @@ def bound_table() -> Iterator[str]:
 
 
 _HEAD = """\
-A step as an event model has it (`bench/event_model.py`): every lane's own work in milliseconds, the slowest of which is
-the floor, and what our schedule of streams reaches, as a multiple of it. Recomputation is on, TFLOP/s count 6 FLOPs per
-parameter and token. Links, memories and compute are those of `MACHINES` in `bench/roofline.py`: what copies and dense
-training reach, not data sheets. Nothing in these tables is measured.
+A step as an event model has it (`hf_zero/planning/event_model.py`): every lane's own work in milliseconds, the slowest
+of which is the floor, and what our schedule of streams reaches, as a multiple of it. Recomputation is on, TFLOP/s count
+6 FLOPs per parameter and token. Links, memories and compute are those of `MACHINES` in `bench/roofline.py`: what copies
+and dense training reach, not data sheets. Nothing in these tables is measured.
 """
 _AT_BOUNDS = """\
 ### At each bound

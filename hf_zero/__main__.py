@@ -1,4 +1,4 @@
-"""The command line, `hf-zero` or `python -m hf_zero`: `explain ds.json`, `launch script.py`."""
+"""The command line, `hf-zero` or `python -m hf_zero`: `explain ds.json`, `plan MODEL`, `launch script.py`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def main(words: Sequence[str] | None = None) -> int:
         help="what a ds.json means: every key with its value, where that came from, and what it does",
         allow_abbrev=False,
     )
+    plan = commands.add_parser(
+        "plan", help="what training a model needs, and the ds.json to take, before anything runs", allow_abbrev=False
+    )
+    if words[:1] == ["plan"]:
+        from hf_zero.planning.command import add_arguments as add_plan_arguments
+        from hf_zero.planning.command import run as run_plan
+
+        add_plan_arguments(plan)
+        return run_plan(parser.parse_args(words))
     if words[:1] != ["explain"]:
         parser.parse_args(words)
     # Not before it is wanted: it loads transformers.

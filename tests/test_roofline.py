@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.event_model import Machine, Setup, Shape, Step, device_bytes, simulate
 from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, page
+from hf_zero.planning.event_model import Machine, Setup, Shape, Step, device_bytes, simulate
 
 # Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it happens.
 ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
@@ -20,7 +21,7 @@ from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups, this_process
+from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
@@ -30,6 +31,7 @@ from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
 from hf_zero.params.sharded import ShardedParameters
 from hf_zero.precision import precision_from
+from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.schedules import build_scheduler
 from hf_zero.step.assemble import (
     Assembly,
@@ -85,16 +87,17 @@ def initialize(
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    resolved = resolve(raw, model=model_view(model), world_size=this_process().size)
+    num_ranks, host_sizes = this_process().size, hosts().sizes
+    resolved = resolve(raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes)
     _log_settings(resolved)
-    device = local_device()
-    groups = parallel_groups(device)
+    groups = parallel_groups(local_device(), resolved.zero.shard_size)
     AT_WORK.drop_abandoned()
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
         forward_only = functools.partial(_forward_only, resolved, groups)
-        features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world))
+        seen = weakref.proxy(engine)
+        features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -126,7 +129,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     offload = ParameterOffload(model, store) if isinstance(store, ShardedParameters) else None
     if assembly is not None and offload is not None:
         assembly.optimizer.parameter_offload = offload
-    return ZeroEngine(
+    engine = ZeroEngine(
         EngineParts(
             module=model,
             resolved=resolved,
@@ -140,6 +143,8 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             features=features,
         )
     )
+    engine.phases.onlookers.append(OutOfMemoryHelp(weakref.proxy(engine)))
+    return engine
 
 
 def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:

@@ -252,7 +252,7 @@ REFUSED = {
     "muon_beta muon_momentum_buffer_partitioned_groups_flat muon_ns_method save_muon_momentum_buffer_in_memory "
     "sub_groups_using_muon use_muon": "Muon's states: utils.safe_get_full_optimizer_state(parameter, key)",
     "all2all_process_group invalidate_secondary_tensor quantize_nontrainable_params zero_hpz_partition_size "
-    "zero_quantized_nontrainable_weights": "ZeRO++ is not supported: stage 3 without its keys",
+    "zero_quantized_nontrainable_weights": "the keys of ZeRO++ in ds.json (docs/hybrid_and_zeropp.md)",
     "get_hp_param_device backup_optimizer deepspeed_adam_offload get_flat_partition "
     "hp_params_pin_buffers lp_grad_partitions_flat_pin_buffers lp_param_buffer lp_param_contiguous_pin_buffer "
     "lp_params_pin_buffers max_params_in_cpu next_swappable_fp32_partitioned_groups offload_gradient_dict "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import fill, span
+from hf_zero.checkpoint.gradient_errors import restore_errors
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
 from hf_zero.checkpoint.whole_states import pieces_of
@@ -94,6 +95,15 @@ def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> N
     if any(group is not None for group in plan.groups):
         _write_optimizer(subject, plan)
     subject.assembly.reducer.clear()  # gradients of the old weights; and the optimizer may want others from now on
+    _write_errors(subject, plan)
+
+
+def _write_errors(subject: Subject, plan: LoadPlan) -> None:
+    """What quantised gradients have left out goes on with the optimizer's states."""
+    view, shard = plan.view, subject.groups.shard
+    goes_on = view.world == shard.size and any(group is not None for group in plan.groups)
+    saved = view.gradient_errors[shard.rank] if goes_on and view.gradient_errors else ()
+    restore_errors(subject.assembly.reducer, subject.names, saved)
 
 
 class _Weights:

@@ -25,6 +25,7 @@ from hf_zero.checkpoint.deepspeed.states import (
 )
 from hf_zero.checkpoint.exchange import Exchange, join
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.gradient_errors import errors_for_file
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
     ShardState,
@@ -60,6 +61,8 @@ def files_of(
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
     """
     subject.assembly.store.sync_masters()
+    if not subject.writes:
+        return {}
     with subject.assembly.optimizer.updater.stager.viewing():
         return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
 
@@ -118,6 +121,7 @@ class _Collected:
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
             bound=self._bound(subject) if self.is_bound else (),
+            errors=errors_for_file(subject.assembly.reducer, names),
         )
 
     @staticmethod
@@ -338,7 +342,7 @@ def model_files_of(
         weights = replace(weights, frozen=None, frozen_shapes=None)  # they stand in `module`
     elif weights.frozen is None:
         weights = replace(weights, frozen={}, frozen_shapes={})
-    if subject.stage < 3 and not writes_shared_file:
+    if not subject.writes or (subject.stage < 3 and not writes_shared_file):
         return {}
     name = ds.model_file(subject.groups.shard.rank, subject.stage)
     return {name: {**model_states(run, weights, []), ds.HF_ZERO: {ds.MANIFEST_KEY: True}}}

@@ -82,6 +82,7 @@ class CheckpointView:
         whole_states: by parameter name those of its optimizer states that are not in `elements`; at stage 0 all, if
             any does not hold one value per element. A parameter without an entry has seen no update then.
         shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.whole_states`.
+        gradient_errors: by rank; see `hf_zero.checkpoint.gradient_errors`.
     """
 
     folder: Folder
@@ -98,6 +99,7 @@ class CheckpointView:
     steps: Mapping[str, int] = field(default_factory=dict)
     whole_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shard_states: Mapping[ShardKey, Mapping[str, Any]] = field(default_factory=dict)
+    gradient_errors: Sequence[Sequence[Mapping[str, Any]]] = ()
     indices: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,12 @@ class Pending:
     """A collective under way. Its buffers must not be touched before `wait` returns (on a GPU: is ordered).
 
     This base class has nothing left to do.
+
+    Attributes:
+        has_more_rounds: `advance` starts another round, in which all ranks have to take part.
     """
+
+    has_more_rounds = False
 
     def advance(self) -> None:
         """Take the next step of a collective that has several and needs this process for them; may wait for others."""
@@ -48,6 +53,9 @@ class FlatRows(Rows):
         self.flat: Tensor = flat
         self._world = world
         self._pending = pending
+
+    def is_ready(self) -> bool:
+        return self._pending.is_ready()
 
     def wait(self) -> None:
         self._pending.wait()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives, Pending, own_shard
+from hf_zero.comm.rows import FlatRows, Rows
 
 # torch 2.12 renamed these two; the old names warn on every call.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -45,6 +46,12 @@ class NativeCollectives(Collectives):
         dist.all_to_all_single(inward, torch.cat(list(sent)), sizes, [t.numel() for t in sent], group=self._group)
         for tensor, part in zip(received, inward.split(sizes), strict=True):
             tensor.copy_(part)
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        buffer = take(flat.numel())
+        rows = buffer.narrow(0, 0, flat.numel())
+        work = _Work(dist.all_to_all_single(rows, flat, group=self._group, async_op=True))
+        return FlatRows(buffer, rows, self.size, work)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, group=self._group, group_src=source)

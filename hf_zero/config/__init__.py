@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.errors import ConfigError, Other, Problem
+from hf_zero.config.features.profiling import CommsPolicy, FlopsPolicy, ProfilingPolicy, TracePolicy
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
     CheckpointPolicy,
     CompatibilityPolicy,
+    FeedbackPolicy,
     FilePolicy,
     GatherPolicy,
     GradientPolicy,
@@ -23,6 +25,7 @@ from hf_zero.config.policies import (
     Provenance,
     Resolved,
     SchedulerPolicy,
+    WirePolicy,
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config
@@ -33,6 +36,7 @@ from hf_zero.config.resolve import (
     resolve_compression,
     resolve_offload,
     resolve_precision,
+    resolve_shard_size,
 )
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

@@ -47,6 +47,14 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
         yield Problem(path, zero.stage, "must be 0, 1, 2 or 3", "choose 1, 2 or 3; 0 is plain data parallelism")
     yield from _offload_problems("offload_optimizer", zero.offload_optimizer, zero.stage)
     yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
+    yield from _loco_problems(zero)
+
+
+def _loco_problems(zero: Zero) -> Iterator[Problem]:
+    loco = zero.zeropp_loco_param
+    if zero.stage == 3 and loco is not None and loco.err_beta >= 1:
+        rule = "must be below 1, where the average of errors never changes from nothing"
+        yield Problem("zero_optimization.zeropp_loco_param.err_beta", loco.err_beta, rule, "give less than 1, as 0.8")
 
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
@@ -133,6 +141,10 @@ def advice(config: Root) -> Iterator[Remark]:
     parameters = zero.offload_param if zero.stage == 3 else None
     yield from _idle("offload_optimizer", zero.offload_optimizer, _NVME_OPTIMIZER)
     yield from _idle("offload_param", parameters, _NVME_PARAM)
+    loco = zero.zeropp_loco_param
+    if zero.stage == 3 and loco is not None and not zero.zero_quantized_gradients:
+        why = "gradients are not quantised (zero_quantized_gradients is off)"
+        yield _idle_key(("zero_optimization", "zeropp_loco_param"), loco.model_dump(exclude_unset=True), why)
     places = [section.device for section in (zero.offload_optimizer, parameters) if section is not None]
     if config.aio is not None and "nvme" not in places:
         yield _idle_key(("aio",), config.aio.model_dump(exclude_unset=True), "nothing is offloaded to NVMe")

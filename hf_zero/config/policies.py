@@ -8,6 +8,7 @@ from typing import Literal
 
 from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.features.policies import FeaturesPolicy
+from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -76,6 +77,24 @@ class GatherPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeedbackPolicy:
+    """LoCo: what quantised messages leave out is added to later ones."""
+
+    beta: float  # how much of the old average of errors stays
+    reset_after: int  # reductions until errors are forgotten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WirePolicy:
+    """Stage 3: what travels between ranks in fewer bits (ZeRO++)."""
+
+    rounds_weights: bool = False  # gathers around use bring weights rounded to 8 bits
+    stores_frozen: bool = False  # frozen weights are kept in 8 bits, and gathered so
+    gradient_bits: int | None = None  # 8 or 4, of gradients on their way; None: all
+    feedback: FeedbackPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FilePolicy:
     """How files of an NVMe drive are read and written."""
 
@@ -120,11 +139,13 @@ class ZeroPolicy:
     """What is sharded, and in pieces of which size it travels."""
 
     stage: int
+    shard_size: int | Literal["host"] | None = None  # ranks that share the states of one copy; None: all
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
     overlap_reduction: bool  # start reductions while backward still runs
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy
+    wire: WirePolicy = WirePolicy()
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
     offload_optimizer: OptimizerOffload | None = None
     offload_param: ParameterOffload | None = None
@@ -162,7 +183,6 @@ class LoggingPolicy:
 
     level: str | None  # debug, info, warning, error, critical; None: leave the logger alone
     steps_per_print: int | None  # a line every so many updates; None: never
-    wall_clock_breakdown: bool  # time forward, backward and step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +228,7 @@ class Resolved:
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
     features: FeaturesPolicy = FeaturesPolicy()
     compression: CompressionPolicy = CompressionPolicy()
+    profiling: ProfilingPolicy = ProfilingPolicy()
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "cpu": "gloo"}
@@ -39,3 +41,21 @@ def set_current_device(index: int) -> None:
     # torch 2.6 has the older of the two names only.
     choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
     choose(index)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAccelerator:
+    """One device, as its library names it."""
+
+    name: str
+    num_bytes: int
+
+
+def found_accelerators() -> tuple[FoundAccelerator, ...]:
+    """Those of this machine, in the order of their indices. Nothing is put on any of them."""
+    kind = accelerator_kind()
+    if kind is None:
+        return ()
+    module = torch.get_device_module(kind)
+    found = (module.get_device_properties(index) for index in range(torch.accelerator.device_count()))
+    return tuple(FoundAccelerator(str(each.name), int(each.total_memory)) for each in found)

@@ -37,7 +37,7 @@ def model_view_by_name(name: str | None) -> ModelView | None:
     """The view of a model's configuration (a folder, a file, or a name on the hub), or None when no model was named."""
     if name is None:
         return None
-    path = _file(name)
+    path = config_file(name)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -47,7 +47,8 @@ def model_view_by_name(name: str | None) -> ModelView | None:
     return ModelView(config=values)
 
 
-def _file(name: str) -> Path:
+def config_file(name: str) -> Path:
+    """The config.json of a folder, a file, or a name on the hub."""
     path = Path(name)
     if path.is_dir():
         return path / "config.json"
@@ -56,6 +57,10 @@ def _file(name: str) -> Path:
     # From the cache if it is there, else from the hub.
     from huggingface_hub import hf_hub_download
 
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=True))
+    except Exception:  # not there, or not a name: the hub knows more
+        pass
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # its own errors, those of the network, and names it does not allow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.arrivals import Arrivals
 from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
 from hf_zero.params.store import TrainedBucket
@@ -18,10 +19,12 @@ from hf_zero.params.store import TrainedBucket
 class BucketGradients:
     """What has arrived for one bucket, what is kept for this rank (`local`), what is summed over ranks (`reduced`)."""
 
-    def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes) -> None:
+    def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes, wire: QuantizedWire | None = None) -> None:
+        """`wire`: how its gradients are reduced, with what earlier messages have left out; None: as they are."""
         self.trained = trained
         self.bucket = trained.bucket
         self.dtypes = dtypes
+        self.wire = wire
         self.arrivals = Arrivals(trained)
         self.reduced = ReducedGradient(trained, dtypes)
         self.local: Tensor | None = None

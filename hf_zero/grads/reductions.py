@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, Pending
+from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
+from hf_zero.grads.replicas import ReplicaSums
+from hf_zero.spans import SPANS
 
 MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 
@@ -45,6 +48,7 @@ class Reductions:
         buckets: Sequence[BucketGradients],
         collectives: Collectives,
         negotiation: Negotiation | None,
+        replicas: ReplicaSums,
         *,
         scatter: bool,
         overlap: bool,
@@ -52,11 +56,13 @@ class Reductions:
         """
         Args:
             negotiation: what has to go on while this rank waits.
+            replicas: has to know of everything that is added.
             scatter: every rank gets its part of the sum alone.
             overlap: whether another one may be launched while one is under way.
         """
         self._collectives = collectives
         self._negotiation = negotiation
+        self._replicas = replicas
         self._scatters = scatter
         self._max_before_launch = MAX_IN_FLIGHT - 1 if overlap else 0
         self._longest = _longest(buckets)
@@ -68,23 +74,28 @@ class Reductions:
 
     def launch(self, bucket: BucketGradients, num_backward: int) -> None:
         """Start to reduce what has arrived for `bucket` in backward pass number `num_backward`. Collective."""
+        with SPANS.span("reduce", f"bucket {bucket.bucket.index}"):
+            self._launch(bucket, num_backward)
+
+    def _launch(self, bucket: BucketGradients, num_backward: int) -> None:
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
+        wire = self._wire_of(bucket)
         if self._scatters and self._collectives.size == 1 and bucket.local is None:
             result = bucket.reduced.place_for_result()  # nobody to send to, so nothing to send from
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return
         buffer, sent = self._collect(bucket)
-        self._collectives.about(self._subject, num_backward, bucket.bucket.index)
+        wire.about(self._subject, num_backward, bucket.bucket.index)
         if self._scatters:
             result = bucket.reduced.place_for_result()
-            pending = self._collectives.reduce_scatter(result, buffer)
+            pending = wire.reduce_scatter(result, buffer)
         else:
             result = buffer
             pending = self._collectives.all_reduce(buffer)
         if self._flights:
-            self._flights[-1].pending.advance()  # it has had the time of one bucket's backward
+            self._advance(self._flights[-1])  # it has had the time of one bucket's backward
         self._flights.append(_Flight(number, bucket, pending, result, sent))
 
     def complete_ready(self) -> None:
@@ -95,6 +106,9 @@ class Reductions:
     def wait(self) -> None:
         """Return when everything that was launched is counted in."""
         self._complete_until(0)
+
+    def _wire_of(self, bucket: BucketGradients) -> Collectives | QuantizedWire:
+        return bucket.wire or self._collectives
 
     def _count_launch(self) -> int:
         """The number of the reduction that starts now."""
@@ -123,28 +137,52 @@ class Reductions:
     def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
         """The bucket's part of a send buffer, and that buffer."""
         dtype = bucket.dtypes.communication
-        buffer = self._collectives.take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
+        buffer = self._wire_of(bucket).take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
     def _complete_until(self, num_left: int) -> None:
         """Count the oldest reductions in, until `num_left` are under way."""
         while len(self._flights) > num_left:
-            if self._negotiation is not None:
-                self._negotiation.clear_to_wait(self._flights[0].number)
+            if self._flights[0].pending.has_more_rounds:
+                self._advance(self._flights[0])
+            self._clear_to_wait(self._flights[0])
             self._complete_first()
+
+    def _advance(self, flight: _Flight) -> None:
+        """Take the next step of a reduction that has several. A round that others have to take part in counts as a
+        reduction of its own: it has not been started everywhere when the first one has."""
+        is_counted = flight.pending.has_more_rounds
+        was_completing, self._is_completing = self._is_completing, True
+        try:
+            if is_counted:
+                self._clear_to_wait(flight)
+            flight.pending.advance()
+        finally:
+            self._is_completing = was_completing
+        if is_counted:
+            flight.number = self._count_launch()
+
+    def _clear_to_wait(self, flight: _Flight) -> None:
+        if self._negotiation is not None:
+            self._negotiation.clear_to_wait(flight.number)
 
     def _complete_first(self) -> None:
         self._is_completing = True  # while it waits, others may be looked after, but not the same reduction
         try:
             flight = self._flights.popleft()
-            flight.pending.wait()
-            is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
-            flight.bucket.reduced.add(flight.result, is_lent=is_lent)
-            flight.bucket.local = None
-            if flight.sent is not None:
-                self._collectives.give_send_buffer(flight.sent)
+            with SPANS.span("reduce", f"bucket {flight.bucket.bucket.index}"):
+                self._count_in(flight)
         finally:
             self._is_completing = False
+
+    def _count_in(self, flight: _Flight) -> None:
+        flight.pending.wait()
+        is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
+        self._replicas.about_to_add(flight.bucket)
+        flight.bucket.reduced.add(flight.result, is_lent=is_lent)
+        flight.bucket.local = None
+        if flight.sent is not None:
+            self._wire_of(flight.bucket).give_send_buffer(flight.sent)
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:

@@ -1,93 +1,214 @@
-"""Symmetric block quantisation to 8 or 4 bits: what quantised gathers and reductions send.
+"""Symmetric block quantisation to 8 or 4 bits, from rows of values to messages and back: what ZeRO++ sends.
 
-    scale = max |x| of the block / limit            limit: 127 for 8 bits, 7 for 4
-    q = round(x / scale), to even                   4 bits: two to a byte, the first in the low half
+    scale = bf16(max |x| of a block of 128 / limit)      limit: 127 for 8 bits, 7 for 4
+    code  = round(x / scale), to even                    8 bits: two's complement; 4: code + 8, the first one low
+    x'    = code * scale, rounded once to the dtype of the target
 
-A block with a value that is not finite comes back as NaN, never as numbers.
+A block with a value that is not finite comes back as NaN, never as numbers; one whose scale is below the least normal
+number comes back as zeros. With error feedback (LoCo: Xie et al. 2024, arXiv 2407.04480) a message carries what earlier
+ones have left out, and the average of that is kept in 8 bits:
+
+    h = x + e        sent: h' of h        e <- beta * e + (1 - beta) * (h - h')
+
+`message.py` says where codes and scales lie. `values` are (rows, numel), `messages` (rows, message_bytes) of uint8;
+a row of either is contiguous.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_zero.kernels.gpu.devices import runs_on_gpu
+from hf_zero.kernels.message import BLOCK, LIMIT, code_bytes, message_bytes, num_scales
+from hf_zero.kernels.vectors import chunk_numel
 
-LIMIT = {8: 127, 4: 7}
-_BLOCKS_PER_CHUNK_NUMEL = 1 << 18
-
-
-def quantized_sizes(numel: int, block: int, bits: int) -> tuple[int, int]:
-    """(bytes, scales) that `numel` elements need."""
-    _check(numel, block, bits)
-    return numel * bits // 8, numel // block
+_LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
 
 
-def quantize_reference(flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """(int8 bytes, fp32 scales) of a vector whose length is a multiple of `block`."""
-    _check(flat.numel(), block, bits)
-    values = flat.float().view(-1, block)
-    scales = values.abs().amax(dim=1) / LIMIT[bits]
-    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
-    integers = (values / steps).round().nan_to_num(0.0).clamp(-LIMIT[bits], LIMIT[bits]).to(torch.int8).view(-1)
-    scales = torch.where(torch.isfinite(scales), scales, torch.full_like(scales, float("nan")))
-    if bits == 8:
-        return integers, scales
-    low, high = integers.view(-1, 2).unbind(dim=1)
-    return (low & 15) | (high << 4), scales
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What earlier messages have left out.
+
+    Attributes:
+        errors: (rows, message_bytes) of uint8, 8-bit messages themselves; all zeros: nothing. Changes in place.
+        beta: how much of the old average stays, from 0 to below 1.
+    """
+
+    errors: Tensor
+    beta: float
 
 
-def dequantize_reference(quantized: Tensor, scales: Tensor, block: int, bits: int) -> Tensor:
-    """fp32 values of what `quantize` returned."""
-    integers = quantized
-    if bits == 4:
-        # Shifting left and right again extends the sign of the low half.
-        integers = torch.stack([(quantized << 4) >> 4, quantized >> 4], dim=1).view(-1)
-    return (integers.float().view(-1, block) * scales.unsqueeze(1)).view(-1)
+def new_messages(rows: int, numel: int, bits: int, device: torch.device) -> Tensor:
+    """Uninitialised messages of `rows` times `numel` elements."""
+    return torch.empty(rows, message_bytes(numel, bits), dtype=torch.uint8, device=device)
 
 
-def quantize(flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Same as the reference, without an fp32 copy of the whole."""
-    num_bytes, num_scales = quantized_sizes(flat.numel(), block, bits)
-    quantized = torch.empty(num_bytes, dtype=torch.int8, device=flat.device)
-    scales = torch.empty(num_scales, dtype=torch.float32, device=flat.device)
-    if runs_on_gpu(flat):
-        from hf_zero.kernels.gpu.quantize import quantize_on_gpu
-
-        quantize_on_gpu(flat, quantized, scales, bits, LIMIT[bits])
-        return quantized, scales
-    step = _chunk(block)
-    for start in range(0, flat.numel(), step):
-        length = min(step, flat.numel() - start)
-        part, part_scales = quantize_reference(flat.narrow(0, start, length), block, bits)
-        quantized.narrow(0, start * bits // 8, part.numel()).copy_(part)
-        scales.narrow(0, start // block, part_scales.numel()).copy_(part_scales)
-    return quantized, scales
+def split_message(messages: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
+    """(codes: uint8, scales: bf16) as views (rows, bytes) and (rows, blocks)."""
+    start, blocks = code_bytes(numel, bits), num_scales(numel)
+    return messages[:, : -(-numel * bits // 8)], messages[:, start : start + 2 * blocks].view(torch.bfloat16)
 
 
-def dequantize(quantized: Tensor, scales: Tensor, out: Tensor, bits: int) -> None:
-    """Write the values into `out`, whose length says how long a block is; rounds once to its dtype."""
-    block = out.numel() // scales.numel() if scales.numel() else 2
-    _check(out.numel(), block, bits)
-    if runs_on_gpu(out):
-        from hf_zero.kernels.gpu.quantize import dequantize_on_gpu
+def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(codes as int8, scales as bf16) of a vector (1-D), one code per element."""
+    blocks = _padded(values.float()).view(-1, BLOCK)
+    largest = blocks.abs().amax(dim=1)
+    scales = (largest / LIMIT[bits]).bfloat16()
+    scales = torch.where(scales < _LEAST_SCALE, torch.zeros_like(scales), scales)
+    scales = torch.where(torch.isfinite(largest), scales, torch.full_like(scales, float("nan")))
+    steps = torch.where(scales > 0, scales.float(), torch.inf).unsqueeze(1)
+    codes = (blocks / steps).round().nan_to_num(0.0).to(torch.int8)
+    return codes.view(-1)[: values.numel()], scales
 
-        dequantize_on_gpu(quantized, scales, out, bits)
+
+def dequantize_reference(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 values of what `quantize_reference` returned."""
+    return (_padded(codes.float()).view(-1, BLOCK) * scales.float().unsqueeze(1)).view(-1)[: codes.numel()]
+
+
+def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedback | None = None) -> None:
+    """Quantise every row of `values` into its message."""
+    numel = _check(messages, values, bits)
+    if runs_on_gpu(values):
+        from hf_zero.kernels.gpu.quantize import write_messages_on_gpu
+
+        write_messages_on_gpu(values, messages, bits, feedback)
         return
-    step = _chunk(block)
-    for start in range(0, out.numel(), step):
-        length = min(step, out.numel() - start)
-        part = quantized.narrow(0, start * bits // 8, length * bits // 8)
-        part_scales = scales.narrow(0, start // block, length // block)
-        out.narrow(0, start, length).copy_(dequantize_reference(part, part_scales, block, bits))
+    errors = None if feedback is None else split_message(feedback.errors, numel, 8)
+    codes, scales = split_message(messages, numel, bits)
+    for row in _rows(values):
+        for piece in _pieces(numel, values.device):
+            blocks = _padded(values[row, piece.start : piece.stop].to(torch.float32, copy=True)).view(-1, BLOCK)
+            if errors is None or feedback is None:
+                _encode(blocks, codes[row], scales[row], piece, bits)
+                continue
+            old = _decode(errors[0][row], errors[1][row], piece, 8)
+            sent = _encode(blocks + old, codes[row], scales[row], piece, bits)
+            left = (blocks.add_(old)).sub_(sent).mul_(1 - feedback.beta).add_(old, alpha=feedback.beta)
+            # What is not finite has been sent as NaN, and is over with that.
+            left = torch.where(torch.isfinite(left.sum(dim=1, keepdim=True)), left, torch.zeros_like(left))
+            _encode(left, errors[0][row], errors[1][row], piece, 8)
 
 
-def _chunk(block: int) -> int:
-    return max(1, _BLOCKS_PER_CHUNK_NUMEL // block) * block
+def read_messages(messages: Tensor, values: Tensor, bits: int) -> None:
+    """Write what every message says into its row of `values`, rounded once to their dtype."""
+    numel = _check(messages, values, bits)
+    if runs_on_gpu(values):
+        from hf_zero.kernels.gpu.quantize import read_messages_on_gpu
+
+        read_messages_on_gpu(messages, values, bits)
+        return
+    codes, scales = split_message(messages, numel, bits)
+    for row in _rows(values):
+        for piece in _pieces(numel, values.device):
+            found = _decode(codes[row], scales[row], piece, bits)
+            values[row, piece.start : piece.stop].copy_(found.view(-1)[: piece.numel])
 
 
-def _check(numel: int, block: int, bits: int) -> None:
-    if bits not in LIMIT:
-        raise ValueError(f"quantisation to {bits} bits: only 8 and 4 exist")
-    if block < 2 or block % 2 or numel % block:
-        raise ValueError(f"{numel} elements in blocks of {block}: the block must be even and divide the length")
+def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) -> None:
+    """Add up messages about the same rows in the order of `parts`, in fp32, rounded once to the dtype of `values`.
+
+    Args:
+        parts: each (rows, message_bytes); or all of them in one tensor, (parts, rows, message_bytes).
+    """
+    numel = _check(parts[0], values, bits)
+    if runs_on_gpu(values):
+        from hf_zero.kernels.gpu.quantize import sum_messages_on_gpu
+
+        stacked = parts if isinstance(parts, Tensor) else torch.stack(list(parts))
+        sum_messages_on_gpu(stacked.contiguous(), values, bits)
+        return
+    opened = [split_message(part, numel, bits) for part in parts]
+    for row in _rows(values):
+        for piece in _pieces(numel, values.device):
+            total = None
+            for codes, scales in opened:
+                found = _decode(codes[row], scales[row], piece, bits)
+                total = found if total is None else total.add_(found)
+            assert total is not None, "at least one part"
+            values[row, piece.start : piece.stop].copy_(total.view(-1)[: piece.numel])
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a row that are worked on together: whole blocks, but for the last."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of_codes(self, bits: int) -> slice:
+        return slice(self.start * bits // 8, -(-self.stop * bits // 8))
+
+    @property
+    def of_scales(self) -> slice:
+        return slice(self.start // BLOCK, num_scales(self.stop))
+
+
+def _rows(values: Tensor) -> range:
+    """On the meta device nothing is computed, for however many ranks."""
+    return range(0 if values.is_meta else values.shape[0])
+
+
+def _pieces(numel: int, device: torch.device) -> Iterator[_Piece]:
+    step = chunk_numel(device) // BLOCK * BLOCK
+    for start in range(0, numel, step):
+        yield _Piece(start, min(start + step, numel))
+
+
+def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
+    """Quantise `blocks` (fp32, which are overwritten) into a row's codes and scales; returns what they say."""
+    low, high = torch.aminmax(blocks, dim=1)
+    largest = torch.maximum(high, low.neg_())
+    found = largest.div(LIMIT[bits]).bfloat16()
+    found.masked_fill_(found < _LEAST_SCALE, 0.0).masked_fill_(~torch.isfinite(largest), float("nan"))
+    scales[piece.of_scales] = found
+    steps = found.float()
+    blocks.div_(torch.where(steps > 0, steps, torch.inf).unsqueeze(1)).round_()
+    packed = blocks.to(torch.int8).view(-1)
+    target = codes[piece.of_codes(bits)]
+    target.copy_((packed.view(torch.uint8) if bits == 8 else _pack(packed))[: target.numel()])
+    return blocks.mul_(steps.unsqueeze(1))
+
+
+def _decode(codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
+    """What a row's codes and scales say of a piece: (blocks, BLOCK) in fp32, the last one padded."""
+    packed = codes[piece.of_codes(bits)]
+    found = packed.view(torch.int8) if bits == 8 else _unpack(packed)
+    return _padded(found.float()).view(-1, BLOCK).mul_(scales[piece.of_scales].float().unsqueeze(1))
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two 4-bit codes to a byte. Neighbours are shifted together as one 16-bit word: no stride, so it is vectorised."""
+    words = codes.add_(8).view(torch.int16)
+    return words.bitwise_or(words >> 4).to(torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    words = packed.to(torch.int16)
+    return (words << 4).bitwise_or_(words).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """1-D `values` with zeros up to whole blocks. (Of 4-bit codes the last may be padding already.)"""
+    missing = -values.numel() % BLOCK
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values
+
+
+def _check(messages: Tensor, values: Tensor, bits: int) -> int:
+    """Elements of a row."""
+    rows, numel = values.shape
+    expected = (rows, message_bytes(numel, bits))
+    if messages.dtype != torch.uint8 or tuple(messages.shape) != expected:
+        raise ValueError(
+            f"{rows} rows of {numel} elements in {bits} bits are messages of uint8 in the shape {expected}, not "
+            f"{messages.dtype} in {tuple(messages.shape)}"
+        )
+    return numel

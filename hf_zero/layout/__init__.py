@@ -15,4 +15,4 @@ from hf_zero.layout.buckets import (
     effective_bucket_numel,
     plan_layout,
 )
-from hf_zero.layout.units import MemberSpec, RowLayout, ShardSlot, lay_rows
+from hf_zero.layout.units import MemberSpec, RowLayout, ShardSlot, lay_rows, stay_gathered

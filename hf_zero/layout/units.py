@@ -104,3 +104,19 @@ def lay_rows(members: Sequence[MemberSpec], *, world: int, dtype: str, full_alig
         full_numel=full_offset,
         runs=tuple(runs),
     )
+
+
+def stay_gathered(numels: Sequence[int], always: Sequence[bool], *, largest: int, budget: int) -> list[bool]:
+    """Which parameters stay gathered: those that must (`always`), and the small ones as long as they are few.
+
+    Args:
+        numels: elements of each parameter, in registration order.
+        largest: elements of the largest small one (stage3_param_persistence_threshold).
+        budget: elements of all that stay (stage3_model_persistence_threshold).
+    """
+    found = []
+    for numel, must in zip(numels, always, strict=True):
+        stays = must or (numel <= largest and numel <= budget)
+        budget -= numel if stays else 0
+        found.append(stays)
+    return found

@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from hf_zero.comm import ParallelGroups, Pending
-from hf_zero.config import GatherPolicy
+from hf_zero.config import GatherPolicy, WirePolicy
 from hf_zero.offload.placement import Placements
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
@@ -45,15 +45,16 @@ class ShardedParameters(ParameterStore):
         policy: GatherPolicy,
         groups: ParallelGroups,
         placements: Placements,
+        wire: WirePolicy | None = None,
     ) -> None:
         """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
-        builder = UnitBuilder(module, trained, precision, groups, placements)
+        builder = UnitBuilder(module, trained, precision, groups, placements, wire)
         _retire_earlier_stores(builder.everything)
         mark_leaves(module, policy)
         gathered_modules = find_gathered_modules(module)
         self.units = builder.build(gathered_modules, builder.choose_persistent(policy))
         self._in_reduce_order = in_reduce_order(self.units)
-        layout, buckets = builder.lay_out([part for _, part in self._in_reduce_order])
+        layout, buckets = builder.lay_out(self._in_reduce_order)
         super().__init__(layout, trained.parameters, buckets, placements)
         self.negotiation = groups.gather.negotiation
         self.max_live_numel = policy.max_live_numel

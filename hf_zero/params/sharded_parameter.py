@@ -8,7 +8,7 @@ ndim and numel are true, and what is computed from it where the class is not ask
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NoReturn, Protocol
@@ -70,6 +70,7 @@ class ShardedParameter:
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: how many GatheredParameters contexts hold the parameter.
         owner: the store whose unit the parameter belongs to; None before initialize().
+        as_gathered: this rank's chunk as gathers bring it, where they do not bring it exactly.
     """
 
     def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, groups: ParallelGroups) -> None:
@@ -86,6 +87,7 @@ class ShardedParameter:
         self._version = 0  # of the parameter, when it was shown
         self.unshard_count = 0
         self.owner: Owner | None = None
+        self.as_gathered: Callable[[], Tensor] | None = None
         self._number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
@@ -131,7 +133,7 @@ class ShardedParameter:
         if not is_certain and self.parameter._version == self._version:
             return False
         self._version = self.parameter._version
-        self.write(self.unsharded)
+        self._take_over(self._written_chunk(self.unsharded))
         if self.owner is not None:
             self.owner.edits.note(self)
         return True
@@ -195,16 +197,35 @@ class ShardedParameter:
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
-        chunk = self.shard.numel()
-        mine = unsharded.detach().reshape(-1)[min(self.groups.shard.rank * chunk, self.numel) :][:chunk]
-        with self.opened(changes=True) as own:
-            own[: mine.numel()].copy_(mine)
-        if self.owner is not None:
-            self.owner.edits.write_master(self, mine)
+        self._take_over(self._own_part(unsharded))
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)
             if self.owner is not None:
                 self.owner.edits.rewritten(self)
+
+
+    def _own_part(self, unsharded: Tensor) -> Tensor:
+        """This rank's chunk of `unsharded`, without padding."""
+        chunk = self.shard.numel()
+        return unsharded.detach().reshape(-1)[min(self.groups.shard.rank * chunk, self.numel) :][:chunk]
+
+    @torch.no_grad()
+    def _written_chunk(self, unsharded: Tensor) -> Tensor:
+        """The same, exact where nothing was written."""
+        mine = self._own_part(unsharded)
+        if self.as_gathered is None:
+            return mine
+        before = self.as_gathered()[: mine.numel()]
+        with self.opened() as own:
+            written = mine.to(own.device)
+            return torch.where(written == before, own[: mine.numel()], written)
+
+    @torch.no_grad()
+    def _take_over(self, mine: Tensor) -> None:
+        with self.opened(changes=True) as own:
+            own[: mine.numel()].copy_(mine)
+        if self.owner is not None:
+            self.owner.edits.write_master(self, mine)
 
 
 def of(parameter: Tensor) -> ShardedParameter | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class TrainedBucket:
         placement: where what belongs to the bucket is kept.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
         device: where the bucket is reduced and gathered.
+        is_persistent: of parameters that stay gathered at stage 3: small ones, which are never quantised.
     """
 
     bucket: Bucket
@@ -35,6 +36,7 @@ class TrainedBucket:
     placement: Placement
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
+    is_persistent: bool = field(default=False, kw_only=True)
 
     @property
     def dtype(self) -> torch.dtype:

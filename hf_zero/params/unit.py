@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
+from hf_zero.comm.row_forms import PlainRows, StoredMessages, rounded
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
+from hf_zero.layout.units import ShardSlot
+from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
@@ -71,19 +74,25 @@ class UnitPart:
         store: Store,
         device: torch.device,
         on_device: Callable[[Vector], Vector] = lambda kept: kept,
+        form: PlainRows | None = None,
     ) -> None:
         """`members` stand in the order of `layout.slots`. Their chunks move into one vector of `store`, `kept`, and
-        come to where gathers start through `on_device`."""
+        come to where gathers start through `on_device`. `form`: what of them travels; None: all as it is."""
         self.layout = layout
         self.members = tuple(members)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.device = device
-        self.kept = store.adopt(f"weights of {members[0].name or 'a unit'} and following", self._joined())
+        self.form = form or PlainRows()
+        name, row = f"weights of {members[0].name or 'a unit'} and following", self._joined()
+        is_stored = type(self.form) is StoredMessages
+        self.kept = QuantizedVector.adopt(name, row, store) if is_stored else store.adopt(name, row)
         for slot, member in zip(layout.slots, members, strict=True):
             member.move(part_of(self.kept, slot.offset, slot.chunk), device)
+            member.as_gathered = None if self.form.is_exact else partial(self._as_gathered, slot)
         self._make_room()
-        self._row = on_device(self.kept)
+        self._row = on_device(self.kept.message if isinstance(self.kept, QuantizedVector) else self.kept)
         self._is_fetched = False
+        self._sent: Tensor | None = None  # what of this rank's row gathers bring, until it is put back
 
     def _make_room(self) -> None:
         """A storage for the whole parameters, empty so far."""
@@ -125,12 +134,15 @@ class UnitPart:
             self._row.fetch()
 
     def open_row(self) -> Tensor:
-        """This rank's row on the device that gathers, until `put_back`."""
+        """This rank's row on the device that gathers, as it travels, until `put_back`."""
         self.fetch()
-        return self._row.take()
+        if self._sent is None:
+            self._sent = self.form.sent(self._row.take())
+        return self._sent
 
     def put_back(self) -> None:
         """This rank's row is not needed any more."""
+        self._sent = None
         if self._is_fetched:
             self._is_fetched = False
             self._row.release(changed=False)
@@ -140,8 +152,11 @@ class UnitPart:
         storage = self._full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._num_bytes)
-        self._unpack(rows)
+        opened = self.form.opened(rows, self.layout, self._full, buffers.take)
+        self._unpack(opened)
         buffers.give(rows)
+        if opened is not rows:
+            buffers.give(opened)
         self.put_back()
         for member, view in zip(self.members, self._views, strict=True):
             member.unsharded = view
@@ -182,6 +197,11 @@ class UnitPart:
     def digest(self) -> Tensor:
         """0-dim, of everything gathered."""
         return digest(self._full)
+
+    def _as_gathered(self, slot: ShardSlot) -> Tensor:
+        """This rank's chunk of a member as a gather brings it."""
+        with self.kept.opened() as row:
+            return rounded(row).narrow(0, slot.offset, slot.chunk)
 
 
 class _Refill(Pending):

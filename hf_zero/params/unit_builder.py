@@ -10,15 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import ParallelGroups
-from hf_zero.config import GatherPolicy
+from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages
+from hf_zero.config import GatherPolicy, WirePolicy
 from hf_zero.device.registry import runtime_of
-from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, ParameterSpec, RowLayout, lay_rows
+from hf_zero.layout import (
+    ALIGN_NUMEL,
+    FlatLayout,
+    Interval,
+    MemberSpec,
+    ParameterSpec,
+    RowLayout,
+    lay_rows,
+    stay_gathered,
+)
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.sub_group import StoredSubGroup, sub_group
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
-from hf_zero.params.partitioning import shard_parameter
+from hf_zero.params.partitioning import shard_anew, shard_parameter
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import TrainedBucket
@@ -48,7 +58,13 @@ class UnitBuilder:
     """
 
     def __init__(
-        self, module: nn.Module, trained: Trained, precision: Precision, groups: ParallelGroups, placements: Placements
+        self,
+        module: nn.Module,
+        trained: Trained,
+        precision: Precision,
+        groups: ParallelGroups,
+        placements: Placements,
+        wire: WirePolicy | None = None,
     ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         inside = list(module.parameters())
@@ -59,6 +75,7 @@ class UnitBuilder:
         self._precision = precision
         self._groups = groups
         self._placements = placements
+        self._wire = wire if wire is not None and groups.shard.size > 1 else WirePolicy()  # alone, nothing travels
         self._device = placements.device
         self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
 
@@ -66,13 +83,14 @@ class UnitBuilder:
 
     def choose_persistent(self, policy: GatherPolicy) -> set[int]:
         """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
-        chosen, budget = set(), policy.model_persistence_numel
-        for parameter in self.everything:
-            outside = id(parameter) not in self._names
-            if outside or (parameter.numel() <= policy.persistence_numel and parameter.numel() <= budget):
-                budget -= parameter.numel()
-                chosen.add(id(parameter))
-        return chosen
+        outside = [id(parameter) not in self._names for parameter in self.everything]
+        stays = stay_gathered(
+            [parameter.numel() for parameter in self.everything],
+            outside,
+            largest=policy.persistence_numel,
+            budget=policy.model_persistence_numel,
+        )
+        return {id(parameter) for parameter, chosen in zip(self.everything, stays, strict=True) if chosen}
 
     def build(self, gathered_modules: Sequence[GatheredModule], persistent: Collection[int]) -> tuple[Unit, ...]:
         """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
@@ -82,7 +100,10 @@ class UnitBuilder:
         """
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
-            parts = self._build_parts([p for p in members if id(p) not in persistent], self._placements.parameters)
+            parts = [
+                *self._build_parts([p for p in members if id(p) not in persistent and not self._stores(p)]),
+                *self._build_parts([p for p in members if id(p) not in persistent and self._stores(p)]),
+            ]
             if parts:
                 units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
         on_device = MemoryStore(runtime_of(self._device).own)
@@ -91,15 +112,30 @@ class UnitBuilder:
             units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
         return tuple(units)
 
-    def _build_parts(self, parameters: Sequence[nn.Parameter], store: Store) -> list[UnitPart]:
-        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are."""
+    def _stores(self, parameter: nn.Parameter) -> bool:
+        """Whether it is kept as a message, which what is trained is not: so it is in a part of its own."""
+        return self._wire.stores_frozen and self._group_of(parameter) is None
+
+    def _form_of(self, parameters: Sequence[nn.Parameter]) -> PlainRows:
+        if self._stores(parameters[0]):
+            return StoredMessages()
+        return RoundedRows() if self._wire.rounds_weights else PlainRows()
+
+    def _build_parts(self, parameters: Sequence[nn.Parameter], persistent_in: Store | None = None) -> list[UnitPart]:
+        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are.
+
+        Args:
+            persistent_in: where rows of those are kept that stay gathered, which travel as they are.
+        """
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.is_floating_point() and parameter.numel():
                 by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
-        return [self._build_part(members, dtype, store) for dtype, members in by_dtype.items()]
+        return [self._build_part(members, dtype, persistent_in) for dtype, members in by_dtype.items()]
 
-    def _build_part(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, store: Store) -> UnitPart:
+    def _build_part(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, persistent_in: Store | None
+    ) -> UnitPart:
         specs = [
             MemberSpec(index, parameter.numel(), self._group_of(parameter))
             for index, parameter in enumerate(parameters)
@@ -113,7 +149,9 @@ class UnitBuilder:
             if handle.shard.dtype != dtype:
                 with handle.opened() as chunk:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
-        part = UnitPart(layout, handles, store, self._device, self._placements.on_device)
+        store = self._placements.parameters if persistent_in is None else persistent_in
+        form = self._form_of(parameters) if persistent_in is None else PlainRows()
+        part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form)
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":
@@ -141,24 +179,32 @@ class UnitBuilder:
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
             handle = shard_parameter(parameter, self._groups)
+        elif handle.groups.shard.ranks != self._groups.shard.ranks:
+            handle = shard_anew(handle, self._groups)  # made by a zero.Init that knew no groups
         StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle
 
     # Buckets
 
-    def lay_out(self, parts: Sequence[UnitPart]) -> tuple[FlatLayout, tuple[TrainedBucket, ...]]:
+    def lay_out(self, ordered: Sequence[tuple[Unit, UnitPart]]) -> tuple[FlatLayout, tuple[TrainedBucket, ...]]:
         """One bucket of the trained rows of each part, in this order."""
+        parts = [part for _, part in ordered]
         buckets = [part.layout.bucket(index, self._specs_of(part)) for index, part in enumerate(parts)]
         layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._groups.shard.size)
-        return layout, tuple(self._trained_bucket(layout, index, part) for index, part in enumerate(parts))
+        return layout, tuple(
+            self._trained_bucket(layout, index, part, is_persistent=unit.is_persistent)
+            for index, (unit, part) in enumerate(ordered)
+        )
 
     def _specs_of(self, part: UnitPart) -> dict[int, int]:
         """Member -> index of its spec."""
         members = zip(part.layout.slots, part.members, strict=True)
         return {slot.member: self._index_of.get(id(member.parameter), -1) for slot, member in members}
 
-    def _trained_bucket(self, layout: FlatLayout, index: int, part: UnitPart) -> TrainedBucket:
+    def _trained_bucket(
+        self, layout: FlatLayout, index: int, part: UnitPart, *, is_persistent: bool
+    ) -> TrainedBucket:
         bucket, numel = layout.buckets[index], part.layout.trained_numel
         rank = self._groups.shard.rank
         owned = Interval(rank * numel, (rank + 1) * numel)
@@ -170,6 +216,7 @@ class UnitBuilder:
             placement=placement,
             parameters=tuple(self._trained.parameters[slot.parameter] for slot in bucket.slots),
             device=self._device,
+            is_persistent=is_persistent,
         )
         for slot, member in zip(part.layout.slots, part.members, strict=True):
             if slot.offset < numel and trained.has_masters:

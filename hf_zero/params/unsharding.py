@@ -76,11 +76,13 @@ def unshard(handles: Sequence[ShardedParameter]) -> None:
     """Let `handles` show their values in tensors of their own until `reshard`; nests. Collective."""
     fresh = [handle for handle in handles if not handle.unshard_count]
     with torch.inference_mode(False), torch.no_grad():
-        missing = [handle for handle in fresh if handle.unsharded is None]
+        missing = [handle for handle in fresh if handle.unsharded is None or handle.as_gathered is not None]
+        for handle in missing:
+            handle.sync_master()
         for handle, unsharded in zip(missing, all_gather_values(missing), strict=True):
             handle.show(unsharded)
         for handle in fresh:
-            if handle.unsharded is not None:
+            if handle.unsharded is not None and handle.as_gathered is None:
                 handle.sync_master()
                 handle.show(handle.unsharded.clone())  # edits in here must be able to be dropped
     for handle in handles:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm import Collectives, ParallelGroups
+from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
@@ -71,6 +72,19 @@ class Plan:
             num_replicas=self.groups.replicate.size,
         )
 
+    @property
+    def quantized_reduction(self) -> QuantizedReduction | None:
+        """How gradients travel in fewer bits; None: they do not."""
+        wire = self.zero.wire
+        if self.zero.stage < 3 or wire.gradient_bits is None:
+            return None
+        feedback = wire.feedback
+        rule = None if feedback is None else FeedbackRule(feedback.beta, feedback.reset_after)
+        groups = self.groups
+        are_two = groups.host.size > 1 and groups.across_hosts.size > 1
+        hops = [groups.host, groups.across_hosts] if are_two else [groups.shard]
+        return QuantizedReduction(hops, wire.gradient_bits, rule)
+
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
     """Bring `module` to `device` and cast its floating parameters, except the `managed` ones (by id).
@@ -119,7 +133,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     groups = trainable_groups(optimizer.param_groups)
     trained = _trained(module, groups, plan.precision)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
-    refuse_unfit(optimizer, traits, plan.zero.stage if sharding.shards_optimizer else 0)
+    stage = plan.zero.stage if sharding.shards_optimizer else 0
+    refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
     _check_same_everywhere(trained.specs, world)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
@@ -130,13 +145,12 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     owned = trained_numel(trained.specs, sharding)
     placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
-        longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-        sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
-        estimate = estimate_memory(trained.specs, plan.zero, sharding, plan.device, sizes)
-        check_memory(estimate, plan.zero, plan.device, world)
+        _check_room(module, optimizer, trained, plan)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.groups, placements)
+        store = ShardedParameters(
+            module, trained, plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
+        )
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
@@ -157,8 +171,15 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    overlap, wants_local = plan.zero.overlap_reduction, lambda: updater.takes_local_gradients
-    reducer = GradientReducer(store, sharding, plan.groups, plan.precision, overlap=overlap, wants_local=wants_local)
+    reducer = GradientReducer(
+        store,
+        sharding,
+        plan.groups,
+        plan.precision,
+        overlap=plan.zero.overlap_reduction,
+        wants_local=lambda: updater.takes_local_gradients,
+        quantized=plan.quantized_reduction,
+    )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
@@ -168,10 +189,20 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     return Assembly(wrapped, step, reducer, store, placements, members)
 
 
+def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
+    """Raise DoesNotFit, on all ranks, where what is offloaded has no room."""
+    longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
+    sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
+    estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
+    check_memory(estimate, plan.zero, plan.device, plan.groups.world)
+
+
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
     placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False)
-    store = ShardedParameters(module, Trained((), ()), plan.precision, plan.zero.gather, plan.groups, placements)
+    store = ShardedParameters(
+        module, Trained((), ()), plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
+    )
     placements.check(plan.groups.world)
     return store
 

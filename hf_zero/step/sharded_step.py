@@ -131,7 +131,9 @@ class ShardedStep:
                 )
             finally:
                 self.clear()
+        before = self.factors.scaler.scale
         self.factors.scaler.update(outcome.skipped)
+        self._reducer.settle_errors(is_skipped=outcome.skipped, factor=self.factors.scaler.scale / before)
 
     def foresee_norm(self) -> None:
         """Let `grad_norm` be that of what `run` would apply now. Collective; does not wait for the device."""

@@ -151,11 +151,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
                 "overlap_comm": True,
             }
         },
-        [
-            "zero_optimization.zero_hpz_partition_size",
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_gradients",
-        ],
+        ["zero_optimization.zero_hpz_partition_size"],
     ),
 }
 

@@ -18,8 +18,17 @@ from hf_zero.kernels.adam import AdamRule, adam, adam_reference
 from hf_zero.kernels.frozen_adam import frozen_adam, frozen_adam_reference
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments, lamb_reference
 from hf_zero.kernels.lion import LionRule, lion, lion_reference
+from hf_zero.kernels.message import BLOCK, message_bytes
 from hf_zero.kernels.norm import sum_of_squares
-from hf_zero.kernels.quantize import LIMIT, dequantize, dequantize_reference, quantize, quantize_reference
+from hf_zero.kernels.quantize import (
+    Feedback,
+    dequantize_reference,
+    quantize_reference,
+    read_messages,
+    split_message,
+    sum_messages,
+    write_messages,
+)
 from hf_zero.kernels.sgd import SgdRule, sgd, sgd_reference
 from hf_zero.kernels.signs import pack_signs, pack_signs_reference, unpack_signs, unpack_signs_reference
 from hf_zero.kernels.vectors import Vectors
@@ -359,28 +368,67 @@ def check_elements_without_variance(form: Form) -> None:
     assert not bool((vectors.weight[20:] == before[20:] * (1 - 1e-2 * 0.1)).any())
 
 
-def check_quantize(numel: int, block: int, bits: int, dtype: torch.dtype, form: Form) -> None:
-    flat = randn(numel + 1, dtype, 8).to(form.device)[1:]
-    flat[:block] = 0.0
-    expected, expected_scales = quantize_reference(flat.cpu(), block, bits)
-    quantized, scales, out = _quantized(form, flat, block, bits)
-    assert torch.equal(quantized.cpu(), expected) and torch.equal(scales.cpu(), expected_scales)
-    assert torch.equal(out.cpu(), dequantize_reference(expected, expected_scales, block, bits))
-    half_step = (expected_scales / 2).repeat_interleave(block)
-    assert bool(((out.cpu() - flat.cpu().float()).abs() <= half_step * 1.0001).all())
-    flat[-1] = float("inf")
-    _, _, out = _quantized(form, flat, block, bits)
-    assert bool(out[-block:].isnan().all()) and bool(out[:-block].isfinite().all())
+def check_messages(rows: int, numel: int, bits: int, dtype: torch.dtype, form: Form) -> None:
+    """Written, read and added up: to the bit as the reference, within half a step of the values."""
+    values = randn(rows * numel + 8, dtype, 8).to(form.device)[8:].view(rows, numel)
+    values[0, :BLOCK] = 0.0
+    values[-1, -1] = 100.0  # of its block the others are nothing beside it
+    messages = torch.zeros(rows, message_bytes(numel, bits), dtype=torch.uint8, device=form.device)
+    _messages(form, "write_messages")(values, messages, bits, None)
+    found = torch.empty(rows, numel, device=form.device)
+    _messages(form, "read_messages")(messages, found, bits)
+    codes, scales = split_message(messages.cpu(), numel, bits)
+    for row in range(rows):
+        expected_codes, expected_scales = quantize_reference(values[row].cpu(), bits)
+        stored = codes[row].view(torch.int8)
+        if bits == 4:
+            pairs = torch.stack([(codes[row] & 15).to(torch.int8) - 8, (codes[row] >> 4).to(torch.int8) - 8], dim=1)
+            stored = pairs.view(-1)[:numel]
+        assert torch.equal(stored, expected_codes) and torch.equal(scales[row], expected_scales)
+        expected = dequantize_reference(expected_codes, expected_scales)
+        assert torch.equal(found[row].cpu(), expected)
+        half_step = (expected_scales.float() / 2).repeat_interleave(BLOCK)[:numel]
+        assert bool(((expected - values[row].cpu().float()).abs() <= half_step * 1.0001).all())
+    total = torch.empty(rows, numel, dtype=dtype, device=form.device)
+    _messages(form, "sum_messages")(torch.stack([messages] * 3), total, bits)
+    tolerance = TOLERANCE[dtype] if form.truncates else 0.0
+    torch.testing.assert_close(total, (found + found + found).to(dtype), rtol=tolerance, atol=0)
+    values[-1, -1] = float("inf")
+    _messages(form, "write_messages")(values, messages, bits, None)
+    _messages(form, "read_messages")(messages, found, bits)
+    last = (numel - 1) // BLOCK * BLOCK
+    assert bool(found[-1, last:].isnan().all()) and bool(found[:-1].isfinite().all())
+    assert bool(found[-1, :last].isfinite().all())
 
 
-def _quantized(form: Form, flat: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.empty(flat.numel() + 1, device=form.device)[1:]
-    if not form.interpreted:
-        quantized, scales = quantize(flat, block, bits)
-        dequantize(quantized, scales, out, bits)
-        return quantized, scales, out
-    quantized = torch.empty(flat.numel() * bits // 8, dtype=torch.int8)
-    scales = torch.empty(flat.numel() // block)
-    _gpu("quantize").quantize_on_gpu(flat, quantized, scales, bits, LIMIT[bits])
-    _gpu("quantize").dequantize_on_gpu(quantized, scales, out, bits)
-    return quantized, scales, out
+def check_feedback(rows: int, numel: int, bits: int, dtype: torch.dtype, form: Form) -> None:
+    """LoCo's formulas, line by line, over three messages; what is not finite leaves nothing behind."""
+    beta, errors = 0.8, torch.zeros(rows, message_bytes(numel, 8), dtype=torch.uint8, device=form.device)
+    messages = torch.empty(rows, message_bytes(numel, bits), dtype=torch.uint8, device=form.device)
+    kept = torch.zeros(rows, numel)
+    for step in range(3):
+        values = randn(rows * numel, dtype, 20 + step).to(form.device).view(rows, numel)
+        _messages(form, "write_messages")(values, messages, bits, Feedback(errors, beta))
+        sent, left = (torch.empty(rows, numel, device=form.device) for _ in range(2))
+        _messages(form, "read_messages")(messages, sent, bits)
+        _messages(form, "read_messages")(errors, left, 8)
+        for row in range(rows):
+            h = values[row].cpu().float() + kept[row]
+            expected = dequantize_reference(*quantize_reference(h, bits))
+            torch.testing.assert_close(sent[row].cpu(), expected, rtol=0, atol=0)
+            e = beta * kept[row] + (1 - beta) * (h - expected)
+            step_of_e = quantize_reference(e, 8)[1].float().repeat_interleave(BLOCK)[:numel]
+            # Once more or less rounded on the way, a value in the middle of two codes may go either way.
+            assert bool(((left[row].cpu() - e).abs() <= step_of_e * 0.51).all())
+        kept = left.cpu()
+    values[0, 0] = float("nan")
+    _messages(form, "write_messages")(values, messages, bits, Feedback(errors, beta))
+    _messages(form, "read_messages")(errors, left, 8)
+    assert bool(left.isfinite().all()) and not bool(left[0, :BLOCK].any())
+
+
+def _messages(form: Form, name: str) -> Any:
+    return getattr(_gpu("quantize"), f"{name}_on_gpu") if form.interpreted else _cpu_or_gpu[name]
+
+
+_cpu_or_gpu = {"write_messages": write_messages, "read_messages": read_messages, "sum_messages": sum_messages}

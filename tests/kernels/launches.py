@@ -26,10 +26,11 @@ from hf_zero.kernels.gpu.adam import adam_on_gpu
 from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 from hf_zero.kernels.gpu.lamb import lamb_apply_on_gpu, lamb_moments_on_gpu
 from hf_zero.kernels.gpu.norm import sum_of_squares_on_gpu
-from hf_zero.kernels.gpu.quantize import dequantize_on_gpu, quantize_on_gpu
+from hf_zero.kernels.gpu.quantize import read_messages_on_gpu, sum_messages_on_gpu, write_messages_on_gpu
 from hf_zero.kernels.gpu.signs import pack_signs_on_gpu, unpack_signs_on_gpu
 from hf_zero.kernels.lamb import LambRule
-from hf_zero.kernels.quantize import LIMIT
+from hf_zero.kernels.message import message_bytes
+from hf_zero.kernels.quantize import Feedback
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels.cases import UPDATES, Types
 from tests.support.compilation import Launch
@@ -98,11 +99,14 @@ def signs(dtype: torch.dtype, *, add: bool, aligned: bool = True) -> None:
     unpack_signs_on_gpu(packed, torch.tensor(0.5), _vector(NUMEL, dtype, aligned=aligned), add=add)
 
 
-def quantization(bits: int, dtype: torch.dtype, block: int, *, aligned: bool = True) -> None:
-    flat, scales = _vector(2 * block, dtype, aligned=aligned), torch.ones(2)
-    quantized = torch.zeros(2 * block * bits // 8, dtype=torch.int8)
-    quantize_on_gpu(flat, quantized, scales, bits, LIMIT[bits])
-    dequantize_on_gpu(quantized, scales, flat, bits)
+def messages(bits: int, dtype: torch.dtype, *, feedback: bool, aligned: bool = True) -> None:
+    """Two rows; the second begins anywhere, too, where vectors are not aligned."""
+    numel = NUMEL if aligned else NUMEL + ODD
+    values = _vector(2 * numel, dtype, aligned=aligned).view(2, numel)
+    sent, errors = (torch.zeros(2, message_bytes(numel, b), dtype=torch.uint8) for b in (bits, 8))
+    write_messages_on_gpu(values, sent, bits, Feedback(errors, 0.8) if feedback else None)
+    read_messages_on_gpu(sent, values, bits)
+    sum_messages_on_gpu(torch.stack([sent, sent]), values, bits)
 
 
 # fp32 training without any option, and bf16 training with all: every branch of the helpers is compiled.
@@ -130,8 +134,8 @@ QUICK = [
     Launch(partial(squares, BF16)),
     Launch(partial(signs, FP32, add=False)),
     Launch(partial(signs, FP32, add=True)),
-    Launch(partial(quantization, 8, BF16, 2048)),
-    Launch(partial(quantization, 4, BF16, 2048)),
+    Launch(partial(messages, 8, BF16, feedback=False)),
+    Launch(partial(messages, 4, BF16, feedback=True)),
     Launch(with_integers),
     Launch(with_seeds),
 ]
@@ -162,9 +166,8 @@ def _all() -> Iterator[Launch]:
     for dtype, aligned in product((FP32, BF16, FP16), (True, False)):
         yield Launch(partial(squares, dtype, aligned=aligned), aligned)
         yield from (Launch(partial(signs, dtype, add=add, aligned=aligned), aligned) for add in (False, True))
-        for bits, block in product((8, 4), (128, 2048, 130, 8192)):
-            is_even = aligned and block % 16 == 0
-            yield Launch(partial(quantization, bits, dtype, block, aligned=aligned), is_even)
+        for bits, feedback in product((8, 4), (False, True)):
+            yield Launch(partial(messages, bits, dtype, feedback=feedback, aligned=aligned), aligned)
 
 
 ALL = list(_all())

@@ -7,7 +7,8 @@ import torch
 
 from hf_zero.kernels import vectors as vectors_module
 from hf_zero.kernels.accumulate import add_into, sum_parts, sum_parts_reference
-from hf_zero.kernels.quantize import dequantize, quantize, quantized_sizes
+from hf_zero.kernels.message import message_bytes
+from hf_zero.kernels.quantize import new_messages, read_messages, write_messages
 from hf_zero.kernels.signs import pack_signs
 from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, chunks
 from tests.kernels import cases
@@ -122,20 +123,36 @@ def test_elements_without_variance() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (CPU_CHUNK_NUMEL + 4096, 2048)])
-def test_quantize(numel: int, block: int, bits: int) -> None:
+@pytest.mark.parametrize(("rows", "numel"), [(1, 8), (3, 1000), (2, 127), (1, CPU_CHUNK_NUMEL + 4096)])
+def test_messages(rows: int, numel: int, bits: int) -> None:
     for dtype in DTYPES:
-        cases.check_quantize(numel, block, bits, dtype, CPU)
+        cases.check_messages(rows, numel, bits, dtype, CPU)
+    cases.check_feedback(rows, numel, bits, torch.float32, CPU)
 
 
-def test_quantised_sizes_and_what_does_not_fit() -> None:
-    assert quantized_sizes(1024, 256, 8) == (1024, 4) and quantized_sizes(1024, 256, 4) == (512, 4)
+def test_tiny_and_large_values_in_messages() -> None:
+    """A scale below bf16's least normal number would be a number with few bits, and a code of 127 one that lies."""
+    values = torch.tensor([[1e-38, -3e-39] + [0.0] * 126 + [3e38] * 128])
+    for bits in (8, 4):
+        messages = new_messages(1, 256, bits, values.device)
+        write_messages(values, messages, bits)
+        found = torch.empty_like(values)
+        read_messages(messages, found, bits)
+        assert not bool(found[:, :128].any())
+        torch.testing.assert_close(found[:, 128:], values[:, 128:], rtol=4e-3, atol=0)
+
+
+def test_message_sizes_and_what_does_not_fit() -> None:
+    assert message_bytes(1024, 8) == 1024 + 16 and message_bytes(1024, 4) == 512 + 16
+    assert message_bytes(130, 8) == 144 + 16 and message_bytes(0, 8) == 0
     with pytest.raises(ValueError, match="only 8 and 4 exist"):
-        quantize(torch.ones(8), 8, 2)
-    with pytest.raises(ValueError, match="10 elements in blocks of 4: the block must be even and divide the length"):
-        quantize(torch.ones(10), 4, 8)
-    out = torch.empty(0)
-    dequantize(*quantize(torch.ones(0), 4, 8), out, 8)
-    assert out.numel() == 0
+        message_bytes(8, 2)
+    with pytest.raises(
+        ValueError, match=r"2 rows of 10 elements in 8 bits are messages of uint8 in the shape \(2, 32\)"
+    ):
+        read_messages(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 10), 8)
+
+
+def test_what_does_not_fit_in_signs() -> None:
     with pytest.raises(ValueError, match="10 signs need 2 bytes and a length that is a multiple of 8"):
         pack_signs(torch.ones(10), torch.zeros(10), torch.empty(1, dtype=torch.uint8))

@@ -66,7 +66,8 @@ def test_elements_without_variance() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("numel", "block"), [(4, 2), (1200, 100), (714, 34), (4096, 256)])
-def test_quantize(numel: int, block: int, bits: int) -> None:
+@pytest.mark.parametrize(("rows", "numel"), [(1, 8), (2, 1000), (2, 127), (1, 4096 + 256)])
+def test_messages(rows: int, numel: int, bits: int) -> None:
     for dtype in cases.DTYPES:
-        cases.check_quantize(numel, block, bits, dtype, FORM)
+        cases.check_messages(rows, numel, bits, dtype, FORM)
+    cases.check_feedback(rows, numel, bits, torch.float32, FORM)

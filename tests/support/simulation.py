@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api import entry
-from hf_zero.comm import Channel, Collectives, ParallelGroups, Pending, ledger
+from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
 from hf_zero.comm.process_group import Process
+from hf_zero.comm.rows import FlatRows
 from hf_zero.device.host_copy import HostCopy
 
 META = torch.device("meta")
@@ -49,6 +50,10 @@ class SimulatedCollectives(Collectives):
 
     def _all_to_all(self, received: Any, sent: Any) -> None:
         return None
+
+    def _exchange_rows(self, flat: Tensor, take: Any) -> Rows:
+        assert flat.is_meta and flat.numel() % self.size == 0
+        return FlatRows(None, flat, self.size, Pending())
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         return None
@@ -82,6 +87,7 @@ def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
     with ExitStack() as stack:
         for name, stand_in in {
             "this_process": lambda: Process(rank, world),
+            "hosts": lambda: Hosts.one(world),
             "parallel_groups": parallel_groups,
             "local_device": lambda: META,
         }.items():

@@ -73,6 +73,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
         whole_states=merged(_of_all(files, ds.WHOLE_STATES)),
         shard_states=bound_together(_of_all(files, ds.SHARD_STATES)),
+        gradient_errors=[file.ours.get(ds.GRADIENT_ERRORS, ()) for file in files],
     )
 
 

@@ -83,6 +83,7 @@ class OptimizerPart:
         steps: updates by parameter name, where not all have seen the same number.
         whole: by parameter name this rank's states of whole tensors; see `whole_states`.
         bound: this rank's states that fit its own shards only.
+        errors: what this rank's quantised gradients have left out; see `gradient_errors`.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -92,6 +93,7 @@ class OptimizerPart:
     steps: Mapping[str, int] = field(default_factory=dict)
     whole: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bound: Sequence[Mapping[str, Any]] = ()
+    errors: Sequence[Mapping[str, Any]] = ()
 
 
 def model_states(
@@ -251,6 +253,7 @@ def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str
 def ours(part: OptimizerPart) -> dict[str, Any]:
     """What only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys have no room for."""
     extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
+    extras[ds.GRADIENT_ERRORS] = list(part.errors)
     return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
 
 

@@ -52,6 +52,7 @@ class _Call(IntEnum):
     GATHER_ROWS = 3
     ALL_TO_ALL = 4
     AGREE = 5
+    EXCHANGE_ROWS = 6
 
 
 class HostCollectives(ExchangeCollectives):
@@ -136,6 +137,13 @@ class HostCollectives(ExchangeCollectives):
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         call, label = self._post_same(row, _Call.GATHER_ROWS)
         return SharedRows(self.rank, row, arrival=Arrival(self._link, lambda: self._claim(call, label)))
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        """What peers have for this rank is read where they have put it."""
+        call, label = self._post_same(flat, _Call.EXCHANGE_ROWS)
+        arrival = Arrival(self._link, lambda: self._claim(call, label), is_here=lambda: self._all_have_posted(call))
+        own = own_shard(flat, self.rank, self.size)
+        return SharedRows(self.rank, own, self.rank * num_bytes(own), arrival)
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         call, label = self._next_call(), self._new_label(_Call.ALL_TO_ALL, 0)

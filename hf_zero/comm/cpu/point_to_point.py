@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Pending, own_shard
+from hf_zero.comm.rows import FlatRows, Rows
 from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.accumulate import sum_parts
 
@@ -110,6 +111,15 @@ class ExchangeCollectives(NativeCollectives):
             if sent[peer].numel():
                 works.append(self._send(sent[peer], peer, tag))
         _Exchange(works).wait()
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        buffer, tag, works = take(flat.numel()), self._next_tag(), []
+        rows = buffer.narrow(0, 0, flat.numel())
+        own_shard(rows, self.rank, self.size).copy_(own_shard(flat, self.rank, self.size))
+        for peer in self._peers():
+            works.append(self._receive(own_shard(rows, peer, self.size), peer, tag))
+            works.append(self._send(own_shard(flat, peer, self.size), peer, tag))
+        return FlatRows(buffer, rows, self.size, _Exchange(works))
 
     def _peers(self) -> list[int]:
         # Starting behind the own rank spreads the load: no rank is everybody's first target.

@@ -27,12 +27,22 @@ def offsets(rows: Sequence[Tensor]) -> list[int]:
 class Arrival:
     """The blocks of one gather by peer, shared by the rows of its parts and given back with the last of them."""
 
-    def __init__(self, link: GroupLink, claim: Callable[[], Mapping[int, Block]], num_parts: int = 1) -> None:
-        """`claim` waits for the blocks."""
+    def __init__(
+        self,
+        link: GroupLink,
+        claim: Callable[[], Mapping[int, Block]],
+        num_parts: int = 1,
+        is_here: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`claim` waits for the blocks, `is_here` says whether they are there."""
         self._link = link
         self._claim = claim
         self._left = num_parts
+        self._is_here = is_here
         self._blocks: Mapping[int, Block] | None = None
+
+    def is_ready(self) -> bool:
+        return self._blocks is not None or self._is_here()
 
     def blocks(self) -> Mapping[int, Block]:
         if self._blocks is None:
@@ -57,6 +67,9 @@ class SharedRows(Rows):
         self._rank = rank
         self._row = row
         self._offset = offset
+
+    def is_ready(self) -> bool:
+        return self.arrival is not None and self.arrival.is_ready()
 
     def wait(self) -> None:
         self._granted().blocks()

@@ -32,6 +32,16 @@ from hf_zero.config.schema.fields import (
     unsupported,
 )
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.profiling import (
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    FlopsProfiler,
+    TensorBoard,
+    Timers,
+    Trace,
+    WandB,
+)
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
@@ -39,11 +49,9 @@ from hf_zero.config.schema.training import (
     Optimizer,
     Scheduler,
     TensorParallel,
-    Timers,
 )
 from hf_zero.config.schema.zero import Zero
 
-_OWN = "Trainer's and Accelerate's own reporting (report_to=..., log_with=...) covers this"
 _ONLY_DATA = "only data parallelism is supported"
 
 
@@ -56,8 +64,22 @@ def _lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def _as_shard_group(value: object) -> object:
+    if isinstance(value, str) and value.lower() == "host":
+        return "host"
+    try:
+        size = as_whole(value)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ValueError('must be a number of ranks, 1 or more, or "host"')
+    return size
+
+
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
+GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
+ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
 
 
@@ -103,6 +125,9 @@ class HfZero(Section):
         "flat shards for others. Adafactor has its means over whole matrices unless this says flat_shards.",
         stages=(1, 2, 3),
     )
+    quantized_gradient_bits: GradientBits = supported(
+        4, "zero_quantized_gradients: bits of an element on its way, 4 or 8.", unit="bits", stages=(3,)
+    )
     stochastic_rounding: Flag = supported(
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
@@ -115,7 +140,16 @@ class HfZero(Section):
     tiled_mlp: Flag = supported(
         False, "Compute dense MLPs over a few tokens at a time, and in backward once more (docs/long_sequences.md)."
     )
+    shard_group: ShardGroup | None = supported(
+        None,
+        'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
+        "the model's states (docs/hybrid_and_zeropp.md). Unset: over all ranks.",
+        why="nothing is sharded",
+        unit="ranks",
+        stages=(1, 2, 3),
+    )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
+    trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
     distillation: Distillation | None = detail(None, "A teacher's part in the loss.")
 
 
@@ -132,10 +166,12 @@ class Root(Section):
     )
 
     steps_per_print: Interval = supported(None, "A log line every so many updates; unset or infinity: never.")
-    wall_clock_breakdown: Flag = supported(False, "Time forward, backward and step.")
+    wall_clock_breakdown: Flag = supported(
+        False, "Where the time of every update went, and a table over ranks every steps_per_print (or 10) updates."
+    )
     log_level: Level | None = supported(None, "debug, info, warning, error or critical.")
-    memory_breakdown: Flag = unsupported(False, "Log memory around phases.", why="there is no memory log yet")
-    dump_state: Flag = unsupported(False, "Log the engine's attributes once.", why="there is no state dump yet")
+    memory_breakdown: Flag = supported(False, "Log memory before and after forward, backward and step.")
+    dump_state: Flag = supported(False, "Log the engine's attributes once.")
     disable_python_gc: Flag = unsupported(
         False, "Switch Python's collector off.", why="call gc.disable() in the script"
     )
@@ -190,12 +226,12 @@ class Root(Section):
     activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 
-    flops_profiler: Refused | None = unsupported(None, "Operation counts.", why="torch.profiler counts operations")
-    comms_logger: Refused | None = unsupported(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
-    tensorboard: Refused | None = unsupported(None, "Monitor.", why=_OWN)
-    csv_monitor: Refused | None = unsupported(None, "Monitor.", why=_OWN)
-    wandb: Refused | None = unsupported(None, "Monitor.", why=_OWN)
-    comet: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    flops_profiler: FlopsProfiler | None = detail(None, "Operation counts (docs/profiling.md).")
+    comms_logger: CommsLogger | None = detail(None, "Times of collectives (docs/profiling.md).")
+    tensorboard: TensorBoard | None = detail(None, "Monitor.")
+    csv_monitor: CsvMonitor | None = detail(None, "Monitor.")
+    wandb: WandB | None = detail(None, "Monitor.")
+    comet: Comet | None = detail(None, "Monitor.")
 
     autotuning: Refused | None = unsupported(None, "Configuration search.", why="there is no search")
     data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")

@@ -25,6 +25,7 @@ from hf_zero.config.schema.fields import (
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
+_SHARDED = (1, 2, 3)
 _PLUS_PLUS = "ZeRO++ is not supported"
 
 
@@ -79,6 +80,13 @@ class LeafModule(Section):
     classes: Names = detail([], "Class names.")
     names: Names = detail([], "Module names.")
     name_suffixes: Names = detail([], "Ends of module names.")
+
+
+class LocoParam(Section):
+    """Error feedback of quantised gradients."""
+
+    err_beta: Fraction = supported(0.8, "How much of the old average of errors stays; below 1.")
+    reset_T: Positive = supported(1024, "Errors are forgotten after so many reductions of a bucket.")
 
 
 class Zero(Section):
@@ -202,12 +210,29 @@ class Zero(Section):
     zero_hpz_partition_size: Count = unsupported(
         1, "Secondary shards inside groups of ranks.", why=_PLUS_PLUS, stages=_THREE, off=(0, 1)
     )
-    zero_quantized_weights: Flag = unsupported(False, "Gather int8 weights.", why=_PLUS_PLUS, stages=_THREE)
-    zero_quantized_nontrainable_weights: Flag = unsupported(
-        False, "Store frozen weights as int8.", why=_PLUS_PLUS, stages=_THREE
+    zero_quantized_weights: Flag = supported(
+        False, "qwZ: gathers around use bring weights rounded to int8; shards and masters stay exact.", stages=_THREE
     )
-    zero_quantized_gradients: Flag = unsupported(False, "Reduce int4 gradients.", why=_PLUS_PLUS, stages=_THREE)
-    zeropp_loco_param: Free | None = unsupported(None, "Error feedback of ZeRO++.", why=_PLUS_PLUS, switch="")
-    mics_shard_size: Whole = unsupported(-1, "Shard over groups of this many ranks.", why="MiCS is not supported")
-    mics_hierarchical_params_gather: Flag = unsupported(False, "Gather in two hops.", why="MiCS is not supported")
+    zero_quantized_nontrainable_weights: Flag = supported(
+        False, "Frozen weights are kept in int8, and gathered so.", stages=_THREE
+    )
+    zero_quantized_gradients: Flag = supported(
+        False,
+        "qgZ: gradients travel in int4 (hf_zero.quantized_gradient_bits), within a host and then across.",
+        stages=_THREE,
+    )
+    zeropp_loco_param: LocoParam | None = supported(
+        None, "LoCo: what quantised gradients leave out is added to later ones.", stages=_THREE
+    )
+    mics_shard_size: Whole = supported(
+        -1,
+        "MiCS: shard over groups of this many ranks, which hold copies of the model's states; -1: over all ranks. The "
+        "same as hf_zero.shard_group.",
+        why="nothing is sharded",
+        unit="ranks",
+        stages=_SHARDED,
+    )
+    mics_hierarchical_params_gather: Flag = ignored(
+        False, "MiCS: gather in two hops where a group spans hosts.", why="a gather is one hop", stages=_SHARDED
+    )
     zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")

@@ -1,12 +1,23 @@
-"""Block quantisation in Triton: see hf_zero.kernels.quantize. One program per block of values."""
+"""Block quantisation in Triton: see hf_zero.kernels.quantize. One program for 32 blocks of a row."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hf_zero.kernels.gpu.blocks import floats
+from hf_zero.kernels.message import BLOCK, LIMIT, code_bytes
+
+if TYPE_CHECKING:
+    # Its file calls these forms: at run time nothing here may need it.
+    from hf_zero.kernels.quantize import Feedback
+
+_BLOCKS = 32  # of a program: sixteen elements for each of its threads
+_WARPS = 8
 
 
 @triton.jit
@@ -16,69 +27,155 @@ def _round_to_even(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quantize(  # type: ignore[no-untyped-def]
-    flat, quantized, scales, block, limit, BITS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Reads flat; writes quantized: 3 bytes per element (of bf16, to 8 bits; 2.5 to 4), and a scale per block.
-
-    In pieces of 16 bytes but for quantized: where 16 elements of a thread are 4 bits each, they are 8 bytes.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, WIDTH)
-    mask = places < block
-    value = tl.load(flat + program * block + places, mask=mask, other=0.0).to(tl.float32)
-    bad = tl.sum(tl.where(value - value == 0.0, 0, 1), axis=0)
-    scale = tl.div_rn(tl.max(tl.abs(value), axis=0), limit)
-    step = tl.where((scale > 0) & (bad == 0), scale, 1.0)
-    integer = _round_to_even(tl.div_rn(tl.where(bad == 0, value, 0.0), step))
-    integer = tl.minimum(tl.maximum(integer, -limit), limit).to(tl.int32)
-    tl.store(scales + program, tl.where(bad == 0, scale, float("nan")))
-    if BITS == 8:
-        tl.store(quantized + program * block + places, integer.to(tl.int8), mask=mask)
-    else:
-        low, high = tl.split(tl.reshape(integer, [WIDTH // 2, 2]))
-        byte = (low & 15) | (high << 4)
-        pairs = tl.arange(0, WIDTH // 2)
-        tl.store(quantized + program * (block // 2) + pairs, byte.to(tl.int8), mask=pairs < block // 2)
+def _to_bf16(x):  # type: ignore[no-untyped-def]
+    """fp32 with the bits of the nearest bf16, ties to even, for x >= 0. (Triton's interpreter would cut off.)"""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _dequantize(  # type: ignore[no-untyped-def]
-    quantized, scales, out, block, BITS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Reads quantized; writes out: 3 bytes per element (to bf16, from 8 bits; 2.5 from 4), and a scale per block.
+def _quantized(value, limit):  # type: ignore[no-untyped-def]
+    """(codes in fp32, scale of every block, whether it is finite)."""
+    bad = tl.sum(tl.where(value - value == 0.0, 0, 1), axis=1)
+    value = tl.where((bad == 0)[:, None], value, 0.0)
+    scale = _to_bf16(tl.div_rn(tl.max(tl.abs(value), axis=1), limit))
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    step = tl.where(scale > 0, scale, 1.0)
+    code = _round_to_even(tl.div_rn(value, tl.broadcast_to(step[:, None], value.shape)))
+    return tl.where((scale > 0)[:, None], code, 0.0), scale, bad == 0
 
-    In pieces of 16 bytes but for quantized: where 16 elements of a thread are 4 bits each, they are 8 bytes.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, WIDTH)
-    mask = places < block
-    scale = tl.load(scales + program)
+
+@triton.jit
+def _tile(numel, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, blocks of this program, places of their elements)."""
+    blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    return (tl.program_id(1).to(tl.int64), blocks, blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def _store_scales(scales, offsets, scale, is_good, mask):  # type: ignore[no-untyped-def]
+    tl.store(scales + offsets, tl.where(is_good, scale, float("nan")).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _load_codes(codes, start, numel, blocks, places, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of a tile as integers; `start`: where the codes of the row begin."""
     if BITS == 8:
-        integer = tl.load(quantized + program * block + places, mask=mask, other=0).to(tl.int32)
+        byte = tl.load(codes + start + places, mask=places < numel, other=0).to(tl.int32)
+        return (byte << 24) >> 24
+    pairs = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    byte = tl.load(codes + start + pairs, mask=pairs * 2 < numel, other=0).to(tl.int32)
+    return tl.interleave(byte & 15, byte >> 4) - 8
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    values, codes, scales, error_codes, error_scales, numel, values_stride, codes_stride, errors_stride,
+    limit, beta, rest,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Reads values, error_codes, error_scales; writes codes, scales, error_codes, error_scales: 3.015625 bytes per
+    element (of bf16, to 8 bits without feedback; 2.515625 to 4).
+
+    In pieces of 16 bytes but for codes, scales, error_codes, error_scales: a thread has sixteen elements, which are 8
+    bytes in 4 bits, and of scales there is one for 128.
+    """
+    row, blocks, places = _tile(numel, BLOCK, BLOCKS)
+    mask, is_block = places < numel, blocks * BLOCK < numel
+    value = tl.load(values + row * values_stride + places, mask=mask, other=0.0).to(tl.float32)
+    if error_codes is not None:
+        at, scale_at = row * errors_stride + places, row * (errors_stride // 2) + blocks
+        byte = tl.load(error_codes + at, mask=mask, other=0).to(tl.int32)
+        old_scale = tl.load(error_scales + scale_at, mask=is_block, other=0.0).to(tl.float32)
+        old = ((byte << 24) >> 24).to(tl.float32) * old_scale[:, None]
+        value += old
+    code, scale, is_good = _quantized(value, limit)
+    if error_codes is not None:
+        left = beta * old + rest * (value - code * scale[:, None])
+        left_code, left_scale, is_left = _quantized(tl.where(is_good[:, None], left, 0.0), 127.0)
+        tl.store(error_codes + at, left_code.to(tl.int32).to(tl.uint8), mask=mask)
+        _store_scales(error_scales, scale_at, left_scale, is_left, is_block)
+    _store_scales(scales, row * (codes_stride // 2) + blocks, scale, is_good, is_block)
+    if BITS == 8:
+        tl.store(codes + row * codes_stride + places, code.to(tl.int32).to(tl.uint8), mask=mask)
     else:
-        pairs = tl.arange(0, WIDTH // 2)
-        byte = tl.load(quantized + program * (block // 2) + pairs, mask=pairs < block // 2, other=0).to(tl.int32)
-        # Shifting left and right again extends the sign of the low half.
-        integer = tl.interleave((byte << 28) >> 28, byte >> 4)
-    tl.store(out + program * block + places, (integer.to(tl.float32) * scale).to(out.dtype.element_ty), mask=mask)
+        low, high = tl.split(tl.reshape(code.to(tl.int32) + 8, [BLOCKS, BLOCK // 2, 2]))
+        pairs = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        byte = (low | (high << 4)).to(tl.uint8)
+        tl.store(codes + row * codes_stride + pairs, byte, mask=pairs * 2 < numel)
 
 
-def _shape(block: int) -> dict[str, int]:
-    """As wide as a block, with sixteen elements for each thread."""
-    width = triton.next_power_of_2(block)
-    return {"WIDTH": width, "num_warps": min(16, max(1, width // 512))}
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    codes, scales, values, numel, values_stride, codes_stride,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Reads codes, scales; writes values: 3.015625 bytes per element (to bf16, from 8 bits; 2.515625 from 4).
+
+    In pieces of 16 bytes but for codes, scales: a thread has sixteen elements, which are 8 bytes in 4 bits.
+    """
+    row, blocks, places = _tile(numel, BLOCK, BLOCKS)
+    code = _load_codes(codes, row * codes_stride, numel, blocks, places, BITS, BLOCK)
+    scale = tl.load(scales + row * (codes_stride // 2) + blocks, mask=blocks * BLOCK < numel, other=0.0)
+    value = code.to(tl.float32) * scale.to(tl.float32)[:, None]
+    tl.store(values + row * values_stride + places, value.to(values.dtype.element_ty), mask=places < numel)
 
 
-def quantize_on_gpu(flat: Tensor, quantized: Tensor, scales: Tensor, bits: int, limit: int) -> None:
-    """One launch, no waiting; `limit`: the largest integer."""
-    block = flat.numel() // max(1, scales.numel())
-    launch: Any = _quantize[(scales.numel(),)]
-    launch(flat, quantized, scales, block, float(limit), BITS=bits, **_shape(block))
+@triton.jit
+def _sum(  # type: ignore[no-untyped-def]
+    codes, scales, values, numel, num_parts, part_stride, values_stride, codes_stride,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Reads codes and scales of every part once, in a loop; writes values once."""
+    row, blocks, places = _tile(numel, BLOCK, BLOCKS)
+    total = tl.zeros([BLOCKS, BLOCK], tl.float32)
+    start = row * codes_stride
+    for _ in range(num_parts):
+        code = _load_codes(codes, start, numel, blocks, places, BITS, BLOCK)
+        scale = tl.load(scales + start // 2 + blocks, mask=blocks * BLOCK < numel, other=0.0)
+        total += code.to(tl.float32) * scale.to(tl.float32)[:, None]
+        start += part_stride
+    tl.store(values + row * values_stride + places, total.to(values.dtype.element_ty), mask=places < numel)
 
 
-def dequantize_on_gpu(quantized: Tensor, scales: Tensor, out: Tensor, bits: int) -> None:
+def _grid(values: Tensor) -> tuple[int, int]:
+    return triton.cdiv(values.shape[1], BLOCK * _BLOCKS), values.shape[0]
+
+
+def _scales(messages: Tensor, numel: int, bits: int) -> Tensor:
+    """Where the scales of the first message begin; the others' are as far apart as messages."""
+    return messages.view(-1)[code_bytes(numel, bits) :].view(torch.bfloat16)
+
+
+def write_messages_on_gpu(values: Tensor, messages: Tensor, bits: int, feedback: Feedback | None) -> None:
     """One launch, no waiting."""
-    block = out.numel() // max(1, scales.numel())
-    launch: Any = _dequantize[(scales.numel(),)]
-    launch(quantized, scales, out, block, BITS=bits, **_shape(block))
+    numel, errors = values.shape[1], None if feedback is None else feedback.errors
+    launch: Any = _write[_grid(values)]
+    launch(
+        values, messages, _scales(messages, numel, bits),
+        errors, None if errors is None else _scales(errors, numel, 8),
+        numel, values.stride(0), messages.stride(0), 0 if errors is None else errors.stride(0),
+        *floats(LIMIT[bits], 0 if feedback is None else feedback.beta, 1 if feedback is None else 1 - feedback.beta),
+        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def read_messages_on_gpu(messages: Tensor, values: Tensor, bits: int) -> None:
+    """One launch, no waiting."""
+    numel = values.shape[1]
+    launch: Any = _read[_grid(values)]
+    launch(
+        messages, _scales(messages, numel, bits), values, numel, values.stride(0), messages.stride(0),
+        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def sum_messages_on_gpu(stacked: Tensor, values: Tensor, bits: int) -> None:
+    """One launch, no waiting; `stacked`: (parts, rows, message_bytes)."""
+    numel = values.shape[1]
+    launch: Any = _sum[_grid(values)]
+    launch(
+        stacked, _scales(stacked, numel, bits), values, numel, stacked.shape[0], stacked.stride(0),
+        values.stride(0), stacked.stride(1),
+        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS,
+    )  # fmt: skip

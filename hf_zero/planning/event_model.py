@@ -5,6 +5,7 @@
     in            weights 2 | weights 3 | ...                          | updated weights
     out                                        gradients n | ...
     host                                                     update n | update n-1 | ...
+    disk      weights 3 | weights 4 | ...                     states n | states n-1 | ...
 
 Each lane does its pieces in the order in which they were asked for; a piece begins when its lane is free and what it
 needs is done. The rules are those of docs/architecture.md: parameters come one unit ahead of their use (two buffers),
@@ -15,12 +16,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LANES = ("compute", "collectives", "in", "out", "host")
+LANES = ("compute", "collectives", "in", "out", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU and its share of the host; bytes and FLOPs per second that are reached, not those of a data sheet."""
+    """One GPU and its share of the host; bytes and FLOPs per second that are reached, not those of a data sheet.
+
+    Attributes:
+        gpus: in all; on `hosts` hosts.
+    """
 
     name: str
     gpus: int
@@ -30,15 +35,23 @@ class Machine:
     host_link: float  # PCIe, one direction
     host_memory: float  # of the host's memory, this GPU's share
     capacity: float  # bytes of device memory
+    hosts: int = 1
+    network: float = 25e9  # to other hosts, one direction, this GPU's share
+    disk: float = 2e9  # of the host's drive, this GPU's share
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model of equal blocks."""
+    """A model of equal blocks.
+
+    Attributes:
+        flops: of one token's forward, where it is known better than as two for each parameter.
+    """
 
     name: str
     parameters: float
     units: int
+    flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,10 @@ class Setup:
     recomputes: bool = True  # forward again in backward
     clips: bool = True  # no update before the norm of all gradients is known
     trained: float = 1.0  # share of the parameters; the others are frozen
+    micro_batches: int = 1  # of a step; they share its tokens
+    disk_optimizer: bool = False  # what is away is on a drive
+    disk_parameters: bool = False
+    shard: int | None = None  # ranks that share the states, on one host; None: all
 
     @property
     def name(self) -> str:
@@ -138,55 +155,99 @@ class _Seconds:
     take: float
     host_update: float
     update: float
+    gather_updated: float
+    read: float
+    read_states: float
+    write_states: float
+
+
+STATE_BYTES = 12  # of a parameter: master and both moments
+
+
+def _exchange(machine: Machine, num_bytes: float, ranks: int) -> float:
+    """Seconds in which `ranks` ranks gather a tensor, or reduce it to parts: a ring is as fast as its slowest link."""
+    per_host = max(1, machine.gpus // machine.hosts)
+    link = machine.link if ranks <= per_host else min(machine.link, machine.network)
+    return num_bytes * (ranks - 1) / ranks / link
 
 
 def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     numel = shape.parameters / shape.units
-    owned = numel / machine.gpus if setup.stage else numel
+    ranks = min(setup.shard or machine.gpus, machine.gpus)
+    owned = numel / ranks if setup.stage else numel
     updated = owned * setup.trained
-    crossing = (machine.gpus - 1) / machine.gpus
-    once = 2 * numel * crossing / machine.link
-    forward = 2 * numel * setup.tokens / machine.flops
+    once = _exchange(machine, 2 * numel, ranks)
+    reduce = once * (2 if setup.stage == 0 else 1)
+    if ranks < machine.gpus:  # what the shards' ranks have summed is summed over the copies of each shard
+        copies = machine.gpus / ranks
+        reduce += 2 * 2 * owned * (copies - 1) / copies / min(machine.link, machine.network)
+    tokens = setup.tokens / setup.micro_batches
+    forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     moved = 2 * owned / machine.host_link
+    states = STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0
     return _Seconds(
         forward=forward,
         backward=forward * (1 + setup.trained + setup.recomputes),
-        gather=once if setup.stage in (1, 2, 3) else 0.0,
-        reduce=once * (2 if setup.stage == 0 else 1) * setup.trained,
+        gather=once if setup.stage == 3 else 0.0,
+        reduce=reduce * setup.trained,
         bring=moved if setup.offload_parameters else 0.0,
         take=moved * setup.trained if setup.offload_optimizer else 0.0,
         host_update=UPDATE_BYTES * updated / machine.host_memory if setup.offload_optimizer else 0.0,
         update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
+        gather_updated=once if setup.stage in (1, 2) else 0.0,
+        read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
+        read_states=states,
+        write_states=states,
     )
 
 
 def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     """One step in steady state: the weights of the step before are where forward expects them."""
     step, one, units = Step(), _seconds(machine, shape, setup), range(shape.units)
-    gathers = setup.stage == 3
     used: list[float] = []  # when each pass over a unit ends
 
     def pass_over(unit: int, what: str, seconds: float) -> float:
         # Two buffers: what comes for this use waits for the use before the last one.
         free = used[-2] if len(used) > 1 else 0.0
-        here = step.do("in", f"weights {unit}", one.bring, free)
-        whole = step.do("collectives", f"gather {unit}", one.gather if gathers else 0.0, free, here)
+        read = step.do("disk", f"weights {unit}", one.read, free)
+        here = step.do("in", f"weights {unit}", one.bring, free, read)
+        whole = step.do("collectives", f"gather {unit}", one.gather, free, here)
         used.append(step.do("compute", f"{what} {unit}", seconds, whole))
         return used[-1]
 
-    for unit in units:
-        pass_over(unit, "forward", one.forward)
     arrived: list[float] = []
-    for unit in reversed(units):
-        done = pass_over(unit, "backward", one.backward)
-        reduced = step.do("collectives", f"reduce {unit}", one.reduce, done)
-        arrived.append(step.do("out", f"gradients {unit}", one.take, reduced))
-    norm = arrived[-1] if setup.clips else 0.0
-    for unit, gradient in zip(reversed(units), arrived):
-        updated = step.do("host", f"update {unit}", one.host_update, gradient, norm)
+    for number in range(setup.micro_batches):
+        reduces = setup.stage >= 2 or number == setup.micro_batches - 1
+        for unit in units:
+            pass_over(unit, "forward", one.forward)
+        arrived = []
+        for unit in reversed(units):
+            done = pass_over(unit, "backward", one.backward)
+            reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
+            arrived.append(step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced))
+    _update(step, one, setup, list(zip(reversed(units), arrived)))
+    return step
+
+
+def _update(step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]]) -> None:
+    """One sub-group after the other, in the order in which gradients have arrived."""
+    norm = arrived[-1][1] if setup.clips else 0.0
+    reads = iter([unit for unit, _ in arrived])
+    ahead = _read_states(step, one, setup, next(reads))
+    for unit, gradient in arrived:
+        here, ahead = ahead, _read_states(step, one, setup, next(reads, None))
+        updated = step.do("host", f"update {unit}", one.host_update, gradient, norm, here)
         updated = step.do("compute", f"update {unit}", one.update, updated)
+        if setup.disk_optimizer:
+            step.do("disk", f"states {unit} back", one.write_states, updated)
         if setup.offload_optimizer and not setup.offload_parameters:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
         if setup.stage in (1, 2):
-            step.do("collectives", f"gather updated {unit}", one.gather, updated)
-    return step
+            step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
+
+
+def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> float:
+    """One sub-group ahead of the update."""
+    if unit is None or not setup.disk_optimizer:
+        return 0.0
+    return step.do("disk", f"states {unit}", one.read_states)

@@ -1,0 +1,317 @@
+"""What `plan` says beside what runs take: bytes of model states, peak memory, and which config is fastest.
+
+    python -m bench.planning --name predictions            # 12 runs on 2 ranks, some minutes; results in bench/results
+
+Every run trains a Llama on 2 gloo ranks of this machine for a few steps in a process of its own. Model states are read
+from the engine; the peak is that of memory which no file backs, with the rank's own shared blocks, over what was there
+after imports. Artificial limits of memory then stand for smaller machines: is what `plan` takes for each of them the
+fastest of the runs that keep to it?
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.surroundings import ROOT, keep, machine, rank_environments
+
+RANKS = 2
+STEPS, WARM_UP = 4, 2
+ALIKE = 1.05  # CPU seconds of runs on a machine that others use cannot tell more
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama and its samples."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    batch: int
+    length: int
+
+
+SIZES = {
+    "12m": Size(256, 688, 8, 8192, 2, 256),
+    "38m": Size(512, 1376, 8, 12288, 2, 192),
+    "110m": Size(768, 2048, 12, 16384, 1, 256),
+}
+# (stage, where the optimizer is kept, gradient checkpointing)
+WAYS = {"stage 0": (0, None, False), "stage 2": (2, None, False), "stage 3": (3, None, False)} | {
+    "stage 3, optimizer nvme": (3, "nvme", False)
+}
+OF_SIZE = {"12m": list(WAYS), "38m": list(WAYS), "110m": list(WAYS)}
+
+
+def config_of(size: Size, folder: str) -> Any:
+    """config.json of a size, as a file in `folder`."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=size.hidden // 64,
+        max_position_embeddings=size.length,
+        use_cache=False,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    return config
+
+
+def predictions(folder: str, size: Size, nvme: str | None) -> dict[str, Any]:
+    """`plan` for this size on ranks of a host that share its memory: candidate -> estimate."""
+    from hf_zero.planning.candidates import Training
+    from hf_zero.planning.choose import plan
+    from hf_zero.planning.machine import hardware
+    from hf_zero.planning.model import load_model
+
+    config_of(size, folder)
+    given = {"gpu": "cpu", "gpus_per_node": RANKS, "device_memory": "1T", "disk": "1T", "nvme_path": nvme}
+    training = Training(length=size.length, micro_batch=size.batch, nvme_path=nvme)
+    found = plan(load_model(folder), hardware(given), training)
+    return {each.candidate.name: each for each in found.estimates}
+
+
+# One rank of one run
+
+
+def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
+    """Train, and write down what it took."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import hf_zero
+    from bench.states import state_bytes
+    from hf_zero.comm import collectives_for
+    from hf_zero.device.host_heap import trim
+
+    torch.set_num_threads(1)
+    hf_zero.install()
+    from deepspeed import initialize
+
+    stage, optimizer, checkpointing = WAYS[way]
+    torch.manual_seed(0)
+    zero: dict[str, Any] = {"stage": stage}
+    if optimizer:
+        zero["offload_optimizer"] = {"device": optimizer, "nvme_path": nvme}
+    config = _ds_config(folder, size, stage, optimizer, nvme)
+    gc.collect()
+    before = anonymous_bytes()
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    engine, *_ = initialize(model=model, model_parameters=_groups(model), config=config)
+    samples = torch.randint(0, size.vocabulary, (WARM_UP + STEPS, size.batch, size.length))
+
+    def step(tokens: torch.Tensor) -> None:
+        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.step()
+
+    for tokens in samples[:WARM_UP]:
+        step(tokens)
+    gc.collect()
+    trim()
+    seconds = []
+    with Peak() as peak:
+        for tokens in samples[WARM_UP:]:
+            started = time.process_time()
+            step(tokens)
+            seconds.append(time.process_time() - started)
+    shared = sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())
+    found = {
+        "states": state_bytes(engine),
+        "peak": peak.most - before + shared,
+        "shared": shared,
+        "cpu_s": median(seconds),
+    }
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(found))
+    engine.destroy()
+
+
+def _ds_config(folder: str, size: Size, stage: int, optimizer: str | None, nvme: str) -> dict[str, Any]:
+    """The very ds.json that `plan` would give, with Trainer's values filled in."""
+    from hf_zero.planning.candidates import Candidate, Training, ds_config
+
+    training = Training(length=size.length, micro_batch=size.batch, nvme_path=nvme)
+    config = ds_config(Candidate(stage, optimizer), training)  # type: ignore[arg-type]
+    config |= {"train_batch_size": size.batch * RANKS, "train_micro_batch_size_per_gpu": size.batch}
+    config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    return config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    """As Trainer makes them: biases and norms are not decayed."""
+    parameters = list(model.parameters())
+    decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    return [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+class Peak:
+    """The most of it while a `with` lasts."""
+
+    def __enter__(self) -> Peak:
+        self.most = anonymous_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.most = max(self.most, anonymous_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+# All runs
+
+
+def measure(folder: str, name: str, way: str, nvme: str) -> list[dict[str, Any]]:
+    """One run; what every rank has found."""
+    out = f"{folder}/out-{name}-{way.replace(' ', '-')}"
+    words = [sys.executable, "-m", "bench.planning", "--worker", name, way, folder, out, nvme]
+    processes = []
+    for environment in rank_environments(RANKS):
+        # What is freed goes back to the system, so that what is resident is what is used.
+        environment = {**environment, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+        processes.append(subprocess.Popen(words, cwd=ROOT, env=environment))
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise RuntimeError(f"{name}, {way}: ranks ended with {codes}")
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(RANKS)]
+
+
+def compare(sizes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run by run: predicted and measured."""
+    for name in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            nvme = f"{folder}/drive"
+            Path(nvme).mkdir()
+            predicted = predictions(folder, SIZES[name], nvme)
+            for way in OF_SIZE[name]:
+                estimate, measured = predicted[way], measure(folder, name, way, nvme)
+                yield {
+                    "size": name,
+                    "way": way,
+                    "predicted": {
+                        "states": estimate.memory.states,
+                        "peak": estimate.memory.device_total,
+                        "device": dict(estimate.memory.device),
+                        "seconds": estimate.seconds,
+                    },
+                    "measured": {
+                        "states": max(sum(rank["states"].values()) for rank in measured),
+                        "by_kind": measured[0]["states"],
+                        "peak": max(rank["peak"] for rank in measured),
+                        "shared": max(rank["shared"] for rank in measured),
+                        "cpu_s": max(rank["cpu_s"] for rank in measured),
+                    },
+                }
+
+
+def choices(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """At each run's own predicted peak as the limit: what `plan` would take, and what was fastest within it."""
+    for run in runs:
+        limit = run["predicted"]["peak"]
+        same = [each for each in runs if each["size"] == run["size"]]
+        fits = [each for each in same if each["predicted"]["peak"] <= limit]
+        least = min(each["predicted"]["seconds"] for each in fits)
+        taken = next(each for each in fits if each["predicted"]["seconds"] <= least * 1.02)
+        fastest = min((each for each in same if each["measured"]["peak"] <= limit * 1.1), key=_cpu_s)
+        right = _cpu_s(taken) <= ALIKE * _cpu_s(fastest)
+        yield {"size": run["size"], "limit": limit, "taken": taken["way"], "fastest": fastest["way"], "right": right}
+
+
+def _cpu_s(run: dict[str, Any]) -> float:
+    return float(run["measured"]["cpu_s"])
+
+
+def table(runs: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> str:
+    """Both tables."""
+    lines = ["| size | way | states, MB | predicted | | peak, MB | predicted | | CPU s per step |"]
+    lines.append("|" + " --- |" * 9)
+    for run in runs:
+        measured, predicted = run["measured"], run["predicted"]
+        cells = [run["size"], run["way"]]
+        for kind in ("states", "peak"):
+            off = predicted[kind] / measured[kind] - 1
+            cells += [f"{measured[kind] / 1e6:.1f}", f"{predicted[kind] / 1e6:.1f}", f"{off:+.1%}"]
+        lines.append("| " + " | ".join([*cells, f"{measured['cpu_s']:.2f}"]) + " |")
+    lines += ["", "| size | limit, MB | taken | fastest | right |", "|" + " --- |" * 5]
+    for each in chosen:
+        right = "yes" if each["right"] else "no"
+        lines.append(f"| {each['size']} | {each['limit'] / 1e6:.0f} | {each['taken']} | {each['fastest']} | {right} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """All runs, or one rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", nargs=5, metavar=("SIZE", "WAY", "FOLDER", "OUT", "DRIVE"), help="one rank")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--name", help="keep the results under this name")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        name, way, folder, out, nvme = arguments.worker
+        work(folder, SIZES[name], way, out, nvme)
+        return
+    runs = []
+    for run in compare(arguments.sizes):
+        runs.append(run)
+        sys.stderr.write(table([run], []).splitlines()[2] + f" {run}\n")
+    chosen = list(choices(runs))
+    text = table(runs, chosen)
+    sys.stdout.write(text)
+    if arguments.name:
+        import torch
+        import transformers
+
+        import hf_zero
+
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        run = {
+            "date": datetime.datetime.now().isoformat(timespec="seconds"),
+            "command": "python -m bench.planning " + " ".join(sys.argv[1:]),
+            "versions": versions | {"hf_zero": hf_zero.__version__},
+            "machine": machine(),
+            "sizes": {name: asdict(replace(SIZES[name])) for name in arguments.sizes},
+            "runs": runs,
+            "choices": chosen,
+        }
+        keep(run, f"`{run['command']}`, {run['date'][:10]}\n\n{text}", arguments.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Reduce-scatters whose parts travel in 8 or 4 bits: ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209).
+
+    one hop     every rank quantises its gradients row by row and sends row r to rank r, which adds up what it gets
+    two hops    within a host: the rows of all hosts for rank l of a host go to its rank l, which adds them up and
+                quantises the sums; across hosts: row h of these goes to host h, among the ranks of equal place
+
+Every element is quantised once per hop, however many ranks there are, and added up in the order of ranks by the one
+rank that owns it: so all ranks go on with the same bits. Sums stay sums: whoever wants a mean divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.rows import Pending, Rows
+from hf_zero.kernels.message import message_bytes
+from hf_zero.kernels.quantize import Feedback, new_messages, split_message, sum_messages, write_messages
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackRule:
+    """LoCo: what messages leave out is added to later ones.
+
+    Attributes:
+        beta: how much of the old average of errors stays.
+        reset_after: errors are forgotten after so many reductions.
+    """
+
+    beta: float
+    reset_after: int
+
+
+class QuantizedReduction:
+    """How gradients of one engine travel.
+
+    Attributes:
+        size: ranks that gradients are summed over.
+    """
+
+    def __init__(self, hops: Sequence[Collectives], bits: int, feedback: FeedbackRule | None = None) -> None:
+        """
+        Args:
+            hops: all ranks; or the ranks of this host, which are consecutive ones, and then those of equal place on all
+                hosts.
+            bits: 8 or 4, of every element.
+        """
+        assert 1 <= len(hops) <= 2
+        self.hops = tuple(hops)
+        self.bits = bits
+        self.feedback = feedback
+        self.size = 1
+        for hop in hops:
+            self.size *= hop.size
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+
+    def wire(self, row_numel: int, device: torch.device) -> QuantizedWire:
+        """For a bucket of which every rank owns `row_numel` elements."""
+        return QuantizedWire(self, row_numel, device)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D buffer out of those that rotate: fresh ones would be paged in anew at every reduction."""
+        free = self._free.get((dtype, numel))
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+
+
+class QuantizedWire:
+    """Reduces one bucket, and owns what its messages have left out so far.
+
+    Attributes:
+        errors: of every hop, 8-bit messages (rows, bytes); empty without feedback. Zeros: nothing.
+        num_reduced: reductions since they were forgotten.
+    """
+
+    def __init__(self, reduction: QuantizedReduction, row_numel: int, device: torch.device) -> None:
+        self._reduction = reduction
+        self._numel = row_numel
+        self._device = device
+        self.num_reduced = 0
+        rows = [reduction.size, reduction.hops[-1].size][: len(reduction.hops)]
+        self.errors = tuple(
+            new_messages(count, row_numel, 8, device).zero_() for count in (rows if reduction.feedback else [])
+        )
+
+    def about(self, subject: int, backward: int, bucket: int) -> None:
+        self._reduction.hops[0].about(subject, backward, bucket)
+
+    def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of this rank's alone: what others get are messages."""
+        return self._reduction.take(numel, dtype, device)
+
+    def give_send_buffer(self, buffer: Tensor) -> None:
+        self._reduction.give(buffer)
+
+    def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        """Sum `flat` over all ranks and leave this rank's row in `shard`; both stay untouched until that is done."""
+        rule = self._reduction.feedback
+        if rule is not None and self.num_reduced >= rule.reset_after:
+            self.forget()
+        self.num_reduced += 1
+        return _QuantizedSum(self, shard, flat)
+
+    def forget(self) -> None:
+        """Nothing has been left out."""
+        self.num_reduced = 0
+        for errors in self.errors:
+            errors.zero_()
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are `factor` times as large from now on; a power of two changes scales exactly."""
+        for errors in self.errors:
+            split_message(errors, self._numel, 8)[1].mul_(factor)
+
+    def send(self, hop: int, rows: Tensor) -> tuple[Tensor, Rows]:
+        """Quantise `rows` (count, row_numel) and send them on their way of this hop: (what is sent, what arrives)."""
+        reduction, collectives = self._reduction, self._reduction.hops[hop]
+        size = message_bytes(self._numel, reduction.bits)
+        sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
+        messages = sent.view(-1, size)
+        # Of several rows for each rank of this hop, those for one rank are a stride of `world` apart.
+        each = rows.shape[0] // collectives.size
+        for peer in range(collectives.size if each > 1 else 1):
+            part = slice(peer * each, (peer + 1) * each) if each > 1 else slice(None)
+            write_messages(
+                rows[peer :: collectives.size] if each > 1 else rows,
+                messages[part],
+                reduction.bits,
+                self._feedback(hop, part),
+            )
+        return sent, collectives.exchange_rows(sent, self._take_messages)
+
+    def _take_messages(self, num_bytes: int) -> Tensor:
+        return self._reduction.take(num_bytes, torch.uint8, self._device)
+
+    def receive(self, rows: Rows, sums: Tensor) -> None:
+        """Add up what has arrived into `sums` (count, row_numel)."""
+        rows.wait()
+        size = message_bytes(self._numel, self._reduction.bits)
+        shape = (-1, sums.shape[0], size)
+        if rows.flat is not None:
+            sum_messages(rows.flat.view(shape), sums, self._reduction.bits)
+        else:
+            world = self._reduction.size // sums.shape[0]
+            sum_messages([rows.row(rank).view(shape[1:]) for rank in range(world)], sums, self._reduction.bits)
+        rows.give_back()
+        if rows.buffer is not None:
+            self._reduction.give(rows.buffer)
+
+    def _feedback(self, hop: int, part: slice) -> Feedback | None:
+        rule = self._reduction.feedback
+        return None if rule is None else Feedback(self.errors[hop][part], rule.beta)
+
+
+class _QuantizedSum(Pending):
+    """A reduction under way, in one hop or two."""
+
+    def __init__(self, wire: QuantizedWire, shard: Tensor, flat: Tensor) -> None:
+        self._wire = wire
+        self._shard = shard
+        reduction = wire._reduction
+        self._left = len(reduction.hops)
+        self.has_more_rounds = self._left > 1
+        self._sent, self._rows = wire.send(0, flat.view(reduction.size, -1))
+
+    def is_ready(self) -> bool:
+        return self._left == 1 and self._rows.is_ready()
+
+    def advance(self) -> None:
+        if not self.has_more_rounds:
+            return
+        self.has_more_rounds = False
+        reduction = self._wire._reduction
+        num_rows = reduction.hops[1].size
+        sums = reduction.take(num_rows * self._shard.numel(), torch.float32, self._shard.device)
+        self._receive(sums.view(num_rows, -1))
+        self._left = 1
+        self._sent, self._rows = self._wire.send(1, sums.view(num_rows, -1))
+        reduction.give(sums)
+
+    def wait(self) -> None:
+        self.advance()
+        if self._left:
+            self._left = 0
+            self._receive(self._shard.view(1, -1))
+
+    def _receive(self, sums: Tensor) -> None:
+        self._wire.receive(self._rows, sums)
+        self._wire._reduction.give(self._sent)
+

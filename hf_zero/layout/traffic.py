@@ -1,0 +1,189 @@
+"""What one rank sends per update, within its host and to others: formulas, without a model. Integers only, no torch.
+
+    gather, reduce-scatter, exchange     payload P over n ranks: each receives P * (n - 1) / n, 1/n from every other
+    all-reduce                           both, one after the other
+    a message instead of values          `hf_zero.kernels.message.message_bytes` of a rank's row
+
+    per update, k micro-batches                 forward     backward    gradients                       after the step
+    stage 0                                     -           -           all-reduce                      -
+    stages 1, 2                                 -           -           reduce-scatter (2: k times)     gather
+    stage 3                                     k gathers   k gathers   k reduce-scatters               persistent ones
+    + zero_hpz_partition_size p                 1 of all, k - 1 in p    k in p
+    + zero_quantized_weights                    in 8 bits   in 8 bits
+    + zero_quantized_gradients                                          k exchanges in a host, k across
+    shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
+
+Whoever plans (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
+(`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
+beside counted bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_zero.kernels.message import message_bytes
+
+WEIGHT_BITS = 8  # of a quantised gather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a model, in elements and bytes.
+
+    Attributes:
+        gathered: parameters that stage 3 gathers around their use; at other stages all trained ones.
+        trained: how many of them have gradients.
+        persistent: trained parameters besides that stay gathered at stage 3.
+        kept: of `gathered`, what stays from forward to backward, and is not gathered again.
+        weight_bytes: of an element that is gathered.
+        gradient_bytes: of an element that is reduced.
+    """
+
+    gathered: int
+    trained: int
+    persistent: int = 0
+    kept: int = 0
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """Which ranks exchange what.
+
+    Attributes:
+        per_host: ranks of a host, which are consecutive.
+        shard: ranks that share one copy of the state; None: all.
+        second_shard: ranks of hpZ's group; 1: there is none.
+        quantized_weights, gradient_bits: as in ds.json; None: gradients travel as they are.
+        accumulation: micro-batches of an update.
+    """
+
+    ranks: int
+    per_host: int
+    stage: int = 3
+    shard: int | None = None
+    second_shard: int = 1
+    quantized_weights: bool = False
+    gradient_bits: int | None = None
+    accumulation: int = 1
+
+    @property
+    def shard_ranks(self) -> int:
+        return self.shard or self.ranks
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.per_host)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Collectives of one kind in an update.
+
+    Attributes:
+        phase, operation: as the ledger books them.
+        group: ranks that take part.
+        payload: bytes of the whole buffers, as the ledger counts them.
+        within, across: bytes that a rank receives (and sends) from ranks of its host, and of others.
+    """
+
+    phase: str
+    operation: str
+    group: int
+    payload: int
+    within: int
+    across: int
+
+
+def traffic_of(sizes: Sizes, wiring: Wiring) -> list[Transfer]:
+    """Everything of any size that moves in one update."""
+    return [each for each in _transfers(sizes, wiring) if each.payload and each.group > 1]
+
+
+def across_bytes(transfers: list[Transfer]) -> int:
+    """What a rank receives from other hosts."""
+    return sum(each.across for each in transfers)
+
+
+def within_bytes(transfers: list[Transfer]) -> int:
+    """What a rank receives from its own host."""
+    return sum(each.within for each in transfers)
+
+
+def _transfers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+    if wiring.stage == 3:
+        yield from _gathers(sizes, wiring)
+        yield from _persistent(sizes, wiring)
+    reductions = wiring.accumulation if wiring.stage >= 2 else 1
+    gradients = sizes.trained * sizes.gradient_bytes
+    if wiring.stage == 0:
+        yield _collective("backward", "all_reduce", gradients, wiring.ranks, 1, wiring)
+        return
+    if wiring.stage == 3 and wiring.gradient_bits is not None:
+        yield from _quantized_reduction(sizes, wiring)
+    else:
+        shard = wiring.shard_ranks
+        yield _collective("backward", "reduce_scatter", gradients * reductions, shard, 1, wiring)
+    yield from _replicas(gradients, wiring)
+    if wiring.stage < 3:
+        weights = sizes.trained * sizes.weight_bytes
+        yield _collective("step", "all_gather", weights, wiring.shard_ranks, 1, wiring)
+
+
+def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+    again = sizes.gathered - sizes.kept
+    shard, second, k = wiring.shard_ranks, wiring.second_shard, wiring.accumulation
+    if second <= 1 or second >= shard:
+        yield _gather("forward", sizes, sizes.gathered, shard, k, wiring)
+        yield _gather("backward", sizes, again, shard, k, wiring)
+        return
+    yield _gather("forward", sizes, sizes.gathered, shard, 1, wiring)
+    yield _gather("forward", sizes, sizes.gathered, second, k - 1, wiring)
+    yield _gather("backward", sizes, again, second, k, wiring)
+
+
+def _gather(phase: str, sizes: Sizes, numel: int, group: int, times: int, wiring: Wiring) -> Transfer:
+    payload = numel * sizes.weight_bytes
+    if wiring.quantized_weights:
+        payload = message_bytes(-(-numel // group), WEIGHT_BITS) * group
+    return _collective(phase, "all_gather", payload * times, group, 1, wiring)
+
+
+def _persistent(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+    """They travel as they are."""
+    gradients = sizes.persistent * sizes.gradient_bytes
+    shard = wiring.shard_ranks
+    yield _collective("backward", "reduce_scatter", gradients * wiring.accumulation, shard, 1, wiring)
+    yield from _replicas(gradients, wiring)
+    yield _collective("step", "all_gather", sizes.persistent * sizes.weight_bytes, shard, 1, wiring)
+
+
+def _replicas(gradients: int, wiring: Wiring) -> Iterator[Transfer]:
+    """Shards are summed over the copies of the state, once per update."""
+    shard = wiring.shard_ranks
+    if shard < wiring.ranks:
+        yield _collective("step", "all_reduce", gradients // shard, wiring.ranks // shard, shard, wiring)
+
+
+def _quantized_reduction(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+    """In one hop where the shard group lies in one host, or has one rank on each; else in two."""
+    assert wiring.gradient_bits is not None
+    shard, local, k = wiring.shard_ranks, min(wiring.per_host, wiring.shard_ranks), wiring.accumulation
+    row = message_bytes(-(-sizes.trained // shard), wiring.gradient_bits)
+    if local in (1, shard):
+        yield _collective("backward", "all_to_all", row * shard * k, shard, 1, wiring)
+        return
+    hosts = shard // local
+    yield _collective("backward", "all_to_all", row * shard * k, local, 1, wiring)
+    yield _collective("backward", "all_to_all", row * hosts * k, hosts, local, wiring)
+
+
+def _collective(phase: str, operation: str, payload: int, group: int, stride: int, wiring: Wiring) -> Transfer:
+    """`group` ranks, `stride` apart; everyone receives an equal part of `payload` from every other."""
+    local = max(1, min(group, wiring.per_host // stride)) if stride < wiring.per_host else 1
+    rounds = 2 if operation == "all_reduce" else 1
+    within, across = payload * (local - 1) // group, payload * (group - local) // group
+    return Transfer(phase, operation, group, payload, within * rounds, across * rounds)

@@ -1,0 +1,100 @@
+"""A vector that is kept as an 8-bit message, and shows values: frozen weights under ZeRO++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zero.device.runtime import Memory
+from hf_zero.kernels.message import BLOCK
+from hf_zero.kernels.quantize import new_messages, read_messages, split_message, write_messages
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.store import Store
+from hf_zero.offload.vector import Vector
+
+BITS = 8
+
+
+class QuantizedVector(Vector):
+    """Values of `message`, which is what is kept. Whoever changes values changes the blocks they lie in, no others.
+
+    Attributes:
+        message: 1-D of uint8, wherever it is kept.
+    """
+
+    def __init__(self, message: Vector, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(numel, dtype)
+        self.message = message
+        self._values: Tensor | None = None  # while somebody has them
+        self._num_fetched = 0
+
+    @classmethod
+    def adopt(cls, name: str, values: Tensor, store: Store) -> QuantizedVector:
+        """`values` (1-D) as a message in `store`."""
+        message = new_messages(1, values.numel(), BITS, values.device)
+        write_messages(values.view(1, -1), message, BITS)
+        return cls(store.adopt(name, message.view(-1)), values.numel(), values.dtype)
+
+    @property
+    def memory(self) -> Memory:
+        return self.message.memory
+
+    @property
+    def is_whole(self) -> bool:
+        return self.message.is_whole
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self.message.failure
+
+    def fetch(self, *, reads: bool = True) -> None:
+        self._num_fetched += 1
+        self.message.fetch()  # a part that is written leaves the rest as it was
+
+    def take(self) -> Tensor:
+        if self._values is None:
+            self._values = self._read(self.message.take())
+        return self._values
+
+    def release(self, *, changed: bool) -> None:
+        if changed:
+            self._write(self.take())
+        self._num_fetched -= 1
+        if not self._num_fetched:
+            self._values = None
+        self.message.release(changed=changed)
+
+    def view(self) -> Tensor:
+        return self._read(self.message.view())
+
+    def join(self) -> None:
+        self.message.join()
+
+    @property
+    def leaves_late(self) -> bool:
+        return self.message.leaves_late
+
+    def flush(self) -> None:
+        self.message.flush()
+
+    def free(self) -> None:
+        self.message.free()
+
+    def _read(self, message: Tensor) -> Tensor:
+        values = torch.empty(self.numel, dtype=self.dtype, device=message.device)
+        read_messages(message.view(1, -1), values.view(1, -1), BITS)
+        return values
+
+    def _write(self, values: Tensor) -> None:
+        """Values that have been read and quantised again may be others, so what has not changed stays as it is."""
+        kept = self.message.take().view(1, -1)
+        fresh = torch.empty_like(kept)
+        write_messages(values.view(1, -1), fresh, BITS)
+        is_changed = values != self._read(kept)
+        missing = -self.numel % BLOCK
+        blocks = torch.nn.functional.pad(is_changed, (0, missing)).view(-1, BLOCK).any(dim=1)
+        (codes, scales), (new_codes, new_scales) = (split_message(each, self.numel, BITS) for each in (kept, fresh))
+        of_elements = blocks.repeat_interleave(BLOCK)[: self.numel]
+        codes.copy_(torch.where(of_elements, new_codes, codes))
+        scales.copy_(torch.where(blocks, new_scales, scales))
+        values.copy_(self._read(kept))

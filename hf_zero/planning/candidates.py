@@ -1,0 +1,144 @@
+"""What can be chosen: stages, offload, gradient checkpointing; in the order in which to try them, each as a ds.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_zero.config import Resolved, TrainingView, resolve
+from hf_zero.planning.model import PlannedModel
+
+Place = Literal["cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to train."""
+
+    stage: int
+    optimizer: Place | None = None
+    parameters: Place | None = None
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables and folders: `stage 3, optimizer cpu, checkpointing`."""
+        words = [f"stage {self.stage}"]
+        words += [f"optimizer {self.optimizer}"] if self.optimizer else []
+        words += [f"parameters {self.parameters}"] if self.parameters else []
+        return ", ".join(words + ["checkpointing"] * self.checkpointing)
+
+    @property
+    def short(self) -> str:
+        """For names of folders."""
+        words = [f"z{self.stage}"]
+        words += [f"opt-{self.optimizer}"] if self.optimizer else []
+        words += [f"param-{self.parameters}"] if self.parameters else []
+        return "_".join(words + ["ckpt"] * self.checkpointing)
+
+
+# The order of preference: Stage 0 > 1 > 2 > 2 with offload > 3 > 3 with offloads, then NVMe.
+PREFERRED = (
+    Candidate(0),
+    Candidate(1),
+    Candidate(2),
+    Candidate(1, optimizer="cpu"),
+    Candidate(2, optimizer="cpu"),
+    Candidate(3),
+    Candidate(3, parameters="cpu"),
+    Candidate(3, optimizer="cpu"),
+    Candidate(3, optimizer="cpu", parameters="cpu"),
+    Candidate(3, optimizer="nvme"),
+    Candidate(3, optimizer="nvme", parameters="cpu"),
+    Candidate(3, optimizer="nvme", parameters="nvme"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the user has decided.
+
+    Attributes:
+        length: tokens of a sample.
+        micro_batch: samples of a forward on one rank.
+        checkpointing: whether activations are computed again; None: whatever is better.
+        optimizer: as in ds.json.
+        nvme_path: None: no drive is used.
+    """
+
+    length: int = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    checkpointing: bool | None = None
+    optimizer: str = "AdamW"
+    nvme_path: str | None = None
+    clip: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank and step."""
+        return self.length * self.micro_batch * self.accumulation
+
+    def view(self) -> TrainingView:
+        """TrainingArguments that say the same."""
+        return TrainingView(
+            per_device_train_batch_size=self.micro_batch,
+            gradient_accumulation_steps=self.accumulation,
+            max_grad_norm=self.clip,
+            bf16=self.precision == "bf16",
+            fp16=self.precision == "fp16",
+        )
+
+    def flags(self, candidate: Candidate) -> str:
+        """The same as flags of a script that takes TrainingArguments."""
+        words = [f"--per_device_train_batch_size {self.micro_batch}"]
+        words += [f"--gradient_accumulation_steps {self.accumulation}"] if self.accumulation > 1 else []
+        words += [f"--{self.precision} true"] if self.precision != "fp32" else []
+        return " ".join(words + ["--gradient_checkpointing true"] * candidate.checkpointing)
+
+
+def candidates(training: Training, *, ranks: int, separate: bool) -> Iterator[Candidate]:
+    """Those that differ on such a machine, by preference; without checkpointing first."""
+    ways = (False, True) if training.checkpointing is None else (training.checkpointing,)
+    for each in PREFERRED:
+        if "nvme" in (each.optimizer, each.parameters) and training.nvme_path is None:
+            continue
+        if not separate and "cpu" in (each.optimizer, each.parameters):
+            continue  # host memory is where everything is
+        if ranks == 1 and each.stage in (1, 2) and each != Candidate(2, optimizer="cpu"):
+            continue  # nothing to share with: the same as stage 0
+        for checkpointing in ways:
+            yield Candidate(each.stage, each.optimizer, each.parameters, checkpointing)
+
+
+def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
+    """A ready ds.json; what TrainingArguments know too is "auto"."""
+    zero: dict[str, Any] = {"stage": candidate.stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    if candidate.stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    for key, place in (("offload_optimizer", candidate.optimizer), ("offload_param", candidate.parameters)):
+        if place is not None:
+            zero[key] = {"device": place, "pin_memory": True}
+            zero[key] |= {"nvme_path": training.nvme_path} if place == "nvme" else {}
+    config: dict[str, Any] = {"zero_optimization": zero}
+    if training.precision != "fp32":
+        config[training.precision] = {"enabled": "auto"}
+    if training.optimizer.lower() != "adamw":
+        config["optimizer"] = {"type": training.optimizer, "params": {"lr": "auto"}}
+    keys = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+    return config | dict.fromkeys(keys.split(), "auto")
+
+
+def resolved(config: dict[str, Any], training: Training, model: PlannedModel, ranks: int) -> Resolved:
+    """What an engine would make of it.
+
+    Raises:
+        ConfigError: when it is not a config that hf_zero takes.
+    """
+    return resolve(config, training.view(), model=model.view, world_size=ranks)

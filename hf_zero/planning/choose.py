@@ -1,0 +1,216 @@
+"""Every candidate with what it needs and how long its step takes; and the one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.config import ConfigError, OptimizerPolicy
+from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
+from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
+from hf_zero.planning.event_model import Setup, Shape, simulate
+from hf_zero.planning.machine import Hardware
+from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
+from hf_zero.planning.model import PlannedModel, trace
+from hf_zero.planning.trace import Trace
+from hf_zero.planning.traffic import Traffic, traffic
+
+ALIKE = 1.02  # times of steps that a model of a step cannot tell apart
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One candidate.
+
+    Attributes:
+        config: its ds.json.
+        seconds: of a step (an update).
+        bound: the lane that is busy longest.
+        lacks: what does not fit, in words; empty where it fits.
+    """
+
+    candidate: Candidate
+    config: dict[str, Any]
+    memory: RankMemory
+    traffic: Traffic
+    seconds: float
+    bound: str
+    flops: float
+    lacks: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    def tokens_per_s(self, training: Training, ranks: int) -> float:
+        """Of all ranks."""
+        return training.tokens * ranks / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All candidates, by preference, and the one to take (None: nothing fits)."""
+
+    model: PlannedModel
+    hardware: Hardware
+    training: Training
+    estimates: tuple[Estimate, ...]
+    chosen: Estimate | None
+    refused: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
+    """Estimate all candidates and choose.
+
+    Raises:
+        ConfigError: when no candidate is a config that hf_zero takes; with what is wrong with the first.
+    """
+    traces: dict[bool, Trace] = {}
+    size = _optimizer_size(training)
+    estimates: list[Estimate] = []
+    refused: dict[str, ConfigError] = {}
+    for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
+        if candidate.checkpointing not in traces:
+            traces[candidate.checkpointing] = trace(
+                model, micro_batch=training.micro_batch, length=training.length, checkpointing=candidate.checkpointing
+            )
+        try:
+            found = estimate(model, hardware, training, candidate, traces[candidate.checkpointing], size)
+        except ConfigError as error:
+            refused[candidate.name] = error
+        else:
+            estimates.append(found)
+    if not estimates and refused:
+        raise next(iter(refused.values()))
+    notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
+    reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
+    return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes))
+
+
+def choose(estimates: Sequence[Estimate]) -> Estimate | None:
+    """The fastest that fits; of those that are as fast as far as one can tell, the first by preference."""
+    fitting = [each for each in estimates if each.fits]
+    fastest = min((each.seconds for each in fitting), default=0.0)
+    return next((each for each in fitting if each.seconds <= fastest * ALIKE), None)
+
+
+def estimate(
+    model: PlannedModel,
+    hardware: Hardware,
+    training: Training,
+    candidate: Candidate,
+    traced: Trace,
+    size: OptimizerSize,
+) -> Estimate:
+    """One candidate.
+
+    Raises:
+        ConfigError: where its ds.json is refused.
+    """
+    config = ds_config(candidate, training)
+    answers = resolved(config, training, model, hardware.ranks)
+    setting = Setting(answers, size, hardware.ranks, hardware.separate)
+    memory = rank_memory(model, setting, traced)
+    seconds, bound = _step(model, hardware, training, candidate, traced, memory)
+    moved = traffic(
+        stage=candidate.stage,
+        trained_bytes=model.num_trained * model.dtype.itemsize,
+        whole_bytes=model.num_parameters * model.dtype.itemsize,
+        kept_share=min(1.0, answers.zero.gather.max_live_numel / model.num_parameters),
+        micro_batches=training.accumulation,
+        ranks=hardware.ranks,
+        hosts=hardware.hosts,
+    )
+    lacks = tuple(_lacks(memory, hardware))
+    return Estimate(candidate, config, memory, moved, seconds, bound, traced.flops * training.accumulation, lacks)
+
+
+def _step(
+    model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate, traced: Trace, memory: RankMemory
+) -> tuple[float, str]:
+    tokens = training.micro_batch * training.length
+    shape = Shape(model.name, model.num_parameters, max(1, model.layers), flops=traced.forward_flops / tokens)
+    setup = Setup(
+        stage=candidate.stage,
+        offload_optimizer=candidate.optimizer is not None and hardware.separate,
+        offload_parameters=candidate.parameters is not None and hardware.separate,
+        tokens=tokens * training.accumulation,
+        recomputes=candidate.checkpointing,
+        clips=training.clip > 0,
+        trained=model.num_trained / max(1, model.num_parameters),
+        micro_batches=training.accumulation,
+        disk_optimizer=candidate.optimizer == "nvme",
+        disk_parameters=candidate.parameters == "nvme",
+    )
+    step = simulate(hardware.machine(), shape, setup)
+    return step.seconds, step.bound
+
+
+def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:
+    per_host = hardware.per_host
+    if memory.device_total > hardware.limit:
+        largest = max(KINDS, key=lambda kind: memory.device.get(kind, 0))
+        yield (
+            f"{gigabytes(memory.device_total)} of device memory, of which {gigabytes(memory.device[largest])} "
+            f"{largest}; {gigabytes(hardware.limit)} can be used"
+        )
+    if memory.host_total * per_host > hardware.host_memory and hardware.separate:
+        yield (
+            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) of a host; there are "
+            f"{gigabytes(hardware.host_memory)}"
+        )
+    if memory.disk_total * per_host > hardware.disk:
+        yield f"{gigabytes(memory.disk_total * per_host)} on a host's drive; there are {gigabytes(hardware.disk)}"
+
+
+def gigabytes(size: float) -> str:
+    """1.2 GB, 35 MB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _optimizer_size(training: Training) -> OptimizerSize:
+    """Of the optimizer itself, made for one number."""
+    params = {"lr": 1e-3} if training.optimizer.lower() != "adafactor" else {}
+    policy = OptimizerPolicy(type=training.optimizer, params=params)
+    optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    return OptimizerSize(states_per_element(optimizer), stored_bytes_per_element(optimizer))
+
+
+def reasoning(found: Plan) -> list[str]:
+    """Why it is this one, step by step, in the order of preference."""
+    lines = []
+    for each in found.estimates:
+        if each is found.chosen:
+            lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}; taken")
+        elif each.fits:
+            lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}")
+        else:
+            lines.append(f"{each.candidate.name}: does not fit: {'; '.join(each.lacks)}")
+    if found.chosen is None:
+        lines.append(what_else(found))
+    return [*lines, *found.refused]
+
+
+def _speed(each: Estimate, found: Plan) -> str:
+    rate = each.tokens_per_s(found.training, found.hardware.ranks)
+    return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {each.bound}"
+
+
+def what_else(found: Plan) -> str:
+    """What would make something fit."""
+    least = min(found.estimates, key=lambda each: each.memory.device_total)
+    words = ["nothing fits"]
+    if found.training.micro_batch > 1:
+        words.append("take a micro-batch of 1 and accumulate")
+    if found.training.checkpointing is False:
+        words.append("allow gradient checkpointing")
+    if found.training.nvme_path is None:
+        words.append("name a drive with --nvme-path")
+    needed = gigabytes(least.memory.device_total)
+    words.append(f"more devices (the leanest, {least.candidate.name}, needs {needed} each)")
+    return "; ".join(words)

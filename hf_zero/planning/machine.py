@@ -1,0 +1,194 @@
+"""The machines that are planned for: found on this one, or given."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from hf_zero.config import ConfigError, Problem
+from hf_zero.device.kinds import found_accelerators
+from hf_zero.device.limits import disk_available
+from hf_zero.planning.event_model import Machine
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+CPU = "cpu"
+CONTEXT_BYTES = 1.5e9  # of a GPU: the driver's context, the buffers of NCCL, the libraries' workspaces
+FRAGMENTS = 0.04  # of a GPU's memory, which an allocator cannot give out in the sizes that are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Bytes and what is reached per second, of FLOPs in 16 bits and of bytes: about 0.6 and 0.9 of the data sheet."""
+
+    capacity: float
+    flops: float
+    memory: float
+    link: float  # to others in the host
+    host_link: float
+
+
+GPUS = {
+    "b200": Gpu(180e9, 1350e12, 7.2e12, 740e9, 55e9),
+    "h200": Gpu(141e9, 590e12, 4.3e12, 370e9, 55e9),
+    "h100": Gpu(80e9, 590e12, 3.0e12, 370e9, 55e9),
+    "a100": Gpu(80e9, 187e12, 1.8e12, 250e9, 25e9),
+    "a100-40": Gpu(40e9, 187e12, 1.4e12, 250e9, 25e9),
+    "l40s": Gpu(48e9, 217e12, 0.78e12, 22e9, 25e9),
+    "l4": Gpu(24e9, 73e12, 0.27e12, 22e9, 25e9),
+    "a10": Gpu(24e9, 75e12, 0.54e12, 22e9, 25e9),
+    "4090": Gpu(24e9, 124e12, 0.9e12, 20e9, 25e9),
+    "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9),
+    "v100": Gpu(32e9, 75e12, 0.81e12, 120e9, 12e9),
+    "t4": Gpu(16e9, 32e12, 0.29e12, 10e9, 12e9),
+    "mi300x": Gpu(192e9, 650e12, 4.8e12, 300e9, 55e9),
+}
+_UNKNOWN = Gpu(24e9, 100e12, 0.9e12, 20e9, 25e9)
+# One core of a server with bf16 in its vector unit (bench/results); ranks meet in the memory of the host.
+_CORE = Gpu(0.0, 64e9, 20e9, 2e9, 10e9)
+_HOST_MEMORY_PER_S = 430e9  # of a server of two sockets, DDR5, at 0.7 of the sheet
+_NETWORK = 40e9  # to other hosts, per GPU: one port of 400 Gbit/s
+_DISK = 12e9  # of a host: two good NVMe drives
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Equal hosts with equal devices.
+
+    Attributes:
+        device_memory: bytes of one device; of a CPU rank its share of the host's memory.
+        host_memory: bytes of one host that training may have.
+        disk: bytes of one host's drive; 0: there is none.
+        network, host_memory_per_s, disk_per_s: bytes per second of one device (the first) and one host.
+        separate: devices have memory of their own.
+        notes: what was found, and what was assumed.
+    """
+
+    name: str
+    hosts: int
+    per_host: int
+    gpu: Gpu
+    device_memory: float
+    host_memory: float
+    disk: float = 0.0
+    network: float = _NETWORK
+    host_memory_per_s: float = _HOST_MEMORY_PER_S
+    disk_per_s: float = _DISK
+    separate: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that a plan may use."""
+        return self.device_memory * (1 - FRAGMENTS) - CONTEXT_BYTES if self.separate else self.device_memory
+
+    def machine(self) -> Machine:
+        """As the event model sees one device."""
+        return Machine(
+            self.name,
+            self.ranks,
+            self.gpu.flops,
+            self.gpu.memory,
+            self.gpu.link,
+            self.gpu.host_link,
+            self.host_memory_per_s / self.per_host if self.separate else self.gpu.memory,
+            self.device_memory,
+            hosts=self.hosts,
+            network=self.network,
+            disk=self.disk_per_s / self.per_host,
+        )
+
+
+def parse_bytes(text: str, key: str = "") -> float:
+    """80G, 1.5T, 24GiB, 5e10.
+
+    Raises:
+        ConfigError: naming `key`.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found:
+        return float(found[1]) * (1024.0 if found[3] else 1000.0) ** _POWERS[found[2].lower()]
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(Problem(key, text, "must be a number of bytes", "write 80G, 1.5T or 24GiB")) from None
+
+
+def hardware(given: Mapping[str, object]) -> Hardware:
+    """What the options of `plan` say, and of the rest what this machine has.
+
+    Args:
+        given: `gpu`, `gpus_per_node`, `nodes`, `device_memory`, `host_memory`, `disk`, `link`, `network`, `nvme_path`;
+            None where nothing is said.
+
+    Raises:
+        ConfigError: for a GPU that is not known and has no memory given.
+    """
+    found, notes = found_accelerators(), []
+    name = str(given.get("gpu") or (found[0].name if found else CPU)).lower()
+    per_host = _count(given, "gpus_per_node") or len(found) or 1
+    hosts = _count(given, "nodes") or 1
+    host_memory = _bytes(given, "host_memory")
+    if host_memory is None:
+        host_memory = float(psutil.virtual_memory().total)
+        notes.append(f"host memory of this machine: {host_memory / 1e9:.0f} GB")
+    separate = name != CPU
+    gpu = _CORE if not separate else _gpu(name, given)
+    memory = _bytes(given, "device_memory")
+    if memory is None:
+        memory = gpu.capacity if given.get("gpu") or not found else float(found[0].num_bytes)
+        memory = memory if separate else host_memory / per_host
+    gpu = replace(gpu, link=_bytes(given, "link") or gpu.link)
+    return Hardware(
+        name=f"{hosts} x {per_host} {name}",
+        hosts=hosts,
+        per_host=per_host,
+        gpu=gpu,
+        device_memory=memory,
+        host_memory=host_memory,
+        disk=_disk(given),
+        network=_bytes(given, "network") or _NETWORK,
+        separate=separate,
+        notes=tuple(notes),
+    )
+
+
+def _gpu(name: str, given: Mapping[str, object]) -> Gpu:
+    known = sorted((key for key in GPUS if key in name.replace(" ", "-")), key=len)
+    if known:
+        return GPUS[known[-1]]
+    if given.get("gpu") and given.get("device_memory") is None:
+        rule = "is none of the GPUs whose speed and memory are known"
+        raise ConfigError(Problem("--gpu", name, rule, f"give --device-memory too, or one of {', '.join(GPUS)}, cpu"))
+    return _UNKNOWN
+
+
+def _disk(given: Mapping[str, object]) -> float:
+    size, path = _bytes(given, "disk"), given.get("nvme_path")
+    if size is None and path is not None and Path(str(path)).is_dir() and os.access(str(path), os.W_OK):
+        return float(disk_available(str(path)))
+    return size or 0.0
+
+
+def _count(given: Mapping[str, object], key: str) -> int | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    number = int(str(value))
+    if number < 1:
+        raise ConfigError(Problem(f"--{key.replace('_', '-')}", number, "must be at least 1", "give another number"))
+    return number
+
+
+def _bytes(given: Mapping[str, object], key: str) -> float | None:
+    value = given.get(key)
+    return None if value is None else parse_bytes(str(value), f"--{key.replace('_', '-')}")

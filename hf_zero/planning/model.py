@@ -1,0 +1,241 @@
+"""The model that is planned for, on the meta device: shapes and dtypes, no weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hf_zero.config import ConfigError, ModelView, Problem
+from hf_zero.explain.views import config_file
+from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
+from hf_zero.planning.repeat import FEW, NotAlike, stretch
+from hf_zero.planning.trace import Segment, Trace, trace_step
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", re.IGNORECASE)
+_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_VOCABULARY = 32_000
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model without weights.
+
+    Attributes:
+        module: on the meta device, in the dtype that is trained in, LoRA included.
+        config: of transformers.
+        gathered_modules: what stage 3 gathers parameters around.
+        lora_rank: 0 where all parameters are trained.
+        notes: what was assumed.
+    """
+
+    name: str
+    module: nn.Module
+    config: Any
+    dtype: torch.dtype
+    gathered_modules: tuple[GatheredModule, ...]
+    lora_rank: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+
+    @property
+    def view(self) -> ModelView:
+        """As the resolver sees it."""
+        shapes = tuple(tuple(parameter.shape) for parameter in self.module.parameters())
+        return ModelView(config=self.config.to_dict(), shapes=shapes)
+
+    @property
+    def layers(self) -> int:
+        return int(getattr(_text(self.config), "num_hidden_layers", 0) or 1)
+
+    @property
+    def hidden(self) -> int:
+        return int(getattr(_text(self.config), "hidden_size", 0) or 1)
+
+
+def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> PlannedModel:
+    """From a folder, a config.json, a hub name (its config.json from the cache if it is there), or a number of
+    parameters (`7e9`, `70b`), which stands for a Llama of about as many.
+
+    Raises:
+        ConfigError: for a source that is none of these, or a model that cannot be built from its config.
+    """
+    count = parameter_count(source)
+    config, notes = (_llama_of(count), [_as_llama(source)]) if count else (_config_of(source), [])
+    try:
+        module = _build(config, _DTYPES[precision], lora_rank)
+    except ImportError as error:
+        raise ConfigError(Problem("--lora-rank", lora_rank, str(error), "pip install peft")) from None
+    except (ValueError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        rule = f"its class cannot be built from this configuration: {error}"
+        raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
+    gathered = tuple(find_gathered_modules(module))
+    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes))
+
+
+def parameter_count(text: str) -> float | None:
+    """7e9, 7b, 350M, 7000000000; None for anything else."""
+    found = _COUNT.fullmatch(text.strip())
+    return float(found[1]) * _FACTORS[found[2].lower()] if found else None
+
+
+def trace(model: PlannedModel, *, micro_batch: int, length: int, checkpointing: bool) -> Trace:
+    """One micro-batch through the model: a few layers of it where all are alike, else all; a formula where a model
+    needs values to know its shapes."""
+    layers = getattr(_text(model.config), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > FEW + 2:
+        try:
+            small = _with_layers(model, FEW)
+            prefix = _layer_prefix(small)
+            return stretch(_traced(small, micro_batch, length, checkpointing), layers, prefix)
+        except Exception:  # noqa: BLE001, S110  # a model of another build: all of it is traced then
+            pass
+    try:
+        return _traced(_fresh(model), micro_batch, length, checkpointing)
+    except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that have no values
+        reason = str(error).split("\n")[0]
+        return _by_formula(model, micro_batch * length, checkpointing, reason)
+
+
+def _traced(model: nn.Module, micro_batch: int, length: int, checkpointing: bool) -> Trace:
+    if checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
+                model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
+    tokens = torch.zeros(micro_batch, length, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    config: Any = model.config
+    if "use_cache" in config.to_dict():
+        inputs["use_cache"] = False
+    gathered = {each.name: each.module for each in find_gathered_modules(model)}
+    return trace_step(model, inputs, gathered)
+
+
+def _trains_embeddings(model: nn.Module) -> bool:
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    return any(parameter.requires_grad for parameter in embeddings.parameters())
+
+
+def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: str) -> Trace:
+    """34 bytes per token, layer and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198, without the scores that
+    fused attention does not keep), 2 with checkpointing and one layer's; logits in 16 bits, in fp32, and their
+    gradient."""
+    hidden, layers = model.hidden, model.layers
+    vocabulary = int(getattr(_text(model.config), "vocab_size", 0) or 0)
+    layer = 34 * tokens * hidden
+    saved = (2 * tokens * hidden * layers + layer) if checkpointing else layer * layers
+    saved += 10 * tokens * vocabulary
+    forward = 2.0 * model.num_parameters * tokens
+    backward = forward * (1 + model.num_trained / max(1, model.num_parameters) + checkpointing)
+    segments = (Segment("begin", "", saved, forward), Segment("loss", "", saved, backward))
+    return Trace(segments, f"activations by a formula: the model cannot run without values ({reason[:120]})")
+
+
+# Building
+
+
+def _build(config: Any, dtype: torch.dtype, lora_rank: int) -> nn.Module:
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else None
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+        model.to(dtype)
+        model.train()
+        return _with_lora(model, lora_rank) if lora_rank else model
+
+
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    for parameter in adapted.parameters():
+        if parameter.dtype.is_floating_point and parameter.requires_grad:
+            parameter.data = parameter.data.to(next(model.parameters()).dtype)
+    return adapted
+
+
+def _fresh(model: PlannedModel) -> nn.Module:
+    """One whose checkpointing is switched as wanted, whatever another trace has done."""
+    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank)
+
+
+def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
+    config = copy.deepcopy(model.config)
+    text = _text(config)
+    text.num_hidden_layers = layers
+    kinds = getattr(text, "layer_types", None)
+    if kinds and len(set(kinds)) > 1:
+        raise NotAlike("layers of several kinds")
+    if kinds:
+        text.layer_types = list(kinds[:layers])
+    return _build(config, model.dtype, model.lora_rank)
+
+
+def _layer_prefix(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == FEW:
+            return f"{name}."
+    raise NotAlike("no list of layers")
+
+
+def _text(config: Any) -> Any:
+    getter = getattr(config, "get_text_config", None)
+    return getter() if getter is not None else config
+
+
+def _config_of(source: str) -> Any:
+    path = config_file(source)
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).split("\n")[0]
+        rule = f"its configuration cannot be used: {reason}"
+        raise ConfigError(Problem("--model", source, rule, "give a config.json of transformers")) from None
+
+
+def _llama_of(count: float) -> Any:
+    """Hidden units and layers grow together, 128 to 1, as in published models of this kind; the width of the MLP makes
+    up for the rest."""
+    if not 1e5 <= count <= 1e14:
+        rule = "a number of parameters lies between 1e5 and 1e14"
+        raise ConfigError(Problem("--model", count, rule, "give another number, or a model")) from None
+    per_head = 128 if count >= 1e9 else 64
+    wanted = (count * 128 / 12) ** (1 / 3)
+    hidden = max(per_head, round(wanted / per_head) * per_head)
+    vocabulary = _VOCABULARY if count >= 2e8 else max(256, round(count / 8 / hidden))
+    layers = max(1, round((count - 2 * vocabulary * hidden) / (12 * hidden**2)))
+    rest = (count - 2 * vocabulary * hidden) / layers - 4 * hidden**2
+    return transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=max(16, round(rest / (3 * hidden))),
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // per_head,
+        num_key_value_heads=hidden // per_head,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def _as_llama(source: str) -> str:
+    return f"{source} parameters are taken for a Llama of that size; a config.json gives the layout of your model"
+
+

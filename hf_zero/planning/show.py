@@ -1,0 +1,154 @@
+"""A plan for people at a terminal, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_zero.planning.choose import Estimate, Plan, gigabytes, reasoning
+
+_WIDTH_IN_FILES = 150
+
+
+def show(plan: Plan, *, everything: bool = False, console: Console | None = None) -> None:
+    """The table, the reasons, the chosen config and how to start it.
+
+    Args:
+        everything: also candidates that do not fit.
+    """
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
+    console.print(_table(plan, everything))
+    shown = len([each for each in plan.estimates if everything or each.fits])
+    if shown < len(plan.estimates):
+        console.print(f"[dim]{len(plan.estimates) - shown} more do not fit (--all shows them)[/]")
+    for line in reasoning(plan) if everything else _short_reasons(plan):
+        console.print(escape(line), soft_wrap=True)
+    for note in plan.notes:
+        console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
+    if plan.chosen is not None:
+        console.print(f"\n[bold]{plan.chosen.candidate.name}[/], ds.json:")
+        console.print(escape(config_text(plan.chosen)), soft_wrap=True)
+        console.print(f"start the script with {escape(plan.training.flags(plan.chosen.candidate))}", soft_wrap=True)
+
+
+def _short_reasons(plan: Plan) -> list[str]:
+    """What came before the chosen one and did not fit, and the chosen one."""
+    lines = reasoning(plan)
+    if plan.chosen is None:
+        return lines[-1:]
+    return lines[: plan.estimates.index(plan.chosen) + 1]
+
+
+def config_text(estimate: Estimate) -> str:
+    return json.dumps(estimate.config, indent=4)
+
+
+def title(plan: Plan) -> str:
+    model, training = plan.model, plan.training
+    trained = "" if model.num_trained == model.num_parameters else f" ({model.num_trained / 1e6:,.1f}M trained)"
+    return (
+        f"{model.name}: {model.num_parameters / 1e6:,.0f}M parameters{trained}, {training.precision}, "
+        f"{training.micro_batch} x {training.accumulation} samples of {training.length} tokens per rank, "
+        f"{training.optimizer}, on {plan.hardware.name}"
+    )
+
+
+def _table(plan: Plan, everything: bool) -> Table:
+    table = Table(title=escape(title(plan)), title_justify="left")
+    table.add_column("candidate", no_wrap=True)
+    for name in ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("bound by")
+    for each in plan.estimates:
+        if not (everything or each.fits):
+            continue
+        style = "bold green" if each is plan.chosen else "" if each.fits else "dim"
+        table.add_row(*_cells(each, plan), style=style)
+    return table
+
+
+def _cells(each: Estimate, plan: Plan) -> tuple[str, ...]:
+    memory, per_host = each.memory, plan.hardware.per_host
+    states = memory.device_total - memory.device.get("activations", 0)
+    return (
+        each.candidate.name,
+        gigabytes(memory.device_total),
+        gigabytes(states),
+        gigabytes(memory.device.get("activations", 0)),
+        _or_none(memory.host_total * per_host),
+        _or_none(memory.disk_total * per_host),
+        _or_none(each.traffic.within),
+        _or_none(each.traffic.across),
+        f"{each.seconds:.2f} s" if each.seconds >= 0.1 else f"{each.seconds * 1e3:.1f} ms",
+        f"{each.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}",
+        each.bound,
+    )
+
+
+def _or_none(size: float) -> str:
+    return gigabytes(size) if size >= 1 else "-"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """For programs: bytes, seconds."""
+    hardware, training, model = plan.hardware, plan.training, plan.model
+    return {
+        "model": {
+            "name": model.name,
+            "parameters": model.num_parameters,
+            "trained": model.num_trained,
+            "layers": model.layers,
+            "hidden": model.hidden,
+        },
+        "machine": {
+            "name": hardware.name,
+            "hosts": hardware.hosts,
+            "devices_per_host": hardware.per_host,
+            "device_memory": hardware.device_memory,
+            "device_limit": hardware.limit,
+            "host_memory": hardware.host_memory,
+            "disk": hardware.disk,
+        },
+        "training": {
+            "tokens_per_sample": training.length,
+            "micro_batch": training.micro_batch,
+            "accumulation": training.accumulation,
+            "precision": training.precision,
+            "optimizer": training.optimizer,
+        },
+        "candidates": [_as_dict(each, plan) for each in plan.estimates],
+        "chosen": None if plan.chosen is None else plan.chosen.candidate.name,
+        "flags": None if plan.chosen is None else training.flags(plan.chosen.candidate),
+        "config": None if plan.chosen is None else plan.chosen.config,
+        "reasons": reasoning(plan),
+        "notes": list(plan.notes),
+    }
+
+
+def _as_dict(each: Estimate, plan: Plan) -> dict[str, Any]:
+    candidate, memory = each.candidate, each.memory
+    return {
+        "name": candidate.name,
+        "stage": candidate.stage,
+        "offload_optimizer": candidate.optimizer,
+        "offload_param": candidate.parameters,
+        "gradient_checkpointing": candidate.checkpointing,
+        "device": dict(memory.device),
+        "host": dict(memory.host),
+        "disk": dict(memory.disk),
+        "device_total": memory.device_total,
+        "host_total_of_a_host": memory.host_total * plan.hardware.per_host,
+        "disk_total_of_a_host": memory.disk_total * plan.hardware.per_host,
+        "traffic": {"within_hosts": each.traffic.within, "across_hosts": each.traffic.across},
+        "step_seconds": each.seconds,
+        "tokens_per_second": each.tokens_per_s(plan.training, plan.hardware.ranks),
+        "flops_per_rank_and_step": each.flops,
+        "bound_by": each.bound,
+        "fits": each.fits,
+        "lacks": list(each.lacks),
+    }

@@ -1,0 +1,133 @@
+"""Predicted model states are those of engines, to the byte; and follow the estimates made at the start of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.planning import _groups
+from bench.states import state_bytes
+from hf_zero.api.entry import initialize
+from hf_zero.config import resolve
+from hf_zero.offload.memory_estimate import Sizes, estimate_memory
+from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
+from hf_zero.planning.memory import STATES, OptimizerSize, Setting, rank_memory, trained_specs
+from hf_zero.planning.model import load_model, trace
+from tests.planning.material import config_folder
+from tests.support.ranks import run_ranks
+
+WAYS = (Candidate(0), Candidate(1), Candidate(2), Candidate(3), Candidate(3, "nvme"), Candidate(3, "nvme", "nvme"))
+TRAINING = Training(length=16)
+
+
+def filled(way: Candidate, drive: str, precision: str) -> dict[str, Any]:
+    training = Training(length=16, nvme_path=drive, precision=precision)  # type: ignore[arg-type]
+    config = ds_config(way, training) | {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
+    config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    if precision != "fp32":
+        config |= {precision: {"enabled": True}}
+    return config | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def engines(rank: int, folder: str) -> list[dict[str, int]]:
+    found = []
+    for precision in ("bf16", "fp32"):
+        for way in WAYS:
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+            engine, *_ = initialize(model=model, model_parameters=_groups(model), config=filled(way, folder, precision))
+            tokens = torch.zeros(1, 16, dtype=torch.long)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+            found.append(state_bytes(engine))
+            engine.destroy()
+    return found
+
+
+def test_states_are_those_of_engines_to_the_byte(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path)
+    [measured, _] = run_ranks(engines, 2, folder)
+    expected = []
+    for precision in ("bf16", "fp32"):
+        model = load_model(folder, precision)
+        traced = trace(model, micro_batch=1, length=16, checkpointing=False)
+        for way in WAYS:
+            answers = resolve(filled(way, folder, precision), model=model.view, world_size=2)
+            setting = Setting(answers, OptimizerSize(), 2, separate=False)
+            memory = rank_memory(model, setting, traced)
+            places = (memory.device, memory.disk)
+            kinds = {kind: sum(place.get(kind, 0) for place in places) for kind in ("parameters", "optimizer")}
+            expected.append(kinds | {"gradients": _sums(model, setting)})
+    assert measured == [{kind: each[kind] for kind in measured[0]} for each in expected]
+
+
+def _sums(model: Any, setting: Setting) -> int:
+    """Reduced gradients without those that wait for the rest of their bucket."""
+    from hf_zero.planning import memory
+
+    layout, _ = memory._layouts(model, setting)
+    ledger = memory._Ledger()
+    memory._gradients(setting, layout, ledger)
+    return sum(found["gradients"] for found in ledger.places.values())
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_the_estimate_at_the_start_of_a_run_says_the_same(separate: bool, tmp_path: Path) -> None:
+    """Host and disk of `hf_zero.offload.memory_estimate`, which leaves padding out, and counts no staging buffers."""
+    model = load_model("40M")
+    training = Training(length=16, nvme_path=str(tmp_path))
+    traced = trace(model, micro_batch=1, length=16, checkpointing=False)
+    for way in candidates(training, ranks=4, separate=separate):
+        if way.optimizer is None and way.parameters is None:
+            continue
+        answers = resolved(ds_config(way, training), training, model, 4)
+        setting = Setting(answers, OptimizerSize(), 4, separate)
+        found = rank_memory(model, setting, traced)
+        sizes = Sizes(num_states=2, longest=10**6, precision=setting.precision)
+        device = torch.device("cuda" if separate else "cpu")
+        said = estimate_memory(trained_specs(model.module), answers.zero, setting.sharding, device, sizes)
+        assert found.disk_total == pytest.approx(said.disk, rel=0.01, abs=1e4), way
+        host = sum(found.host.get(kind, 0) for kind in STATES)
+        if separate and "nvme" not in (way.optimizer, way.parameters):
+            assert host == pytest.approx(said.host, rel=0.01), way
+
+
+def test_kinds_at_each_stage() -> None:
+    """16 bytes per parameter at stage 0; shares of them above; what is offloaded is on the host."""
+    model = load_model("2b")
+    traced = trace(model, micro_batch=1, length=64, checkpointing=True)
+    billions = model.num_parameters / 1e9
+
+    def of(way: Candidate) -> tuple[dict[str, float], dict[str, float]]:
+        answers = resolved(ds_config(way, TRAINING), TRAINING, model, 8)
+        found = rank_memory(model, Setting(answers, OptimizerSize(), 8), traced)
+        return tuple(  # type: ignore[return-value]
+            {kind: round(size / 1e9 / billions, 2) for kind, size in place.items() if kind in STATES}
+            for place in (found.device, found.host)
+        )
+
+    assert of(Candidate(0)) == ({"parameters": 2.0, "gradients": 2.0, "optimizer": 12.0}, {})
+    assert of(Candidate(2))[0] == {"parameters": 2.0, "gradients": 0.25, "optimizer": 1.5}
+    device, host = of(Candidate(2, "cpu"))
+    assert device == {"parameters": 2.0} and host == {"gradients": 0.25, "optimizer": 1.5}
+    device, host = of(Candidate(3, "cpu", "cpu"))
+    assert device["parameters"] < 0.01 and host == {"parameters": 0.25, "gradients": 0.25, "optimizer": 1.5}
+
+
+def test_accumulation_at_stage_1_keeps_whole_gradients() -> None:
+    model = load_model("40M")
+    traced = trace(model, micro_batch=1, length=16, checkpointing=True)
+    training = Training(length=16, accumulation=4)
+    found = {
+        stage: rank_memory(
+            model,
+            Setting(resolved(ds_config(Candidate(stage), training), training, model, 8), OptimizerSize(), 8),
+            traced,
+        ).device["gradients"]
+        for stage in (1, 2)
+    }
+    assert found[1] >= 2 * model.num_parameters and found[2] < 0.6 * model.num_parameters

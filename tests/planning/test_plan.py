@@ -1,0 +1,167 @@
+"""`python -m hf_zero plan`: candidates, what fits, what is taken, and what comes out."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.__main__ import main
+from hf_zero.config import ConfigError, TrainingView, resolve
+from hf_zero.device.kinds import found_accelerators
+from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
+from hf_zero.planning.choose import Plan, choose, reasoning
+from hf_zero.planning.machine import hardware, parse_bytes
+from hf_zero.planning.model import load_model
+from hf_zero.planning.page import as_html
+from hf_zero.planning.show import as_dict
+from hf_zero.planning.traffic import Traffic, traffic
+from tests.planning.material import config_folder, planned
+
+
+def test_every_candidate_is_a_config_that_the_resolver_takes(tmp_path: Path) -> None:
+    for optimizer in ("AdamW", "Lion", "Adam8bit"):
+        for precision in ("bf16", "fp16", "fp32"):
+            training = Training(nvme_path=str(tmp_path), optimizer=optimizer, precision=precision)  # type: ignore[arg-type]
+            for candidate in PREFERRED:
+                view = TrainingView(bf16=precision == "bf16", fp16=precision == "fp16")
+                answers = resolve(ds_config(candidate, training), view, world_size=8)
+                assert answers.zero.stage == candidate.stage
+                assert (answers.zero.offload_param is not None) == (candidate.parameters is not None)
+
+
+def test_candidates_of_a_machine() -> None:
+    def of(ranks: int, **more: Any) -> list[str]:
+        training = Training(checkpointing=False, **more)
+        return [each.name for each in candidates(training, ranks=ranks, separate=True)]
+
+    assert of(1) == [
+        "stage 0",
+        "stage 2, optimizer cpu",
+        "stage 3",
+        "stage 3, parameters cpu",
+        "stage 3, optimizer cpu",
+        "stage 3, optimizer cpu, parameters cpu",
+    ]
+    assert of(8)[:3] == ["stage 0", "stage 1", "stage 2"] and len(of(8, nvme_path="/d")) == len(PREFERRED)
+    on_cpu = list(candidates(Training(checkpointing=True), ranks=2, separate=False))
+    assert [each.stage for each in on_cpu] == [0, 1, 2, 3] and all(each.checkpointing for each in on_cpu)
+
+
+def test_a_small_model_needs_nothing_and_a_large_one_everything(tmp_path: Path) -> None:
+    assert planned("40M", gpus_per_node=1).chosen.candidate == Candidate(0)  # type: ignore[union-attr]
+    model = load_model("8b")
+    by_memory = {
+        memory: planned("", Training(length=1024), model, device_memory=memory).chosen
+        for memory in ("400G", "60G", "24G", "12G", "4G")
+    }
+    assert by_memory["400G"].candidate.stage <= 1  # type: ignore[union-attr]
+    names = [None if each is None else each.candidate.name for each in by_memory.values()]
+    assert names[-2] is not None and "optimizer cpu" in names[-2] and names[-1] is None
+    for memory, each in by_memory.items():
+        assert each is None or each.memory.device_total < parse_bytes(memory)
+
+
+def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> None:
+    plan = planned("8b", Training(length=1024), device_memory="60G")
+    fitting = [each for each in plan.estimates if each.fits]
+    assert plan.chosen in fitting
+    best = min(each.seconds for each in fitting)
+    first = next(each for each in fitting if each.seconds <= best * 1.02)
+    assert plan.chosen is first and choose([]) is None
+    lines = reasoning(plan)
+    assert len(lines) == len(plan.estimates) and sum("taken" in line for line in lines) == 1
+
+
+def test_what_lacks_is_named() -> None:
+    plan = planned("70b", Training(length=512, checkpointing=True), gpus_per_node=1, host_memory="64G")
+    assert plan.chosen is None
+    text = "\n".join(reasoning(plan))
+    assert "of device memory, of which" in text and "of host memory for 1 rank(s)" in text
+    assert "nothing fits" in text and "--nvme-path" in text
+
+
+def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
+    model = load_model("70b")
+    started = time.process_time()
+    plan = planned("", Training(length=4096), model, nodes=12_500)
+    assert time.process_time() - started < 8
+    assert plan.hardware.ranks == 100_000 and plan.chosen is not None
+    assert plan.chosen.traffic.across > 10 * plan.chosen.traffic.within
+
+
+def test_traffic_by_hand() -> None:
+    def of(stage: int, *, kept_share: float = 0.0, micro_batches: int = 1, ranks: int = 4, hosts: int = 1) -> Traffic:
+        return traffic(
+            stage=stage,
+            trained_bytes=100.0,
+            whole_bytes=100.0,
+            kept_share=kept_share,
+            micro_batches=micro_batches,
+            ranks=ranks,
+            hosts=hosts,
+        )
+
+    assert [of(stage).within for stage in range(4)] == [150.0, 150.0, 150.0, 225.0]
+    assert of(2, micro_batches=3).within == 300.0 and of(1, micro_batches=3).within == 150.0
+    assert of(3, kept_share=1.0).within == 150.0 and of(0, ranks=1).total == 0.0
+    spread = of(0, hosts=2)
+    assert spread.total == 150.0 and spread.across == pytest.approx(100.0)
+
+
+def test_sizes_and_machines() -> None:
+    assert [parse_bytes(text) for text in ("80G", "1.5T", "24GiB", "5e10")] == [80e9, 1.5e12, 24 * 2**30, 5e10]
+    with pytest.raises(ConfigError, match="number of bytes"):
+        parse_bytes("much", "--disk")
+    with pytest.raises(ConfigError, match="none of the GPUs"):
+        hardware({"gpu": "abacus"})
+    assert hardware({"gpu": "abacus", "device_memory": "10G"}).device_memory == 10e9
+    here = hardware({"gpu": "cpu", "gpus_per_node": 4, "host_memory": "8G"})
+    assert (here.device_memory, here.separate, here.limit) == (2e9, False, 2e9)
+    assert hardware({"gpu": "NVIDIA A100-SXM4-80GB"}).gpu.flops == 187e12
+    assert all(each.num_bytes > 0 for each in found_accelerators())
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, page, written = config_folder(tmp_path / "model"), tmp_path / "plan.html", tmp_path / "ds.json"
+    words = ["plan", config, "--gpu", "h100", "--gpus-per-node", "1", "--seq-length", "64", "--html", str(page)]
+    assert main([*words, "--write", str(written), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "stage 0" and found["model"]["parameters"] > 0
+    assert json.loads(written.read_text()) == found["config"]
+    assert main(["explain", str(written)]) == 0
+    assert main([*words, "--all"]) == 0
+    said = capsys.readouterr().out
+    assert "stage 2, optimizer cpu" in said and "--per_device_train_batch_size 1 --bf16 true" in said
+    assert main(["plan", config, "--micro-batch", "0"]) == 2 and "--micro-batch" in capsys.readouterr().err
+
+
+def test_a_config_json_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text((Path(config_folder(tmp_path / "m")) / "config.json").read_text())
+    assert load_model(str(tmp_path / "mine.json")).num_parameters == load_model(str(tmp_path / "m")).num_parameters
+    (tmp_path / "mine.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        load_model(str(tmp_path / "mine.json"))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned("8b", Training(length=1024, nvme_path="/d"), device_memory="24G", disk="1T")
+
+
+def test_the_page_fetches_nothing(plan: Plan) -> None:
+    page = as_html(plan)
+    assert not re.search(r"<script|<link|<img|https?://|url\(|@import", page)
+    assert page.count('class="row') == len(plan.estimates) and "limit: " in page
+    assert "Take <strong>" in page and plan.chosen is not None and plan.chosen.candidate.name in page
+
+
+def test_json_has_what_the_table_has(plan: Plan) -> None:
+    found = json.loads(json.dumps(as_dict(plan)))
+    assert [each["name"] for each in found["candidates"]] == [each.candidate.name for each in plan.estimates]
+    for each in found["candidates"]:
+        assert each["device_total"] == sum(each["device"].values()) and each["fits"] == (not each["lacks"])

@@ -1,0 +1,104 @@
+"""What a meta-device trace finds: bytes that live, FLOPs, and the same for many layers from a few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_zero.params.gathered_modules import find_gathered_modules
+from hf_zero.planning.model import load_model, parameter_count, trace
+from hf_zero.planning.repeat import NotAlike, stretch
+from hf_zero.planning.trace import Segment, Trace, trace_step
+from tests.planning.material import config_folder
+
+
+class TwoLayers(nn.Module):
+    """Products whose activations are counted by hand: input 2 x 8, hidden 2 x 16, output 2 x 4, fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
+        class Output:
+            loss = self.second(self.first(x)).sum()
+
+        return Output()
+
+
+def traced(layers: int, *, checkpointing: bool) -> Trace:
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tokens = torch.zeros(2, 32, dtype=torch.long, device="meta")
+    modules = {each.name: each.module for each in find_gathered_modules(model)}
+    return trace_step(model, {"input_ids": tokens, "labels": tokens}, modules)
+
+
+def test_bytes_and_flops_by_hand() -> None:
+    with torch.device("meta"):
+        model, x = TwoLayers(), torch.zeros(2, 8)
+    found = trace_step(model, {"x": x, "labels": x}, {"first": model.first})
+    events = [(segment.event, segment.name) for segment in found.segments]
+    assert events[:3] == [("begin", ""), ("forward", "first"), ("loss", "")]
+    assert set(events[3:]) == {("gradient", "second.weight"), ("backward", "first"), ("gradient", "first.weight")}
+    hidden, output, loss = 2 * 16 * 4, 2 * 4 * 4, 4
+    assert found.saved >= hidden + output + loss and found.saved <= hidden + output + loss + 64
+    assert found.forward_flops == 2 * 2 * (8 * 16 + 16 * 4)
+    assert found.flops == found.forward_flops + 2 * 2 * (8 * 16 + 2 * 16 * 4), "inputs have no gradient"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_many_layers_from_four(checkpointing: bool) -> None:
+    assert stretch(traced(4, checkpointing=checkpointing), 9, "model.layers.") == traced(9, checkpointing=checkpointing)
+
+
+def test_checkpointing_keeps_less_and_computes_more() -> None:
+    without, with_it = traced(4, checkpointing=False), traced(4, checkpointing=True)
+    assert with_it.saved < 0.6 * without.saved
+    assert with_it.forward_flops == without.forward_flops
+    assert without.flops + 0.5 * without.forward_flops < with_it.flops <= without.flops + without.forward_flops
+
+
+def test_layers_that_differ_are_not_stretched() -> None:
+    layers = [Segment("forward", f"h.{i}.x", 10 * i + (i > 1), 1.0 + (i == 2)) for i in range(4)]
+    backward = [Segment("backward", f"h.{i}.x", 10 * i, 1.0) for i in reversed(range(4))]
+    with pytest.raises(NotAlike):
+        stretch(Trace((*layers, Segment("loss", "", 40, 0.0), *backward)), 9, "model.h.")
+    with pytest.raises(NotAlike):
+        stretch(Trace((*layers, Segment("loss", "", 40, 0.0), *backward)), 9, "h.")
+
+
+def test_numbers_of_parameters() -> None:
+    counts = [parameter_count(text) for text in ("7b", "1.5e9", "350M", "llama", "7b-x")]
+    assert counts == [7e9, 1.5e9, 350e6, None, None]
+    for count in (2e6, 25e6, 1.1e9, 70e9):
+        assert load_model(str(int(count))).num_parameters == pytest.approx(count, rel=0.01)
+
+
+def test_lora_trains_a_few(tmp_path: Path) -> None:
+    model = load_model(config_folder(tmp_path), lora_rank=4)
+    assert 0 < model.num_trained < 0.2 * model.num_parameters
+    found = trace(model, micro_batch=1, length=16, checkpointing=True)
+    gradients = [segment.name for segment in found.segments if segment.event == "gradient"]
+    assert gradients and all("lora_" in name for name in gradients)
+
+
+def test_a_model_that_needs_values_gets_a_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(config_folder(tmp_path))
+
+    def forward(*_: object, **__: object) -> None:
+        raise RuntimeError("values are needed")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    found = trace(model, micro_batch=1, length=16, checkpointing=False)
+    assert "by a formula" in found.note and "values are needed" in found.note
+    assert found.saved == 34 * 16 * 64 * 3 + 10 * 16 * 500
