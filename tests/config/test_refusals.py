@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("comet", {"enabled": True}, "report_to"),
     ("flops_profiler", {"enabled": True, "profile_step": 1}, "not available"),
     ("comms_logger", {"enabled": True}, "not available"),
-    ("autotuning", {"enabled": True, "fast": False}, "not available"),
+    ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
     ("compile", {"deepcompile": True}, "not supported"),
     ("hybrid_engine", {"enabled": True}, "not supported"),
     ("dump_state", True, "not available"),

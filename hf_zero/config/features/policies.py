@@ -93,6 +93,15 @@ class LayerDropPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPolicy:
+    """A trial run of autotuning: updates `first` + 1 to `last` are timed, then the process ends."""
+
+    path: str  # of the results
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesPolicy:
     """What acts while a model trains."""
 
@@ -101,3 +110,4 @@ class FeaturesPolicy:
     sampling: SamplingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
     layer_drop: LayerDropPolicy | None = None
+    trial: TrialPolicy | None = None

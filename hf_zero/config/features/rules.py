@@ -17,6 +17,7 @@ from hf_zero.config.features.policies import (
     RandomLTDPolicy,
     SamplingPolicy,
     SparseAttentionPolicy,
+    TrialPolicy,
 )
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.data import (
@@ -79,6 +80,7 @@ def resolve_features(config: Root) -> FeatureFindings:
         sampling=_sampling(sampling, efficiency.seed, found),
         random_ltd=_random_ltd(routing, efficiency.seed, found),
         layer_drop=_layer_drop(config),
+        trial=_trial(config, found),
     )
     if found.policy.random_ltd is not None and found.policy.layer_drop is not None:
         rule = "both decide what passes through which layer"
@@ -86,6 +88,18 @@ def resolve_features(config: Root) -> FeatureFindings:
             Problem("progressive_layer_drop, data_efficiency.data_routing.random_ltd", True, rule, "switch one off")
         )
     return found
+
+
+def _trial(config: Root, found: FeatureFindings) -> TrialPolicy | None:
+    section = config.autotuning
+    if section is None or not section.enabled:
+        return None
+    first, last = max(1, section.start_profile_step), section.end_profile_step
+    if last <= first:
+        rule = f"must be beyond start_profile_step ({first}), from which a trial is timed"
+        found.problems.append(Problem("autotuning.end_profile_step", last, rule, f"set it to {first + 2}"))
+        return None
+    return None if section.metric_path is None else TrialPolicy(path=section.metric_path, first=first, last=last)
 
 
 def _switched_on(section: DataEfficiency, found: FeatureFindings) -> tuple[DataSampling | None, DataRouting | None]:

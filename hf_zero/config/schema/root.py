@@ -41,6 +41,7 @@ from hf_zero.config.schema.training import (
     TensorParallel,
     Timers,
 )
+from hf_zero.config.schema.tuning import Autotuning
 from hf_zero.config.schema.zero import Zero
 
 _OWN = "Trainer's and Accelerate's own reporting (report_to=..., log_with=...) covers this"
@@ -193,7 +194,7 @@ class Root(Section):
     wandb: Refused | None = unsupported(None, "Monitor.", why=_OWN)
     comet: Refused | None = unsupported(None, "Monitor.", why=_OWN)
 
-    autotuning: Refused | None = unsupported(None, "Configuration search.", why="there is no search")
+    autotuning: Autotuning | None = detail(None, "Search for the fastest stage and batch (docs/planning.md).")
     data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")
     curriculum_learning: CurriculumLearning | None = detail(None, "Short sequences first (docs/data_efficiency.md).")
     sparse_attention: SparseAttention | None = detail(None, "Sparse attention (docs/sparse_attention.md).")
