@@ -30,7 +30,7 @@ NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld 
 PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-late test-gpu test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format wheel clean
+.PHONY: help venv demo test test-all test-late test-gpu test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format docs wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
@@ -133,9 +133,14 @@ format: venv ## sort imports, fix what can be fixed, lay the code out (ruff)
 	@$(BIN)/python -m ruff check -q --fix $(RUFF_CHECK) $(SOURCES) || true
 	@$(BIN)/python -m ruff format --line-length 120 $(SOURCES)
 
+docs: venv ## build the site into site/ (installs mkdocs-material)
+	@$(BIN)/python -m pip install -qq -e '.[examples,dev,docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+	@echo "Built: $(BIN)/python -m http.server -d site 8000, then open http://localhost:8000 (search needs a server)."
+
 wheel: venv ## build dist/hf_zero-*.whl
 	@$(BIN)/python -m build --wheel --outdir dist .
 
 clean: ## remove caches and built files (.venv, .oracle and .versions stay; delete them by hand)
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

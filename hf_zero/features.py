@@ -6,6 +6,7 @@
     a loader's batch    ->      on_batch(progress, batch)             a training batch, before anything is counted
     forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
                         ->      after_forward(progress, ..., output)  may replace what forward returns
+    backward(loss)      ->      after_backward(progress, loss)        gradients of this rank are there
     step() at a boundary ->     before_step(progress)                 gradients are there, nothing is clipped yet
                         ->      after_step(progress, applied)         weights and counters are new
     save_checkpoint     ->      state_dict()                          under its name, in the model's file
@@ -50,11 +51,15 @@ class EngineTools:
         forward_only: places another model as the engine's own is, without training it, and returns what runs its
             forward.
         world: the collectives of all ranks.
+        engine: a weak proxy of it, for those who look and change nothing.
+        phases: of the engine, which have onlookers (`hf_zero.device.phases`).
     """
 
     full_gradient: Callable[[Any], Any]
     forward_only: Callable[[Any], Callable[..., Any]]
     world: Any
+    engine: Any = None
+    phases: Any = None
 
 
 class TrainingFeature:
@@ -62,9 +67,12 @@ class TrainingFeature:
 
     Attributes:
         name: key of its state in checkpoints; also what `Features.named` finds it by.
+        waits_for_outcome: whether `after_step` has to know if the update was skipped; the host waits for the device
+            then. Without, an update whose outcome is not known yet counts as applied.
     """
 
     name = ""
+    waits_for_outcome = True
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
         """What the loop gets instead of a training batch, before anything in it is counted."""
@@ -83,6 +91,9 @@ class TrainingFeature:
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         """What the engine's forward returns; `inputs` and `keywords` are the model's."""
         return output
+
+    def after_backward(self, progress: Progress, loss: Any) -> None:
+        """`loss`: as `engine.backward` returns it; its mean over micro-batches is their sum."""
 
     def before_step(self, progress: Progress) -> None:
         """An update is about to be made of reduced gradients."""
@@ -157,6 +168,10 @@ class Features:
             output = feature.after_forward(progress, inputs, keywords, output)
         return output
 
+    def after_backward(self, progress: Progress, loss: Any) -> None:
+        for feature in self._all:
+            feature.after_backward(progress, loss)
+
     def before_step(self, progress: Progress) -> None:
         for feature in self._all:
             feature.before_step(progress)
@@ -164,6 +179,10 @@ class Features:
     def after_step(self, progress: Progress, *, applied: bool) -> None:
         for feature in self._all:
             feature.after_step(progress, applied=applied)
+
+    @property
+    def wait_for_outcome(self) -> bool:
+        return any(feature.waits_for_outcome for feature in self._all)
 
     def state_dict(self) -> dict[str, Any]:
         """By name, of those that keep something."""

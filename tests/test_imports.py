@@ -15,7 +15,7 @@ PACKAGE = "hf_zero"
 
 # Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
 LADDER = (
-    ("errors", "last_words", "log", "rank_environment", "network", "versions", "surface", "features"),
+    ("errors", "last_words", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
     ("kernels", "config"),
     ("layout", "device"),
     ("comm",),
@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "compression", "data", "routing"),
+    ("checkpoint", "attention", "compression", "data", "routing", "profiling"),
     ("api",),
     ("integration",),
     ("explain",),

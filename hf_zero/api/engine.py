@@ -21,7 +21,7 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved
-from hf_zero.device.phases import PhaseTimer
+from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.consolidation import broadcast_buffers
@@ -69,16 +69,17 @@ class ZeroEngine(nn.Module):
         settings: the config, and the batch sizes.
         module_view: where the model is, and its whole weights.
         gradients: from a loss to reduced gradients, and when a step is due.
+        phases: forward, backward, step and save, for those who look at them.
     """
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()
         resolved, assembly = parts.resolved, parts.assembly
         self._first_nan = FirstNan(parts.store, parts.device)
-        self._timer = PhaseTimer(enabled=resolved.logging.wall_clock_breakdown, device=parts.device)
+        self.phases = Phases(parts.device)
         self.settings = EngineSettings(resolved, parts.groups.world.size)
         self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
-        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self._timer)
+        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases)
         self.module = parts.module
         self.config = resolved.raw
         self.device = parts.device
@@ -103,7 +104,8 @@ class ZeroEngine(nn.Module):
         """Run the wrapped model; its output is returned untouched."""
         self.gradients.note_forward()
         kwargs = self.training_features.before_forward(self.training_progress, kwargs)
-        with self._timer.phase("forward"), self._forward_precision.context():
+        phase = "forward" if torch.is_grad_enabled() else "evaluation"
+        with self.phases.phase(phase), self._forward_precision.context():
             inputs = self._forward_precision.cast(args)
             output = self.module(*inputs, **kwargs)
             output = self.training_features.after_forward(self.training_progress, inputs, kwargs, output)
@@ -124,7 +126,10 @@ class ZeroEngine(nn.Module):
         Returns:
             The loss, divided if it was, without the loss scale.
         """
-        return self.gradients.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        loss = self.gradients.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        if self.training_features:
+            self.training_features.after_backward(self.training_progress, loss)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those already reduced or accumulated."""
@@ -143,7 +148,7 @@ class ZeroEngine(nn.Module):
         AT_WORK.end(self.gradients)
         self.rates_of_last_update = self.get_lr()
         self.training_features.before_step(self.training_progress)
-        with self._timer.phase("step"):
+        with self.phases.phase("step"):
             optimizer.step()
             if resolved.compatibility.broadcast_buffers:
                 broadcast_buffers(self.module, self.groups.world)
@@ -153,7 +158,8 @@ class ZeroEngine(nn.Module):
         assert outcome is not None
         self._follow(outcome, optimizer, scale)
         if self.training_features:
-            self.training_features.after_step(self.training_progress, applied=not outcome.skipped)
+            is_asked = outcome.is_known or self.training_features.wait_for_outcome
+            self.training_features.after_step(self.training_progress, applied=not (is_asked and outcome.skipped))
         self._report()
         timer = self.__dict__.get("tput_timer")
         if timer is not None:
@@ -292,7 +298,7 @@ class ZeroEngine(nn.Module):
             client_state=client_state or {},
             features=self.training_features.state_dict(),
         )
-        with self._timer.phase("save"):
+        with self.phases.phase("save"):
             policy = self.settings.resolved.checkpoint
             checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self._background_save)
         return True
@@ -365,9 +371,6 @@ class ZeroEngine(nn.Module):
                 self.get_lr(),
                 self.get_mom(),
             )
-        times = self._timer.report()
-        if times:
-            logger.info(times)
 
 
 def _report_skip(optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:

@@ -18,7 +18,7 @@ from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
-from hf_zero.device.phases import PhaseTimer
+from hf_zero.device.phases import Phases
 from hf_zero.errors import WrongMoment
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
@@ -40,7 +40,7 @@ class EngineGradients:
     """
 
     def __init__(
-        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, timer: PhaseTimer
+        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, phases: Phases
     ) -> None:
         self.assembly = assembly
         self.micro_steps = 0
@@ -48,7 +48,7 @@ class EngineGradients:
         self.number = next(_numbers)
         self._settings = settings
         self._first_nan = first_nan
-        self._timer = timer
+        self._phases = phases
         self._explicit_boundary: bool | None = None
         self.syncs = True
         self._has_scaled = False
@@ -70,7 +70,7 @@ class EngineGradients:
         if scale_wrt_gas and accumulation_steps > 1:
             loss = loss / accumulation_steps
         others = AT_WORK.others(self)
-        with self._timer.phase("backward"), ledger.phase("backward"):
+        with self._phases.phase("backward"), ledger.phase("backward"):
             self._begin()
             arrived = self._run(self.scale(loss), others, retain_graph=retain_graph)
             parts.reducer.finish()

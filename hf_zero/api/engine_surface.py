@@ -14,13 +14,13 @@ from torch.utils.data import Dataset, IterableDataset
 from hf_zero.api.engine_gradients import EngineGradients
 from hf_zero.api.inputs import training_loader
 from hf_zero.api.loading import load_module_state_dict
-from hf_zero.api.timers import ThroughputTimer
 from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_local_rank
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
+from hf_zero.profiling.timers import ThroughputTimer
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
@@ -38,6 +38,10 @@ _KEYS = {
     "dataloader_drop_last": "dataloader_drop_last",
     "dump_state": "dump_state",
     "dynamic_loss_scale_args": "float16_config.dynamic_loss_scale_args",
+    **{
+        f"flops_profiler_{name}": f"flops_profiler_config.{name}"
+        for name in "detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules".split()
+    },
     "fp16_auto_cast": "float16_config.auto_cast",
     "fp16_master_weights_and_gradients": "float16_config.fp16_master_weights_and_grads",
     "gradient_predivide_factor": "gradient_predivide_factor",
@@ -92,7 +96,7 @@ _ZERO_KEYS = {
 }
 # Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
-    "flops_profiler_enabled is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion "
+    "is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion "
     "super_offload checkpoint_writer_enabled"
 ).split()
 
@@ -239,6 +243,13 @@ def _get_type(engine: Any) -> list[Any]:
     return [group.get("type") for group in _optimizer(engine, "get_type").param_groups]
 
 
+def _get_wall_clock_timers(engine: Any) -> dict[str, float]:
+    """Milliseconds of the last update; empty without wall_clock_breakdown. Waits for the device."""
+    watching = engine.training_features.named("profiling")
+    last = watching.last_breakdown() if watching is not None else None
+    return dict(last.timers) if last is not None else {}
+
+
 def _throughput_timer(engine: Any) -> ThroughputTimer:
     """Counts from here on: the engine starts and stops it around its updates. `initialize` makes none by itself."""
     options = type("Enabled", (), {"enabled": True, "synchronized": False})()
@@ -321,6 +332,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_sequence_parallel_group": lambda engine: None,
     "get_tensor_parallel_rank": lambda engine: 0,
     "get_type": _get_type,
+    "get_wall_clock_timers": _get_wall_clock_timers,
     "gradient_clipping": lambda engine: engine.settings.resolved.gradients.clip_norm,
     "is_first_weights_partition_group": lambda engine: engine.groups.replica == 0,
     "is_iterable_style_dataset": lambda engine, obj: isinstance(obj, IterableDataset),
@@ -352,7 +364,7 @@ PARTS = {
 }
 _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _COMPILER = "engine.compile() runs the model under torch.compile"
-_PROFILER = "the flops profiler is not supported: torch.utils.flop_counter.FlopCounterMode counts operations"
+_PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
 _INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
 _EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
 REFUSED = {
@@ -367,19 +379,18 @@ REFUSED = {
     "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
     "uses_parallelization_pass_only": _COMPILER,
     "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
-    "flops flops_profiler flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file "
-    "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules": _PROFILER,
+    "flops flops_profiler": _PROFILER,
     "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
     "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _EXPERTS,
     "tensor_parallel_config": "tensor parallelism is not supported: autotp_size() is 0",
     "torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler": "torch_autocast_enabled() and "
     "torch_autocast_dtype() say how forward runs; loss_scale() is the scale",
-    "engine_timers engine_timers_cache fwd_duration get_wall_clock_timers print_forward_breakdown timers": (
-        "the key wall_clock_breakdown logs forward, backward and step"
+    "engine_timers engine_timers_cache fwd_duration print_forward_breakdown timers": (
+        "engine.get_wall_clock_timers() has the times of the last update, with the key wall_clock_breakdown"
     ),
     "checkpoint_engine": "save_checkpoint and load_checkpoint read and write files themselves",
     "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size": "a checkpoint loads at any number of ranks",
-    "monitor summary_events": "monitors are not supported: Trainer's report_to writes to TensorBoard, W&B and Comet",
+    "monitor summary_events": "deepspeed.monitor.monitor.MonitorMaster takes events of a program's own",
     "optimized_linear_base_weight_sharding optimized_linear_lora_enabled": "LoRA comes from PEFT",
     "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
     "update_interval warn_unscaled_loss": _INSIDE,

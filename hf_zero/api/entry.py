@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
@@ -30,6 +31,7 @@ from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
 from hf_zero.params.sharded import ShardedParameters
 from hf_zero.precision import precision_from
+from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.schedules import build_scheduler
 from hf_zero.step.assemble import (
     Assembly,
@@ -94,7 +96,8 @@ def initialize(
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
         forward_only = functools.partial(_forward_only, resolved, groups)
-        features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world))
+        seen = weakref.proxy(engine)
+        features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -126,7 +129,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     offload = ParameterOffload(model, store) if isinstance(store, ShardedParameters) else None
     if assembly is not None and offload is not None:
         assembly.optimizer.parameter_offload = offload
-    return ZeroEngine(
+    engine = ZeroEngine(
         EngineParts(
             module=model,
             resolved=resolved,
@@ -140,6 +143,8 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             features=features,
         )
     )
+    engine.phases.onlookers.append(OutOfMemoryHelp(weakref.proxy(engine)))
+    return engine
 
 
 def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:

@@ -14,6 +14,7 @@ from hf_zero.config import Resolved
 from hf_zero.data.curriculum import length_curriculum_of
 from hf_zero.data.sampling import sampled_curriculum_of
 from hf_zero.features import Features, TrainingFeature
+from hf_zero.profiling.feature import profiling_of
 from hf_zero.routing.layer_drop import layer_drop_of
 from hf_zero.routing.random_ltd import random_ltd_of
 
@@ -33,6 +34,7 @@ MAKERS: tuple[Maker, ...] = (
     layer_drop_of,
     _compression,
     trial_of,
+    profiling_of,  # last, so that it sees what the others have made of a forward
 )
 
 

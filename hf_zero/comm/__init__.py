@@ -1,11 +1,18 @@
 """Groups and collectives: the only room that talks to torch.distributed."""
 # ruff: noqa: F401  (what other rooms import from here)
 
-from hf_zero.comm.channels import Channel, background_collectives, collectives_for, hosts, set_timeout
+from hf_zero.comm.channels import (
+    Channel,
+    background_collectives,
+    collectives_for,
+    hosts,
+    set_timeout,
+    watching_collectives,
+)
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives
 from hf_zero.comm.groups import ParallelGroups, ShardSize, parallel_groups
 from hf_zero.comm.hosts import Hosts
-from hf_zero.comm.ledger import Ledger, Tally, ledger
+from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.negotiation import Gathering, Negotiation
 from hf_zero.comm.process_group import (
     barrier,

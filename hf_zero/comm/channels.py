@@ -67,6 +67,14 @@ def background_collectives() -> Collectives:
     return NativeCollectives(_known().gloo_group(0, "background"))
 
 
+def watching_collectives() -> Collectives:
+    """For what ranks tell one another about a run: a group that nobody else calls on, whose gathers nobody waits for.
+    Collective at first use."""
+    if get_world_size() == 1:
+        return LoneCollectives()
+    return NativeCollectives(_known().gloo_group(0, "watching"))
+
+
 class _Known:
     """What has been made of one process group: its hosts, and for each way to cut it into groups, numbered as they
     came, what these need. Kept for as long as the process group is the one of all ranks."""

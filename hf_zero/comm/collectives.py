@@ -57,8 +57,8 @@ class Collectives(ABC):
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks, in place."""
-        ledger.record("all_reduce", num_bytes(flat))
-        return self._all_reduce(flat)
+        with ledger.call("all_reduce", num_bytes(flat), num_ranks=self.size) as call:
+            return call.follow(self._all_reduce(flat), flat)
 
     def new_subject(self) -> int:
         """A number for something that makes calls; the same on all ranks, if all make the same things."""
@@ -70,13 +70,13 @@ class Collectives(ABC):
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
-        ledger.record("reduce_scatter", num_bytes(flat))
-        return self._reduce_scatter(shard, flat)
+        with ledger.call("reduce_scatter", num_bytes(flat), num_ranks=self.size) as call:
+            return call.follow(self._reduce_scatter(shard, flat), flat)
 
     def all_gather(self, flat: Tensor) -> Pending:
         """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already right."""
-        ledger.record("all_gather", num_bytes(flat))
-        return self._all_gather(flat)
+        with ledger.call("all_gather", num_bytes(flat), num_ranks=self.size) as call:
+            return call.follow(self._all_gather(flat), flat)
 
     def gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         """Start to gather every rank's `row` (1-D, the same length everywhere) into a buffer.
@@ -84,8 +84,8 @@ class Collectives(ABC):
         Args:
             take: gives a buffer of at least so many elements; not asked where none is needed.
         """
-        ledger.record("all_gather", num_bytes(row) * self.size)
-        return self._gather_rows(row, take)
+        with ledger.call("all_gather", num_bytes(row) * self.size, num_ranks=self.size) as call:
+            return call.follow_rows(self._gather_rows(row, take), row)
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         buffer = take(row.numel() * self.size)
@@ -103,28 +103,27 @@ class Collectives(ABC):
         Returns:
             What every rank has sent to this one.
         """
-        ledger.record("all_to_all", num_bytes(flat))
-        return self._exchange_rows(flat, take)
+        with ledger.call("all_to_all", num_bytes(flat), num_ranks=self.size) as call:
+            return call.follow_rows(self._exchange_rows(flat, take), flat)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and fill `received[r]` from it; returns when done. 1-D, any sizes, one dtype.
 
         Sizes must agree between sender and receiver; empty tensors travel nowhere. The own part is copied.
         """
-        ledger.record("all_to_all", sum(num_bytes(tensor) for tensor in sent))
-        received[self.rank].copy_(sent[self.rank])
-        self._all_to_all(received, sent)
+        with ledger.call("all_to_all", sum(num_bytes(tensor) for tensor in sent), num_ranks=self.size):
+            received[self.rank].copy_(sent[self.rank])
+            self._all_to_all(received, sent)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors` with the values of rank `source`; returns when done."""
         for tensor in tensors:
-            ledger.record("broadcast", num_bytes(tensor))
-            self._broadcast(tensor, source)
+            with ledger.call("broadcast", num_bytes(tensor), num_ranks=self.size):
+                self._broadcast(tensor, source)
 
     def sum_small(self, values: Tensor) -> None:
         """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
-        with ledger.phase("control"):
-            ledger.record("all_reduce", num_bytes(values))
+        with ledger.phase("control"), ledger.call("all_reduce", num_bytes(values), num_ranks=self.size):
             self._sum_small(values)
 
     def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -133,8 +132,8 @@ class Collectives(ABC):
         Where `values` lie on an accelerator they are only on their way when this returns: hosts exchange `facts` by
         themselves, and wait for no device.
         """
-        with ledger.phase("control"):
-            ledger.record("all_reduce", num_bytes(values) + len(facts) * values.element_size())
+        size = num_bytes(values) + len(facts) * values.element_size()
+        with ledger.phase("control"), ledger.call("all_reduce", size, num_ranks=self.size):
             return self._sum_with_facts(values, facts)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:

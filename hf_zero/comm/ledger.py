@@ -2,9 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from hf_zero.comm.rows import Pending, Rows
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Call:
+    """One collective, which nobody watches.
+
+        with ledger.call("all_reduce", num_bytes, num_ranks=4) as call:     the host starts it
+            pending = call.follow(...)
+        pending.wait()                                                  somebody needs its result
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def follow(self, pending: Pending, tensor: Tensor) -> Pending:
+        """What the caller gets instead of `pending`, which moves `tensor`: its wait is counted."""
+        return pending
+
+    def follow_rows(self, rows: Rows, row: Tensor) -> Rows:
+        """The same of rows."""
+        return rows
+
+    def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
+        """These are under way; whoever waits says so by `waiting`."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The caller waits for the result inside."""
+        return _NOTHING
+
+
+UNWATCHED = Call()
+
+
+class CallWatcher(Protocol):
+    """Who wants to know how long collectives take."""
+
+    def call(self, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> Call: ...
 
 
 @dataclass(slots=True)
@@ -17,10 +65,23 @@ class Tally:
 
 @dataclass(slots=True)
 class Ledger:
-    """Tallies by (phase, operation). Phases: setup, forward, backward, step, checkpoint, control."""
+    """Tallies by (phase, operation). Phases: setup, forward, backward, step, checkpoint, control.
+
+    Attributes:
+        watcher: who is told of every call; None: nobody.
+    """
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
     current_phase: str = "setup"
+    watcher: CallWatcher | None = None
+
+    def call(self, operation: str, *sizes: int, num_ranks: int) -> Call:
+        """Record one collective per size, which travel as one, and return what follows them."""
+        for num_bytes in sizes:
+            self.record(operation, num_bytes)
+        if self.watcher is None:
+            return UNWATCHED
+        return self.watcher.call(self.current_phase, operation, sizes, num_ranks)
 
     def record(self, operation: str, num_bytes: int) -> None:
         tally = self.tallies.setdefault((self.current_phase, operation), Tally())

@@ -81,6 +81,7 @@ class LockstepNegotiation(Negotiation):
         if gathering is not None and gathering.request.kind is Kind.GATHER:
             source, _ = self._source(gathering.request.unit)
             gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+            gathering.call.started(gathering.rows, rows)
         elif decision.unit is not None:
             self._serve(decision.unit)
         if self._mine:
@@ -90,10 +91,10 @@ class LockstepNegotiation(Negotiation):
         """Take part in a gather whose result is not needed here."""
         source, local = self._source(unit)
         for row in source.open_rows(local):
-            ledger.record("all_gather", num_bytes(row) * self.size)
-            rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
-            rows.wait()
-            source.give_buffer(rows)
+            with ledger.call("all_gather", num_bytes(row) * self.size, num_ranks=self.size):
+                rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
+                rows.wait()
+                source.give_buffer(rows)
         source.close_rows(local)
 
 
@@ -109,6 +110,7 @@ class AlikeNegotiation(Negotiation):
         if gathering.request.kind is Kind.GATHER:
             source, _ = self._source(gathering.request.unit)
             gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+            gathering.call.started(gathering.rows, rows)
 
     def settle(self, gathering: Gathering) -> Decision:
         assert gathering.decision is not None, "everything is decided at once"

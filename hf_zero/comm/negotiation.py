@@ -42,8 +42,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hf_zero.comm.ledger import ledger
+from hf_zero.comm.ledger import UNWATCHED, Call, ledger
 from hf_zero.comm.rows import Rows, num_bytes
+from hf_zero.spans import SPANS
 
 NUM_FIELDS = 5  # integers of a request on its way
 
@@ -163,18 +164,20 @@ class Source(Protocol):
 class Gathering:
     """A gather that this rank has asked for."""
 
-    def __init__(self, negotiation: Negotiation, request: Request) -> None:
+    def __init__(self, negotiation: Negotiation, request: Request, call: Call = UNWATCHED) -> None:
         self.request = request
+        self.call = call
         self.decision: Decision | None = None
         self.rows: Sequence[Rows] | None = None
         self._negotiation = negotiation
 
     def wait(self) -> Sequence[Rows]:
         """All ranks' rows of every part, to be given back one by one."""
-        self._negotiation.settle(self)
-        assert self.rows is not None, "granted without rows"
-        for rows in self.rows:
-            rows.wait()
+        with self.call.waiting():
+            self._negotiation.settle(self)
+            assert self.rows is not None, "granted without rows"
+            for rows in self.rows:
+                rows.wait()
         return self.rows
 
 
@@ -215,10 +218,11 @@ class Negotiation(ABC):
         source, local = self._source(unit)
         request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward)
         rows = source.open_rows(local)
-        for row in rows:
-            ledger.record("all_gather", num_bytes(row) * self.size)
-        gathering = Gathering(self, request)
-        self._ask(gathering, rows)
+        sizes = [num_bytes(row) * self.size for row in rows]
+        with ledger.call("all_gather", *sizes, num_ranks=self.size) as call:
+            call.started((), ())
+            gathering = Gathering(self, request, call)
+            self._ask(gathering, rows)
         return gathering
 
     def end(self, *, in_backward: bool, failed: bool = False) -> bool:
@@ -261,8 +265,9 @@ class Negotiation(ABC):
 
     def _run(self, request: Request) -> Decision:
         gathering = Gathering(self, request)
-        self._ask(gathering, ())
-        return self.settle(gathering)
+        with SPANS.span("gather", request.kind.name.lower()):
+            self._ask(gathering, ())
+            return self.settle(gathering)
 
     def _request(self, kind: Kind, **details: int) -> Request:
         return Request(kind, version=self.version, launched=self.launched, **details)  # type: ignore[arg-type]

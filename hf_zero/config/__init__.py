@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.errors import ConfigError, Other, Problem
+from hf_zero.config.features.profiling import CommsPolicy, FlopsPolicy, ProfilingPolicy, TracePolicy
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,

@@ -6,6 +6,7 @@ Changing them changes nothing: engines are built from policies.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_zero.config.errors import ConfigError, Problem
@@ -13,6 +14,7 @@ from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
 from hf_zero.config.schema.training import ActivationCheckpointing, Aio, Checkpoint
 from hf_zero.config.schema.zero import Zero
 from hf_zero.config.translate import translate
@@ -30,6 +32,20 @@ class DeepSpeedZeroConfig(Zero):
         if not name.startswith(("_", _STAGE3)) and _STAGE3 + name in type(self).model_fields:
             return getattr(self, _STAGE3 + name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+@dataclass(frozen=True)
+class MonitorSections:
+    """The monitors' sections, with their defaults where the config does not name them."""
+
+    tensorboard: TensorBoard
+    csv_monitor: CsvMonitor
+    wandb: WandB
+    comet: Comet
+
+    @property
+    def enabled(self) -> bool:
+        return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
 
 
 class DeepSpeedBF16Config(Bf16):
@@ -125,6 +141,13 @@ class ConfigView:
         self.bfloat16_config = _as(DeepSpeedBF16Config, root.bf16)
         self.activation_checkpointing_config = root.activation_checkpointing or ActivationCheckpointing()
         self.aio_config = root.aio or Aio()
+        self.flops_profiler_config = root.flops_profiler or FlopsProfiler()
+        self.monitor_config = MonitorSections(
+            root.tensorboard or TensorBoard(),
+            root.csv_monitor or CsvMonitor(),
+            root.wandb or WandB(),
+            root.comet or Comet(),
+        )
         autocast = root.torch_autocast or TorchAutocast()
         self.torch_autocast_enabled, self.torch_autocast_dtype = autocast.enabled, autocast.dtype
         types = root.data_types or DataTypes()

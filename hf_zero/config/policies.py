@@ -8,6 +8,7 @@ from typing import Literal
 
 from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.features.policies import FeaturesPolicy
+from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -181,7 +182,6 @@ class LoggingPolicy:
 
     level: str | None  # debug, info, warning, error, critical; None: leave the logger alone
     steps_per_print: int | None  # a line every so many updates; None: never
-    wall_clock_breakdown: bool  # time forward, backward and step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +227,7 @@ class Resolved:
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
     features: FeaturesPolicy = FeaturesPolicy()
     compression: CompressionPolicy = CompressionPolicy()
+    profiling: ProfilingPolicy = ProfilingPolicy()
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason

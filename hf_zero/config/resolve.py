@@ -17,6 +17,7 @@ from hf_zero.config.compression import ROOT, CompressionPolicy, compression_poli
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.features.elasticity import elastic_sizes
 from hf_zero.config.features.policies import FeaturesPolicy
+from hf_zero.config.features.profiling import profiling_policy
 from hf_zero.config.features.rules import resolve_features
 from hf_zero.config.fill import fill, filled
 from hf_zero.config.provenance import Origins, record, with_origins
@@ -183,12 +184,12 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         logging=policies.LoggingPolicy(
             level=config.log_level,
             steps_per_print=config.steps_per_print,
-            wall_clock_breakdown=config.wall_clock_breakdown,
         ),
         checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
         features=findings.features,
         compression=compression_policy(config),
+        profiling=profiling_policy(config),
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,

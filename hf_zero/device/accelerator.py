@@ -7,7 +7,7 @@ where a question has an answer on some of them only (free memory, locking pages)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device.clocks import Clock
 from hf_zero.device.runtime import Event, Memory, Runtime
+from hf_zero.spans import SPANS
 
 
 class StreamEvent(Event):
@@ -25,6 +27,41 @@ class StreamEvent(Event):
 
     def __init__(self, recorded: Any) -> None:
         self.recorded = recorded
+
+
+def timed(stream: Any) -> StreamEvent:
+    """A mark on `stream`."""
+    return StreamEvent(stream.record_event(torch.Event(stream.device, enable_timing=True)))
+
+
+class StreamClock(Clock):
+    """Marks are events with times."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def _watching(self) -> Any:
+        """A stream on which nothing is done: it waits for what others do, so that the moment can be marked."""
+        return torch.Stream(device=self._device)
+
+    def mark(self) -> Event:
+        return timed(torch.accelerator.current_stream(self._device))
+
+    def mark_after(self, wait: Callable[[], None]) -> Event:
+        with _current(self._watching):
+            wait()
+        return timed(self._watching)
+
+    def elapsed_ns(self, begin: Event, end: Event) -> int:
+        assert isinstance(begin, StreamEvent) and isinstance(end, StreamEvent), "marks of another clock"
+        return int(begin.recorded.elapsed_time(end.recorded) * 1e6)
+
+    def has_passed(self, mark: Event) -> bool:
+        return not isinstance(mark, StreamEvent) or bool(mark.recorded.query())
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
 
 
 class Accelerator(Runtime):
@@ -54,8 +91,13 @@ class Accelerator(Runtime):
         self._drop_passed()
         if isinstance(after, StreamEvent):
             lane.wait_event(after.recorded)
+        watcher = SPANS.watcher
+        begin = None if watcher is None else timed(lane)
         with torch.no_grad(), _current(lane):
             target.copy_(source, non_blocking=True)
+        if watcher is not None:
+            direction = "in" if lane is self._lane_in else "out"
+            watcher.transfer(direction, source.numel() * source.element_size(), begin, timed(lane))
         return StreamEvent(lane.record_event())
 
     def record(self, *read: Tensor) -> Event:

@@ -8,8 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hf_zero.device.clocks import Clock
 from hf_zero.device.limits import host_available
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Event, Memory, Runtime
+from hf_zero.spans import SPANS
+
+_CLOCK = Clock()
 
 
 class AtOnce(Runtime):
@@ -21,12 +25,19 @@ class AtOnce(Runtime):
         self.runs_ahead = not is_host  # nothing on the meta device can be read at all
 
     def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
-        buffer.copy_(home)
+        self._copy_now("in", home, buffer)
         return DONE
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        home.copy_(buffer)
+        self._copy_now("out", buffer, home)
         return DONE
+
+    def _copy_now(self, lane: str, source: Tensor, target: Tensor) -> None:
+        watcher = SPANS.watcher
+        begin = None if watcher is None else _CLOCK.mark()
+        target.copy_(source)
+        if watcher is not None:
+            watcher.transfer(lane, source.numel() * source.element_size(), begin, _CLOCK.mark())
 
     def record(self, *read: Tensor) -> Event:
         return DONE

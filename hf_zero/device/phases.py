@@ -1,45 +1,50 @@
-"""The engine's phases: their names in profiles, and their wall-clock times for `wall_clock_breakdown`."""
+"""The engine's phases: forward, backward, step, save. They have names in profiles, and some look at each of them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from hf_zero.device.registry import runtime_of
+from hf_zero.spans import SPANS
 
 
-class PhaseTimer:
-    """Adds up milliseconds per phase where that is wanted; otherwise phases only have names."""
+class Onlooker(Protocol):
+    """Looks at memory, for one, before and after a phase."""
 
-    def __init__(self, *, enabled: bool, device: torch.device) -> None:
-        self._enabled = enabled
+    def phase_begins(self, name: str) -> None: ...
+
+    def phase_ends(self, name: str) -> None: ...
+
+    def phase_fails(self, name: str, error: Exception) -> None:
+        """May add to what the error says."""
+
+
+class Phases:
+    """Runs phases.
+
+    Attributes:
+        onlookers: those who are told of each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
-        self._milliseconds: dict[str, float] = {}
+        self.onlookers: list[Onlooker] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside; an accelerator is synchronised on both sides."""
-        with self._runtime.range(f"hf_zero {name}"):
-            if not self._enabled:
+        """What runs inside is phase `name` of the engine."""
+        for onlooker in self.onlookers:
+            onlooker.phase_begins(name)
+        try:
+            with self._runtime.range(f"hf_zero {name}"), SPANS.span(name):
                 yield
-                return
-            start = self._now()
-            try:
-                yield
-            finally:
-                self._milliseconds[name] = self._milliseconds.get(name, 0.0) + (self._now() - start) * 1e3
-
-    def report(self) -> str | None:
-        """One line with everything since the last report, or None when off."""
-        if not self._enabled:
-            return None
-        line = " | ".join(f"{name}: {milliseconds:.2f}" for name, milliseconds in self._milliseconds.items())
-        self._milliseconds.clear()
-        return f"time (ms) | {line}"
-
-    def _now(self) -> float:
-        self._runtime.synchronize()
-        return time.perf_counter()
+        except Exception as error:
+            for onlooker in self.onlookers:
+                onlooker.phase_fails(name, error)
+            raise
+        for onlooker in self.onlookers:
+            onlooker.phase_ends(name)

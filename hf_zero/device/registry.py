@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_zero.device.accelerator import Accelerator
+from hf_zero.device.accelerator import Accelerator, StreamClock
 from hf_zero.device.at_once import AtOnce
+from hf_zero.device.clocks import Clock
 from hf_zero.device.kinds import accelerator_kind, current_device
 from hf_zero.device.late import Late
 from hf_zero.device.runtime import HOST, Runtime
@@ -33,6 +34,11 @@ def _make(device: torch.device) -> Runtime:
     if device == HOST and os.environ.get(VARIABLE) == "1":
         return Late()
     return AtOnce(device) if device.type in ("cpu", "meta") else Accelerator(device)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What marks moments on `device`."""
+    return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else Clock()
 
 
 @contextmanager

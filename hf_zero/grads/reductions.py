@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, Pending
 from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
+from hf_zero.spans import SPANS
 
 MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 
@@ -69,6 +70,10 @@ class Reductions:
 
     def launch(self, bucket: BucketGradients, num_backward: int) -> None:
         """Start to reduce what has arrived for `bucket` in backward pass number `num_backward`. Collective."""
+        with SPANS.span("reduce", f"bucket {bucket.bucket.index}"):
+            self._launch(bucket, num_backward)
+
+    def _launch(self, bucket: BucketGradients, num_backward: int) -> None:
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
         wire = self._wire_of(bucket)
@@ -161,14 +166,18 @@ class Reductions:
         self._is_completing = True  # while it waits, others may be looked after, but not the same reduction
         try:
             flight = self._flights.popleft()
-            flight.pending.wait()
-            is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
-            flight.bucket.reduced.add(flight.result, is_lent=is_lent)
-            flight.bucket.local = None
-            if flight.sent is not None:
-                self._wire_of(flight.bucket).give_send_buffer(flight.sent)
+            with SPANS.span("reduce", f"bucket {flight.bucket.bucket.index}"):
+                self._count_in(flight)
         finally:
             self._is_completing = False
+
+    def _count_in(self, flight: _Flight) -> None:
+        flight.pending.wait()
+        is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
+        flight.bucket.reduced.add(flight.result, is_lent=is_lent)
+        flight.bucket.local = None
+        if flight.sent is not None:
+            self._wire_of(flight.bucket).give_send_buffer(flight.sent)
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:

@@ -11,6 +11,7 @@ from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
 from hf_zero.params.hooked_modules import ExecutionOrder
 from hf_zero.params.unit import GatherBuffers, Unit, UnitState
+from hf_zero.spans import SPANS
 
 
 class Prefetcher:
@@ -61,9 +62,10 @@ class Prefetcher:
         """The unit has its values when this returns."""
         if unit.is_gathered:
             return
-        if unit.state is UnitState.RELEASED:
-            self._ask_for(unit)
-        unit.finish(self.buffers)
+        with SPANS.span("gather", unit.name):
+            if unit.state is UnitState.RELEASED:
+                self._ask_for(unit)
+            unit.finish(self.buffers)
         if self._ahead is unit:
             self._ahead = None
 
@@ -86,7 +88,8 @@ class Prefetcher:
         position = self._order.first_use[unit]
         order = -position if self.in_backward else position
         number = self._number + unit.index
-        unit.start(self._channel.negotiation.gather(number, order=order, in_backward=self.in_backward))
+        with SPANS.span("gather", unit.name):
+            unit.start(self._channel.negotiation.gather(number, order=order, in_backward=self.in_backward))
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
         """Back to shards, persistent units apart."""

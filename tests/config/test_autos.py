@@ -29,7 +29,7 @@ STRAYS = [
     ("communication_data_type", lambda r: r.precision.communication is None),
     ("gradient_clipping", lambda r: r.gradients.clip_norm == 1.0),
     ("steps_per_print", lambda r: r.logging.steps_per_print is None),
-    ("wall_clock_breakdown", lambda r: not r.logging.wall_clock_breakdown),
+    ("wall_clock_breakdown", lambda r: not r.profiling.wall_clock),
 ]
 
 

@@ -36,17 +36,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("sequence_parallel_size", 2, "only data parallelism is supported"),
     ("tensor_parallel.autotp_size", 2, "only data parallelism is supported"),
     ("tensor_parallel.tp.tp_size", 2, "only data parallelism is supported"),
-    ("tensorboard", {"enabled": True, "output_path": "logs"}, "report_to"),
-    ("wandb", {"enabled": True}, "report_to"),
-    ("csv_monitor", {"enabled": True}, "report_to"),
-    ("comet", {"enabled": True}, "report_to"),
-    ("flops_profiler", {"enabled": True, "profile_step": 1}, "not available"),
-    ("comms_logger", {"enabled": True}, "not available"),
     ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
     ("compile", {"deepcompile": True}, "not supported"),
     ("hybrid_engine", {"enabled": True}, "not supported"),
-    ("dump_state", True, "not available"),
-    ("memory_breakdown", True, "not available"),
     ("optimizer", {"type": "AdamW", "legacy_fusion": True}, "one step signature"),
 ]
 
@@ -224,8 +216,8 @@ def test_all_problems_come_at_once() -> None:
 
 def test_a_stage_that_does_not_exist_excuses_no_other_key() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve({**BASE, "zero_optimization": {"stage": 7}, "tensorboard": {"enabled": True}}, world_size=1)
-    assert [problem.path for problem in caught.value.problems] == ["tensorboard", "zero_optimization.stage"]
+        resolve({**BASE, "zero_optimization": {"stage": 7}, "autotuning": {"enabled": True}}, world_size=1)
+    assert [problem.path for problem in caught.value.problems] == ["autotuning", "zero_optimization.stage"]
 
 
 NEEDS = [

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.device import registry
+from hf_zero.device import figures, registry
 from hf_zero.device.accelerator import Accelerator
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.host_copy import HostCopy, host_runs_ahead
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
 from hf_zero.device.late import Late
-from hf_zero.device.phases import PhaseTimer
+from hf_zero.device.phases import Phases
 from hf_zero.device.registry import VARIABLE, runtime_of, use
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
 
@@ -67,14 +67,31 @@ def test_numbers_on_their_way_to_the_host() -> None:
         assert copy.has_arrived
 
 
+def test_nobody_counts_tensors_in_host_memory() -> None:
+    assert (figures.reserved(HOST), figures.total(HOST), figures.free(HOST)) == ((0, 0), 0, 0)
+    figures.forget_peaks(HOST)
+
+
 def test_phases_have_names_in_a_profile() -> None:
-    timer = PhaseTimer(enabled=True, device=HOST)
-    with torch.profiler.profile() as profile, timer.phase("forward"):
+    phases, told = Phases(HOST), []
+
+    class Onlooker:
+        def phase_begins(self, name: str) -> None:
+            told.append(f"before {name}")
+
+        def phase_ends(self, name: str) -> None:
+            told.append(f"after {name}")
+
+        def phase_fails(self, name: str, error: Exception) -> None:
+            told.append(f"{name} fails: {error}")
+
+    phases.onlookers.append(Onlooker())
+    with torch.profiler.profile() as profile, phases.phase("forward"):
         torch.ones(3).sum()
+    with pytest.raises(RuntimeError), phases.phase("step"):
+        raise RuntimeError("too much")
     assert "hf_zero forward" in {event.name for event in profile.events()}
-    report = timer.report()
-    assert report is not None and "forward: " in report
-    assert PhaseTimer(enabled=False, device=HOST).report() is None
+    assert told == ["before forward", "after forward", "before step", "step fails: too much"]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

@@ -40,8 +40,8 @@ E checkpoint: DeepSpeedCheckpoint
 W utils.zero_to_fp32: get_optim_files get_model_state_file ZERO_STAGE
 W utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
 W utils.timer: SynchronizedWallClockTimer ThroughputTimer
-L profiling.flops_profiler: FlopsProfiler get_model_profile
-L profiling.flops_profiler.profiler: FlopsProfiler
+W profiling.flops_profiler: FlopsProfiler get_model_profile
+W profiling.flops_profiler.profiler: FlopsProfiler
 W : version __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__
 W git_version_info: version git_hash git_branch installed_ops
 W elasticity: compute_elastic_config elasticity_enabled
@@ -78,7 +78,7 @@ W utils.z3_leaf_module: set_z3_leaf_modules z3_leaf_module
 W utils.nvtx: instrument_w_nvtx
 W utils: is_initialized safe_get_full_grad RepeatingLoader OnDevice logger
 W runtime.compiler: is_compile_supported
-L monitor.monitor: MonitorMaster
+W monitor.monitor: MonitorMaster
 W env_report: main
 T runtime.zero.muon.muon_optimizer: MuonWithAuxAdam
 T : set_optimizer_flags

@@ -11,9 +11,10 @@ import torch
 
 from hf_zero.integration.compat.accelerator import Accelerator, get_accelerator
 from hf_zero.integration.compat.arguments import add_config_arguments
-from hf_zero.integration.compat.logs import log_summary, see_memory_usage
+from hf_zero.integration.compat.comms import log_summary
 from hf_zero.integration.compat.utils import OnDevice, RepeatingLoader, clone_tensors_for_torch_save
 from hf_zero.log import log_dist, logger
+from hf_zero.profiling.memory import see_memory_usage
 
 Pair = namedtuple("Pair", "left right")
 
@@ -133,7 +134,7 @@ def test_memory_is_shown_only_when_forced(caplog: pytest.LogCaptureFixture) -> N
     see_memory_usage("after backward")
     assert not caplog.records
     see_memory_usage("after backward", force=True)
-    assert "after backward | process " in caplog.text
+    assert "after backward | MA " in caplog.text and "this process" in caplog.text
 
 
 def test_the_summary_lists_what_the_ledger_counted(caplog: pytest.LogCaptureFixture) -> None:

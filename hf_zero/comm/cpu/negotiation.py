@@ -111,11 +111,11 @@ class HostNegotiation(Negotiation):
         """Send this rank's rows to those that gather `unit`, and give theirs back unread."""
         source, local = self._source(unit)
         rows = source.open_rows(local)
-        for row in rows:
-            ledger.record("all_gather", num_bytes(row) * self.size)
-        self._link.mail(blocks, _Word.SERVED, filled(self._link, rows), number)
-        source.close_rows(local)
-        self._link.finish(blocks)
+        sizes = [num_bytes(row) * self.size for row in rows]
+        with ledger.call("all_gather", *sizes, num_ranks=self.size):
+            self._link.mail(blocks, _Word.SERVED, filled(self._link, rows), number)
+            source.close_rows(local)
+            self._link.finish(blocks)
 
     # Waiting
 

@@ -32,6 +32,16 @@ from hf_zero.config.schema.fields import (
     unsupported,
 )
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.profiling import (
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    FlopsProfiler,
+    TensorBoard,
+    Timers,
+    Trace,
+    WandB,
+)
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
@@ -39,12 +49,10 @@ from hf_zero.config.schema.training import (
     Optimizer,
     Scheduler,
     TensorParallel,
-    Timers,
 )
 from hf_zero.config.schema.tuning import Autotuning
 from hf_zero.config.schema.zero import Zero
 
-_OWN = "Trainer's and Accelerate's own reporting (report_to=..., log_with=...) covers this"
 _ONLY_DATA = "only data parallelism is supported"
 
 
@@ -113,6 +121,7 @@ class HfZero(Section):
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
+    trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
     distillation: Distillation | None = detail(None, "A teacher's part in the loss.")
 
 
@@ -129,10 +138,12 @@ class Root(Section):
     )
 
     steps_per_print: Interval = supported(None, "A log line every so many updates; unset or infinity: never.")
-    wall_clock_breakdown: Flag = supported(False, "Time forward, backward and step.")
+    wall_clock_breakdown: Flag = supported(
+        False, "Where the time of every update went, and a table over ranks every steps_per_print (or 10) updates."
+    )
     log_level: Level | None = supported(None, "debug, info, warning, error or critical.")
-    memory_breakdown: Flag = unsupported(False, "Log memory around phases.", why="there is no memory log yet")
-    dump_state: Flag = unsupported(False, "Log the engine's attributes once.", why="there is no state dump yet")
+    memory_breakdown: Flag = supported(False, "Log memory before and after forward, backward and step.")
+    dump_state: Flag = supported(False, "Log the engine's attributes once.")
     disable_python_gc: Flag = unsupported(
         False, "Switch Python's collector off.", why="call gc.disable() in the script"
     )
@@ -187,12 +198,12 @@ class Root(Section):
     activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 
-    flops_profiler: Refused | None = unsupported(None, "Operation counts.", why="torch.profiler counts operations")
-    comms_logger: Refused | None = unsupported(None, "Log of collectives.", why="hf_zero.comm.ledger counts them")
-    tensorboard: Refused | None = unsupported(None, "Monitor.", why=_OWN)
-    csv_monitor: Refused | None = unsupported(None, "Monitor.", why=_OWN)
-    wandb: Refused | None = unsupported(None, "Monitor.", why=_OWN)
-    comet: Refused | None = unsupported(None, "Monitor.", why=_OWN)
+    flops_profiler: FlopsProfiler | None = detail(None, "Operation counts (docs/profiling.md).")
+    comms_logger: CommsLogger | None = detail(None, "Times of collectives (docs/profiling.md).")
+    tensorboard: TensorBoard | None = detail(None, "Monitor.")
+    csv_monitor: CsvMonitor | None = detail(None, "Monitor.")
+    wandb: WandB | None = detail(None, "Monitor.")
+    comet: Comet | None = detail(None, "Monitor.")
 
     autotuning: Autotuning | None = detail(None, "Search for the fastest stage and batch (docs/planning.md).")
     data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")

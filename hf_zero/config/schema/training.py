@@ -1,4 +1,4 @@
-"""Sections around the training loop: optimizer, scheduler, checkpoints, activations, parallelism, timers."""
+"""Sections around the training loop: optimizer, scheduler, checkpoints, activations, parallelism."""
 
 from __future__ import annotations
 
@@ -122,16 +122,3 @@ class TensorParallel(Section):
     vocab_parallel_ce_backend: str = detail("torch", "Loss implementation.")
     dtype: Any = detail(None, "Dtype.")
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.")
-
-
-class ThroughputTimer(Section):
-    """Samples per second."""
-
-    enabled: Flag = ignored(True, "Measure throughput.", why="there is no throughput line yet; Trainer reports its own")
-    synchronized: Flag = ignored(True, "Synchronise the device first.", why="there is no throughput line yet")
-
-
-class Timers(Section):
-    """Timers besides wall_clock_breakdown."""
-
-    throughput: ThroughputTimer | None = detail(None, "The throughput timer.")

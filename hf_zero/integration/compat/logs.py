@@ -10,10 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
-
-from hf_zero.comm import ledger, this_process
-from hf_zero.integration.compat.accelerator import get_accelerator
+from hf_zero.comm import this_process
 from hf_zero.log import log_dist, logger
 
 log_levels = {
@@ -99,28 +96,3 @@ class LoggerFactory:
         made = logging.getLogger(name)
         made.setLevel(level)
         return made
-
-
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the memory of this process and its device on rank 0, if forced (scripts leave these calls in)."""
-    if not force:
-        return
-    gib = 1024**3
-    here, device = psutil.Process().memory_info().rss / gib, get_accelerator()
-    log_dist(
-        f"{message} | process {here:.2f} GiB | {device.current_device_name()} allocated "
-        f"{device.memory_allocated() / gib:.2f} GiB, peak {device.max_memory_allocated() / gib:.2f} GiB"
-    )
-
-
-def log_summary(show_straggler: bool = False) -> None:
-    """Log on rank 0 every collective the engine issued so far: phase, name, calls, bytes.
-
-    Args:
-        show_straggler: accepted for DeepSpeed's callers; waiting times are not recorded, so none are shown.
-    """
-    rows = [
-        f"{phase:10} {operation:20} {tally.calls:8d} calls {tally.num_bytes / 1024**2:12.2f} MiB"
-        for (phase, operation), tally in sorted(ledger.tallies.items())
-    ]
-    log_dist("collectives issued so far\n" + "\n".join(rows or ["none"]))

@@ -25,7 +25,7 @@ _CHECKPOINT_TOOLS = (
 )
 _DATA = "curricula, samplers and random-LTD work from ds.json alone: docs/data_efficiency.md"
 _SWAPPING = "how states move to a drive is decided by zero_optimization.offload_optimizer, offload_param and aio"
-_MONITORS = "monitors are not supported yet: Trainer's report_to writes to TensorBoard, W&B and Comet"
+_MONITORS = "the sections tensorboard, csv_monitor, wandb and comet of ds.json, or monitor.monitor.MonitorMaster"
 _LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage"
 
 ALTERNATIVES = {
@@ -70,7 +70,7 @@ ALTERNATIVES = {
     "ops.quantizer": _QUANTISED,
     "ops.random_ltd": _DATA,
     "pipe": _PIPELINE,
-    "profiling": "the flops profiler is not supported yet: torch.utils.flop_counter.FlopCounterMode and torch.profiler",
+    "profiling": "profiling.flops_profiler has FlopsProfiler and get_model_profile; ds.json the section flops_profiler",
     "runtime": "this is the inside of DeepSpeed's engine; hf_zero's is another one",
     "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint, or model.gradient_checkpointing_enable()",
     "runtime.compiler": _COMPILER,

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 from hf_zero.config import FilePolicy
 from hf_zero.device.pinned import round_to_page
+from hf_zero.spans import SPANS
 
 _Job = Callable[[], None]
 
@@ -133,6 +134,8 @@ class Requests:
         completion = Completion(len(starts))
         if self.trace is not None:
             self.trace.append((verb, piece.memory.nbytes, completion))
+        if SPANS.watcher is not None:
+            SPANS.watcher.request(verb, piece.memory.nbytes, completion)
         for start in starts:
             block = replace(piece, offset=piece.offset + start, memory=piece.memory[start : start + step])
             self._queue.put(partial(self._carry_out, verb, move, block, completion))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any
 
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist, logger
+from hf_zero.profiling.numbers import trim_mean
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -202,14 +202,6 @@ class ThroughputTimer:
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
             f"RunningAvgSamplesPerSec={self.avg_samples_per_sec():.4f}, CurrSamplesPerSec={now:.4f}"
         )
-
-
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the smallest and the largest part of the values; 0.0 of nothing."""
-    assert 0.0 <= trim_percent <= 1.0
-    cut = int(trim_percent * len(data))
-    kept = sorted(data)[cut : len(data) - cut] or list(data)
-    return fmean(kept) if kept else 0.0
 
 
 def _now() -> float:

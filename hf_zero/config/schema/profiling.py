@@ -1,0 +1,107 @@
+"""Sections for seeing a run: operation counts, the log of collectives, monitors, the trace (docs/profiling.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hf_zero.config.schema.fields import (
+    Count,
+    Flag,
+    Names,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    as_whole,
+    ignored,
+    supported,
+)
+
+Depth = Annotated[int, BeforeValidator(as_whole), Field(ge=-1)]
+
+
+class FlopsProfiler(Section):
+    """One update's forward, counted operation by operation on rank 0."""
+
+    enabled: Flag = supported(False, "Profile one update.")
+    profile_step: Count = supported(1, "Updates before the one that is profiled; 1: the second.", unit="updates")
+    module_depth: Depth = supported(-1, "Depth of the table of modules; -1: the deepest.")
+    top_modules: Positive = supported(1, "Names per depth and quantity in that table.")
+    detailed: Flag = supported(True, "Also the tree of all modules with their numbers.")
+    output_file: PathText | None = supported(None, "Where the report goes; unset: the log.")
+    recompute_fwd_factor: NonNegative = supported(
+        0.0, "Backward is taken for 2 + this times the operations of forward; 1 under full gradient checkpointing."
+    )
+
+
+class CommsLogger(Section):
+    """Times and sizes of the engine's collectives; `deepspeed.comm.log_summary()` has the tables."""
+
+    enabled: Flag = supported(False, "Log collectives.")
+    verbose: Flag = supported(False, "A line for every call, once it has been timed.")
+    prof_all: Flag = supported(True, "All operations.")
+    prof_ops: Names = supported([], "Otherwise those with these names.")
+    debug: Flag = supported(False, "Tell calls apart by the function that makes them.")
+
+
+class _FileMonitor(Section):
+    enabled: Flag = supported(False, "Write learning rate, loss, loss scale and times after every update, on rank 0.")
+    output_path: PathText = supported("", "Folder; empty: one in the current directory.")
+    job_name: str = supported("DeepSpeedJobName", "Folder in it.")
+
+
+class TensorBoard(_FileMonitor):
+    """Scalars for TensorBoard. Needs the package tensorboard."""
+
+
+class CsvMonitor(_FileMonitor):
+    """One CSV file per quantity."""
+
+
+class WandB(Section):
+    """Weights & Biases; offline with WANDB_MODE=offline. Needs the package wandb."""
+
+    enabled: Flag = supported(False, "Log learning rate, loss, loss scale and times after every update, on rank 0.")
+    group: str | None = supported(None, "Group of runs.")
+    team: str | None = supported(None, "Entity that the run belongs to.")
+    project: str = supported("deepspeed", "Project.")
+
+
+class Comet(Section):
+    """Comet. Needs the package comet_ml."""
+
+    enabled: Flag = supported(False, "Log learning rate, loss, loss scale and times, on rank 0.")
+    samples_log_interval: Positive = supported(100, "Each quantity at most every so often.", unit="samples")
+    project: str | None = supported(None, "Project.")
+    workspace: str | None = supported(None, "Workspace.")
+    api_key: str | None = supported(None, "Key; unset: Comet's own configuration.")
+    experiment_name: str | None = supported(None, "Name of the experiment.")
+    experiment_key: str | None = supported(None, "Key of the experiment.")
+    online: Flag | None = supported(None, "false: files for a later upload.")
+    mode: Literal["get_or_create", "create", "get"] | None = supported(None, "Whether the experiment may exist.")
+
+
+class Trace(Section):
+    """A file for Perfetto (ui.perfetto.dev) or chrome://tracing, one per rank."""
+
+    enabled: Flag = supported(False, "Write it.")
+    output_path: PathText = supported("hf_zero_trace", "Folder of the files trace_rank0.json and so on.")
+    start_step: Count = supported(2, "Updates before the first that is in it.", unit="updates")
+    num_steps: Positive = supported(5, "Updates in it.", unit="updates")
+
+
+class ThroughputTimer(Section):
+    """Samples per second, every steps_per_print updates."""
+
+    enabled: Flag = supported(True, "Log it; without steps_per_print there is no line.")
+    synchronized: Flag = ignored(
+        True, "Synchronise the device first.", why="times are of the device's own events", met=True
+    )
+
+
+class Timers(Section):
+    """Timers besides wall_clock_breakdown."""
+
+    throughput: ThroughputTimer | None = supported(None, "The throughput timer.")

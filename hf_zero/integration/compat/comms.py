@@ -1,0 +1,111 @@
+"""`deepspeed.comm`'s log of collectives, which the section comms_logger switches on, or `configure`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hf_zero.comm import ledger, this_process, watching_collectives
+from hf_zero.config import CommsPolicy
+from hf_zero.config.features.profiling import comms_policy
+from hf_zero.config.objects import ConfigView
+from hf_zero.config.schema.profiling import CommsLogger as Section
+from hf_zero.log import announce, log_dist
+from hf_zero.profiling.comms_log import CommsLog, straggler_table, stragglers, summary, table
+from hf_zero.profiling.feature import CONFIGURED
+from hf_zero.profiling.recorder import Recorder
+from hf_zero.spans import SPANS
+
+
+class CommsLogger(CommsLog):
+    """A log that a program makes for itself; it sees what the engine's own does while it is the one that listens."""
+
+    def __init__(self, config: CommsPolicy | None = None) -> None:
+        super().__init__(config if isinstance(config, CommsPolicy) else CommsPolicy(enabled=True))
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Log collectives of the engines that are made from now on; what is given beats the config's section."""
+    section = Section()
+    if deepspeed_config is not None:
+        given_config = getattr(deepspeed_config, "_param_dict", deepspeed_config)
+        section = ConfigView(given_config, this_process().size).comms_logger
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    changed = {name: value for name, value in given.items() if value is not None}
+    CONFIGURED["comms"] = comms_policy((section or Section()).model_copy(update=changed))
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log on rank 0 the collectives of the engines: with times where the log is on, else their numbers and bytes.
+
+    Args:
+        show_straggler: also what of the times was waiting for other ranks. All ranks call then.
+        return_dict: give it back, on every rank: summary, straggler_analysis, metadata.
+    """
+    log = _log()
+    if log is None:
+        _log_ledger()
+        return {"summary": {}, "straggler_analysis": None, "metadata": _metadata()} if return_dict else None
+    found = summary(log)
+    announce(f"collectives of rank 0\n{table(found)}")
+    waited = None
+    if show_straggler:
+        everyone: Any = watching_collectives().gather_objects(found)
+        waited = stragglers(everyone, this_process().rank)
+        announce(f"waiting for other ranks, on rank 0\n{straggler_table(waited)}")
+    if not return_dict:
+        return None
+    return {"summary": found, "straggler_analysis": waited, "metadata": _metadata()}
+
+
+def reset_log() -> None:
+    """Count anew."""
+    log = _log()
+    if log is not None:
+        log.reset_data()
+
+
+def has_comm_data() -> bool:
+    log = _log()
+    return log is not None and log.has_data()
+
+
+def get_comm_operation_count() -> int:
+    log = _log()
+    return log.get_total_operations() if log is not None else 0
+
+
+def get_logged_comm_ops() -> list[str]:
+    log = _log()
+    return log.get_operation_names() if log is not None else []
+
+
+def _log() -> CommsLog | None:
+    """The engine's, with everything that has happened; None where none is on."""
+    recorder = SPANS.watcher
+    if not isinstance(recorder, Recorder):
+        return None
+    log = next((listener for listener in recorder.listeners if isinstance(listener, CommsLog)), None)
+    if log is not None:
+        recorder.finish()
+        log.take(recorder.take_calls())
+    return log
+
+
+def _log_ledger() -> None:
+    rows = [
+        f"{phase:10} {operation:20} {tally.calls:8d} calls {tally.num_bytes / 1024**2:12.2f} MiB"
+        for (phase, operation), tally in sorted(ledger.tallies.items())
+    ]
+    log_dist("collectives issued so far\n" + "\n".join(rows or ["none"]))
+
+
+def _metadata() -> dict[str, Any]:
+    return {"world_size": this_process().size, "rank": this_process().rank, "timestamp": time.time()}

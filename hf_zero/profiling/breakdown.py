@@ -1,0 +1,165 @@
+"""`wall_clock_breakdown`: where the time of an update went, of this rank and among all ranks.
+
+The parts add up to the update, whatever overlaps: communication counts where this rank has waited for it, or worked on
+it. Ranks tell each other their times by an all-gather that nobody waits for, once per table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Collectives, Pending
+from hf_zero.comm.rows import own_shard
+from hf_zero.log import announce
+from hf_zero.profiling.intervals import OUTSIDE, Parts
+from hf_zero.profiling.recorder import Update
+
+PARTS = ("forward", "backward", "reduce", "update", "gather", "data", "other")
+# A rank whose own work takes so much longer than the median is a straggler.
+STRAGGLES = 1.1
+_WORK = ("forward", "backward", "update", "data")
+EVERY = 10  # updates per table where steps_per_print is not set
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Milliseconds of one update, or their means over several.
+
+    Attributes:
+        parts: by name, as in PARTS; they add up to `total`.
+        timers: by DeepSpeed's names; what is inside counts too.
+    """
+
+    total: float
+    parts: dict[str, float]
+    timers: dict[str, float]
+
+    @classmethod
+    def of(cls, update: Update) -> Breakdown:
+        parts = dict.fromkeys(PARTS, 0.0)
+        for (phase, kind), took in update.parts.items():
+            parts[_part(phase, kind)] += took / 1e6
+        return cls((update.end_ns - update.begin_ns) / 1e6, parts, _timers(update.parts))
+
+    def __str__(self) -> str:
+        shares = ", ".join(
+            f"{name} {took:.2f} ({took / self.total:.0%})" for name, took in self.parts.items() if took > 0
+        )
+        return f"{self.total:.2f} ms: {shares}"
+
+
+class WallClock:
+    """The listener: a line for every update, and a table over all ranks every so many.
+
+    Attributes:
+        last: of the last update that has been read; None before.
+    """
+
+    wants_intervals = False
+
+    def __init__(self, collectives: Collectives, *, every: int | None, prints: bool = True) -> None:
+        """
+        Args:
+            collectives: used by nobody else.
+            every: updates per table.
+        """
+        self.last: Breakdown | None = None
+        self._collectives = collectives
+        self._every = every or EVERY
+        self._prints = prints
+        self._summed = [0.0] * len(PARTS)
+        self._num_summed = 0
+        self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, how many, times, under way
+
+    def on_update(self, update: Update) -> None:
+        found = self.last = Breakdown.of(update)
+        if not self._prints:
+            return
+        timers = " | ".join(f"{name}: {took:.2f}" for name, took in found.timers.items())
+        announce(f"time (ms) | {timers}")
+        announce(f"update {update.number} took {found}")
+        self._summed = [sum_ + found.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
+        self._num_summed += 1
+        if update.number % self._every == 0:
+            self._tell(update.number)
+        self.show_tables()
+
+    def _tell(self, number: int) -> None:
+        """Means since the last table, to all ranks."""
+        world = self._collectives.size
+        times = torch.zeros(world * len(PARTS), dtype=torch.float64)
+        means = torch.tensor([took / self._num_summed for took in self._summed], dtype=torch.float64)
+        own_shard(times, self._collectives.rank, world).copy_(means)
+        pending = self._collectives._all_gather(times)  # not the engine's: neither counted nor timed
+        self._told.append((number, self._num_summed, times, pending))
+        self._summed, self._num_summed = [0.0] * len(PARTS), 0
+
+    def show_tables(self) -> None:
+        """Those for which all ranks have told their times."""
+        while self._told and (self._collectives.size == 1 or self._told[0][3].is_ready()):
+            number, num_updates, times, pending = self._told.pop(0)
+            pending.wait()
+            rows = times.view(-1, len(PARTS)).tolist()
+            announce(table(rows, f"updates {number - num_updates + 1} to {number}"))
+
+
+def table(rows: Sequence[Sequence[float]], title: str) -> str:
+    """Of mean milliseconds per update, by rank and part: min, median and max over ranks, and who is slow."""
+    total = median(sum(row) for row in rows) or 1.0
+    lines = [
+        f"time per update, {title}, {len(rows)} rank(s), in ms",
+        f"{'part':10}{'min':>10}{'median':>10}{'max':>10}{'share':>8}  slowest",
+    ]
+    for column, name in enumerate(PARTS):
+        times = [row[column] for row in rows]
+        middle, most = median(times), max(times)
+        if most < 0.005:
+            continue
+        lines.append(
+            f"{name:10}{min(times):10.2f}{middle:10.2f}{most:10.2f}{middle / total:8.1%}  rank {times.index(most)}"
+        )
+    sums = [sum(row) for row in rows]
+    lines.append(f"{'all':10}{min(sums):10.2f}{median(sums):10.2f}{max(sums):10.2f}{1:8.1%}")
+    return "\n".join([*lines, *_stragglers(rows)])
+
+
+def _stragglers(rows: Sequence[Sequence[float]]) -> list[str]:
+    """Ranks whose own work takes longer than that of others, who wait for them in reduce and gather."""
+    if len(rows) < 2:
+        return []
+    work = [sum(row[PARTS.index(name)] for name in _WORK) for row in rows]
+    middle = median(work)
+    slow = [rank for rank, took in enumerate(work) if took > STRAGGLES * middle]
+    if not slow:
+        return ["no straggler: forward, backward, update and data take about the same on all ranks"]
+    named = ", ".join(f"rank {rank} ({work[rank]:.2f} ms, {work[rank] / middle - 1:+.0%})" for rank in slow[:8])
+    return [f"stragglers: {named}; the median rank works {middle:.2f} ms and waits for them in reduce and gather"]
+
+
+def _part(phase: str, kind: str) -> str:
+    if kind in ("reduce", "gather"):
+        return kind
+    if phase == OUTSIDE:
+        return kind
+    return {"forward": "forward", "backward": "backward", "step": "update"}.get(phase, "other")
+
+
+def _timers(parts: Parts) -> dict[str, float]:
+    """DeepSpeed's: what is inside of forward, backward and step is part of them."""
+
+    def took(phase: str, *kinds: str) -> float:
+        return sum(ns for (at, kind), ns in parts.items() if at == phase and (not kinds or kind in kinds)) / 1e6
+
+    backward, reduce = took("backward"), took("backward", "reduce")
+    return {
+        "fwd": took("forward"),
+        "bwd": backward,
+        "bwd_inner": backward - reduce,
+        "bwd_allreduce": reduce,
+        "step": took("step"),
+    }

@@ -1,0 +1,186 @@
+"""Collectives with their times: each has an interval of its own, whatever runs beside it.
+
+Where the host carries a collective through (CPUs), its time is what this rank spends on it: starting it, and waiting
+for the others' part. Where a device does, it is from when the call could begin (it was asked for, and the one before it
+was over) until it was over, by an event on a stream that does nothing but wait for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Call, Pending, Rows
+from hf_zero.device.clocks import Clock
+from hf_zero.device.runtime import Event
+
+# Which part of an update a collective belongs to.
+_KINDS = {"all_gather": "gather", "broadcast": "gather"}
+_TOO_OLD = 3  # updates that a call may be under way
+
+
+class SpanRecorder(Protocol):
+    clock: Clock
+    device: torch.device
+
+    def begin(self, kind: str, name: str) -> Event: ...
+
+    def end(self) -> Event: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedCall:
+    """One collective of one tensor.
+
+    Attributes:
+        num_bytes: of the whole buffer, as the ledger counts.
+        intervals: (begin, end) of the host's clock, nanoseconds: when it was worked on.
+        caller: the function that asked for it.
+    """
+
+    phase: str
+    operation: str
+    num_bytes: int
+    num_ranks: int
+    latency_ms: float
+    intervals: tuple[tuple[int, int], ...]
+    caller: str
+
+
+class TimedCall(Call):
+    """A collective that somebody watches. Several tensors may travel as one."""
+
+    __slots__ = ("age", "_recorder", "_phase", "_operation", "_sizes", "_num_ranks", "_busy", "_done", "_open", "_by")
+
+    def __init__(
+        self, recorder: SpanRecorder, phase: str, operation: str, sizes: Sequence[int], num_ranks: int
+    ) -> None:
+        self.age = 0  # updates it has been under way for
+        self._recorder = recorder
+        self._phase = phase
+        self._operation = operation
+        self._sizes = tuple(sizes)
+        self._num_ranks = num_ranks
+        self._busy: list[tuple[Event, Event]] = []
+        self._done: Event | None = None
+        self._open = False
+        self._by = _caller()
+
+    def __enter__(self) -> TimedCall:
+        begin = self._recorder.begin(_KINDS.get(self._operation, "reduce"), self._operation)
+        self._busy.append((begin, begin))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        begin, _end = self._busy[-1]
+        self._busy[-1] = begin, self._recorder.end()
+
+    def follow(self, pending: Pending, tensor: Tensor) -> Pending:
+        self.started([pending], [tensor])
+        return _Watched(pending, self)
+
+    def follow_rows(self, rows: Rows, row: Tensor) -> Rows:
+        self.started([rows], [row])
+        return _WatchedRows(rows, self)
+
+    def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
+        self._open = True
+        clock = self._recorder.clock
+        # Of what the host carries through, only its own wait tells.
+        if pending and all(tensor.device.type == self._recorder.device.type for tensor in tensors):
+            self._done = clock.mark_after(partial(_wait_for, pending))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        with self:
+            yield
+        self._open = False
+
+    @property
+    def is_over(self) -> bool:
+        return not self._open and (self._done is None or self._recorder.clock.has_passed(self._done))
+
+    @property
+    def is_old(self) -> bool:
+        """Nobody seems to wait for it."""
+        return self.age >= _TOO_OLD
+
+    @property
+    def is_on_device(self) -> bool:
+        """Carried through by a device, and done."""
+        return self._done is not None and self._recorder.clock.has_passed(self._done)
+
+    def finished(self, ns: Callable[[Event], int], not_before_ns: int = 0) -> Iterator[FinishedCall]:
+        """One for each tensor; the time is divided by their bytes.
+
+        Args:
+            ns: when a mark was.
+            not_before_ns: when the device was done with the call before it.
+        """
+        intervals = tuple((ns(begin), ns(end)) for begin, end in self._busy)
+        if self._done is not None and self.is_on_device:
+            end_ns = ns(self._done)
+            intervals = ((min(max(intervals[0][0], not_before_ns), end_ns), end_ns),)
+        took_ms = sum(end - begin for begin, end in intervals) / 1e6
+        total = sum(self._sizes) or 1
+        for size in self._sizes:
+            latency = took_ms * size / total if len(self._sizes) > 1 else took_ms
+            yield FinishedCall(self._phase, self._operation, size, self._num_ranks, latency, intervals, self._by)
+
+
+class _Watched(Pending):
+    def __init__(self, pending: Pending, call: TimedCall) -> None:
+        self._pending = pending
+        self._call = call
+
+    def advance(self) -> None:
+        with self._call:
+            self._pending.advance()
+
+    def is_ready(self) -> bool:
+        return self._pending.is_ready()
+
+    def wait(self) -> None:
+        with self._call.waiting():
+            self._pending.wait()
+
+
+class _WatchedRows(Rows):
+    def __init__(self, rows: Rows, call: TimedCall) -> None:
+        self.flat, self.buffer = rows.flat, rows.buffer
+        self._rows = rows
+        self._call = call
+
+    def is_ready(self) -> bool:
+        return self._rows.is_ready()
+
+    def wait(self) -> None:
+        with self._call.waiting():
+            self._rows.wait()
+
+    def row(self, rank: int) -> Tensor:
+        return self._rows.row(rank)
+
+    def give_back(self) -> None:
+        self._rows.give_back()
+
+
+def _wait_for(pending: Sequence[Pending]) -> None:
+    for each in pending:
+        each.wait()
+
+
+def _caller() -> str:
+    """The function outside comm/ that has asked."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and "/hf_zero/comm/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else ""

@@ -1,0 +1,201 @@
+"""`comms_logger`: how often, how large and how fast collectives were, by operation and size.
+
+With d the time of a call, n the ranks of its group and s its bytes (of the whole buffer, as the ledger has them):
+all-reduce moves 2s/d by the algorithm and 2(n-1)/n s/d over each link; all-gather, reduce-scatter and all-to-all s/d
+and (n-1)/n s/d; broadcast s/d both. In Gbit/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_zero.config import CommsPolicy
+from hf_zero.log import announce
+from hf_zero.profiling.calls import FinishedCall
+from hf_zero.profiling.numbers import amount, trim_mean
+from hf_zero.profiling.recorder import Update
+
+_SHARED = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(slots=True)
+class Record:
+    """Calls of one operation and size."""
+
+    latencies_ms: list[float] = field(default_factory=list)
+    algorithm_gbps: list[float] = field(default_factory=list)
+    bus_gbps: list[float] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.latencies_ms)
+
+
+def bandwidth_gbps(operation: str, num_bytes: int, num_ranks: int, latency_ms: float) -> tuple[float, float]:
+    """(by the algorithm, over each link); 0 where no time was measured."""
+    if latency_ms <= 0:
+        return 0.0, 0.0
+    algorithm = num_bytes * 8 / (latency_ms * 1e6)
+    if operation == "all_reduce":
+        return 2 * algorithm, 2 * algorithm * (num_ranks - 1) / num_ranks
+    if operation in _SHARED:
+        return algorithm, algorithm * (num_ranks - 1) / num_ranks
+    return algorithm, algorithm
+
+
+class CommsLog:
+    """The listener. Names of its methods are DeepSpeed's, of its CommsLogger.
+
+    Attributes:
+        records: by operation, then by bytes.
+    """
+
+    wants_intervals = False
+
+    def __init__(self, policy: CommsPolicy) -> None:
+        self.policy = policy
+        self.is_on = policy.enabled
+        self.records: dict[str, dict[int, Record]] = {}
+
+    def on_update(self, update: Update) -> None:
+        self.take(update.calls)
+
+    def take(self, calls: Sequence[FinishedCall]) -> None:
+        """Note finished calls."""
+        for call in calls if self.is_on else ():
+            if self._is_wanted(call.operation):
+                self._note(call)
+
+    def _is_wanted(self, operation: str) -> bool:
+        # DeepSpeed's names go on: all_gather_into_tensor, reduce_scatter_tensor.
+        return self.policy.all_operations or any(name.startswith(operation) for name in self.policy.operations)
+
+    def _note(self, call: FinishedCall) -> None:
+        name = f"{call.operation} | [Caller Func: {call.caller}]" if self.policy.callers else call.operation
+        record = self.records.setdefault(name, {}).setdefault(call.num_bytes, Record())
+        algorithm, bus = bandwidth_gbps(call.operation, call.num_bytes, call.num_ranks, call.latency_ms)
+        record.latencies_ms.append(call.latency_ms)
+        record.algorithm_gbps.append(algorithm)
+        record.bus_gbps.append(bus)
+        if self.policy.verbose:
+            announce(
+                f"comm op: {name} | time (ms): {call.latency_ms:.2f} | msg size: {amount(call.num_bytes)} | "
+                f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}"
+            )
+
+    # DeepSpeed's names
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """{operation: {bytes: [count, latencies in ms, Gbit/s by the algorithm, Gbit/s over each link]}}."""
+        return {
+            name: {
+                size: [r.count, list(r.latencies_ms), list(r.algorithm_gbps), list(r.bus_gbps)]
+                for size, r in sizes.items()
+            }
+            for name, sizes in self.records.items()
+        }
+
+    def has_data(self) -> bool:
+        return bool(self.records)
+
+    def reset_data(self) -> None:
+        self.records.clear()
+
+    def get_operation_names(self) -> list[str]:
+        return list(self.records)
+
+    def get_total_operations(self) -> int:
+        return sum(record.count for sizes in self.records.values() for record in sizes.values())
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
+        """By bytes: count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps, msg_size_bytes, ..."""
+        return {size: _summary(size, record) for size, record in self.records.get(operation_name, {}).items()}
+
+    def start_profiling_comms(self) -> None:
+        self.is_on = True
+
+    def stop_profiling_comms(self) -> None:
+        self.is_on = False
+
+    def total_bytes(self) -> dict[str, int]:
+        """By operation."""
+        return {name: sum(size * r.count for size, r in sizes.items()) for name, sizes in self.records.items()}
+
+
+def _summary(size: int, record: Record) -> dict[str, Any]:
+    return {
+        "count": record.count,
+        "total_latency_ms": sum(record.latencies_ms),
+        "avg_latency_ms": trim_mean(record.latencies_ms, 0.1),
+        "tput_avg_gbps": trim_mean(record.algorithm_gbps, 0.1),
+        "busbw_avg_gbps": trim_mean(record.bus_gbps, 0.1),
+        "msg_size_bytes": size,
+        "msg_size_str": amount(size),
+    }
+
+
+def summary(log: CommsLog) -> dict[str, dict[int, dict[str, Any]]]:
+    return {name: log.get_operation_summary(name) for name in log.get_operation_names()}
+
+
+_COLUMNS = (
+    "Comm. Op",
+    "Message Size",
+    "Count",
+    "Total Latency(ms)",
+    "Avg Latency(ms)",
+    "tput_avg (Gbps)",
+    "busbw_avg (Gbps)",
+)
+
+
+def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """DeepSpeed's table, 20 characters to the column."""
+    lines = ["".join(f"{title:<20}" for title in _COLUMNS).rstrip()]
+    for name, sizes in found.items():
+        lines.append(name)
+        for size in sorted(sizes):
+            row = sizes[size]
+            numbers = [row[key] for key in ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")]
+            texts = ["", row["msg_size_str"], str(row["count"]), *(f"{number:.2f}" for number in numbers)]
+            lines.append("".join(f"{text:<20}" for text in texts).rstrip())
+    return "\n".join(lines)
+
+
+def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: int) -> dict[str, dict[int, Any]]:
+    """What of a rank's latencies is waiting for others: its own minus the smallest of any rank, call by call alike.
+
+    Sizes that other ranks have not called, or not equally often, are left out: they say nothing about waiting.
+    """
+    found: dict[str, dict[int, Any]] = {}
+    for name, sizes in everyone[rank].items():
+        for size, own in sizes.items():
+            rows = [theirs.get(name, {}).get(size) for theirs in everyone]
+            if any(row is None or row["count"] != own["count"] for row in rows):
+                continue
+            least = min(row["total_latency_ms"] for row in rows if row is not None)
+            waited = own["total_latency_ms"] - least
+            found.setdefault(name, {})[size] = {
+                "total_comm_lat_ms": least,
+                "total_straggler_ms": waited,
+                "avg_comm_lat_ms": least / own["count"],
+                "avg_straggler_ms": waited / own["count"],
+                "count": own["count"],
+                "msg_size_str": own["msg_size_str"],
+            }
+    return found
+
+
+def straggler_table(found: dict[str, dict[int, Any]]) -> str:
+    titles = ("Comm. Op", "Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)")
+    lines = ["".join(f"{title:<20}" for title in (*titles, "Avg straggler(ms)")).rstrip()]
+    for name, sizes in found.items():
+        lines.append(name)
+        for size in sorted(sizes):
+            row = sizes[size]
+            keys = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
+            texts = ["", row["msg_size_str"], str(row["count"]), *(f"{row[key]:.2f}" for key in keys)]
+            lines.append("".join(f"{text:<20}" for text in texts).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""What a config wants to see of a run, as one training feature: it looks, and changes nothing.
+
+    wall_clock_breakdown    WallClock       listens to the recorder
+    comms_logger            CommsLog        listens to the recorder
+    hf_zero.trace           TraceFile       listens to the recorder
+    flops_profiler          FlopsProfiler   around the forward of one update
+    memory_breakdown        MemoryLog       looks at the engine's phases
+    tensorboard, ...        Monitors        get the numbers of every update
+    dump_state              once, when the engine is complete
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_zero.comm import local_device, watching_collectives
+from hf_zero.comm.collectives import LoneCollectives
+from hf_zero.config import CommsPolicy, ProfilingPolicy, Resolved
+from hf_zero.device.registry import clock_of
+from hf_zero.features import EngineTools, Progress, TrainingFeature
+from hf_zero.log import announce
+from hf_zero.profiling.breakdown import Breakdown, WallClock
+from hf_zero.profiling.comms_log import CommsLog
+from hf_zero.profiling.events import RunEvents
+from hf_zero.profiling.flops import FlopsProfiler
+from hf_zero.profiling.flops_report import EngineTimes
+from hf_zero.profiling.memory import MemoryLog
+from hf_zero.profiling.monitors import Monitors
+from hf_zero.profiling.recorder import Recorder
+from hf_zero.profiling.throughput import ThroughputLog
+from hf_zero.profiling.trace import TraceFile
+
+# What a program has asked for before there is an engine (`deepspeed.comm.configure`).
+CONFIGURED: dict[str, CommsPolicy | None] = {"comms": None}
+
+
+class Profiling(TrainingFeature):
+    """See above.
+
+    Attributes:
+        recorder: None where nothing needs times.
+        comms: the log of collectives, where there is one.
+    """
+
+    name = "profiling"
+    waits_for_outcome = False
+
+    def __init__(self, model: nn.Module, policy: ProfilingPolicy) -> None:
+        """
+        Raises:
+            ConfigError: a monitor's library is not installed.
+        """
+        self.policy = policy
+        self.recorder: Recorder | None = None
+        self.comms: CommsLog | None = None
+        self.wall_clock: WallClock | None = None
+        self._model = model
+        self._trace: TraceFile | None = None
+        self._throughput: ThroughputLog | None = None
+        self._events: RunEvents | None = None
+        self._flops: FlopsProfiler | None = None
+        self._engine: Any = None
+        self._rank = 0
+        self._monitors = Monitors(policy)  # before anything is built: a missing library is said first
+
+    def begin(self, tools: EngineTools) -> None:
+        policy, self._engine = self.policy, tools.engine
+        self._rank = rank = tools.world.rank
+        if rank == 0:
+            self._monitors.open()
+        device = local_device()
+        if policy.memory:
+            tools.phases.onlookers.append(MemoryLog())
+        if policy.throughput_every is not None:
+            self._throughput = ThroughputLog(clock_of(device), device, policy.throughput_every)
+        if policy.wall_clock:
+            self.wall_clock = WallClock(watching_collectives(), every=policy.table_every)
+        elif policy.flops is not None and rank == 0:
+            self.wall_clock = WallClock(LoneCollectives(), every=None, prints=False)
+        comms = policy.comms or CONFIGURED["comms"]
+        if comms is not None:
+            self.comms = CommsLog(comms)
+        if policy.trace is not None:
+            path = Path(policy.trace.folder) / f"trace_rank{rank}.json"
+            start, num_updates = policy.trace.start, policy.trace.num_updates
+            self._trace = TraceFile(path, rank, start=start, num_updates=num_updates)
+        if policy.has_monitors:
+            self._events = RunEvents(self._monitors, with_times=policy.wall_clock or policy.flops is not None)
+        listeners = [each for each in (self.wall_clock, self.comms, self._trace) if each is not None]
+        if listeners:
+            self.recorder = Recorder(clock_of(device), device)
+            self.recorder.listeners += [*listeners, *([self._events] if self._events is not None else [])]
+            self.recorder.attach()
+        if policy.dump_state:
+            dump_state(self._engine)
+
+    # An update
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        policy = self.policy.flops
+        if policy is not None and progress.step == policy.step and progress.training and self._rank == 0:
+            self._flops = FlopsProfiler(self._model, self._engine, policy.recomputed)
+            self._flops.start_profile()
+        return keywords
+
+    def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        if self._flops is not None:
+            self._flops.stop_profile()
+        return output
+
+    def after_backward(self, progress: Progress, loss: Any) -> None:
+        if self._events is not None:
+            self._events.add_loss(loss)
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        if self._events is not None:
+            self._events.note_update(self._engine, progress.step)
+        if self.recorder is not None:
+            self.recorder.end_update(progress.step)
+        if self._throughput is not None:
+            self._throughput.count(progress.step, self._engine.train_batch_size())
+        if self._flops is not None:
+            self._report_flops(progress.step - 1)
+        self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        """Who has heard all it wants costs nothing from then on."""
+        if self.recorder is None:
+            return
+        if self._trace is not None and self._trace.is_written:
+            self.recorder.drop(self._trace)
+        is_profiled = self.policy.flops is not None and self._engine.global_steps > self.policy.flops.step
+        if is_profiled and not self.policy.wall_clock and self.wall_clock is not None and self._events is None:
+            self.recorder.drop(self.wall_clock)
+
+    def _report_flops(self, step: int) -> None:
+        profiler, policy = self._flops, self.policy.flops
+        assert profiler is not None and policy is not None
+        self._flops = None
+        profiler.print_model_profile(
+            profile_step=step,
+            module_depth=policy.depth,
+            top_modules=policy.top,
+            detailed=policy.detailed,
+            output_file=policy.file,
+            times=self._times(),
+        )
+        profiler.end_profile()
+
+    def _times(self) -> EngineTimes | None:
+        if self.recorder is None or self.wall_clock is None:
+            return None
+        self.recorder.finish()
+        last = self.wall_clock.last
+        if last is None:
+            return None
+        samples, micro_batch_size, accumulation_steps = self._engine.get_batch_info()
+        return EngineTimes(
+            world=self._engine.groups.world.size,
+            micro_batch_size=micro_batch_size,
+            accumulation_steps=accumulation_steps,
+            samples=samples,
+            forward_s=last.timers["fwd"] / 1e3,
+            backward_s=last.timers["bwd"] / 1e3,
+            step_s=last.timers["step"] / 1e3,
+            total_s=last.total / 1e3,
+        )
+
+    def last_breakdown(self) -> Breakdown | None:
+        """Of the last update; waits for the device. None without wall_clock_breakdown, or before an update."""
+        if self.recorder is None or self.wall_clock is None:
+            return None
+        self.recorder.finish()
+        return self.wall_clock.last
+
+    def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.finish()
+            self.recorder.detach()
+        if self.wall_clock is not None:
+            self.wall_clock.show_tables()
+        if self._trace is not None:
+            self._trace.write()
+        if self._events is not None:
+            self._events.flush()
+        self._monitors.close()
+
+
+def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling | None:
+    """The feature, where the config wants to see anything."""
+    policy = resolved.profiling
+    is_wanted = policy != ProfilingPolicy(table_every=policy.table_every) or CONFIGURED["comms"] is not None
+    return Profiling(model, policy) if is_wanted else None
+
+
+def dump_state(engine: Any) -> None:
+    """Log every attribute of the engine, sorted, one line each."""
+    attributes = {name: value for name, value in sorted(vars(engine).items()) if not name.startswith("_")}
+    attributes |= {f"settings.{name}": value for name, value in sorted(vars(engine.settings).items())}
+    lines = [f"  {name} = {_shown(value)}" for name, value in attributes.items() if name != "settings"]
+    announce("state of the engine:\n" + "\n".join(lines))
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__} of {sum(p.numel() for p in value.parameters()):,} parameters" if isinstance(
+        value, nn.Module
+    ) else repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,289 @@
+"""Operations, latency and parameters of every module in a forward, counted by torch's own counter.
+
+What is counted: matrix products, convolutions and attention, as `torch.utils.flop_counter` has them, two operations to
+a multiply-accumulate (MAC). Elementwise work, norms and biases are not in it: a few in a thousand of a transformer's.
+Names and arguments are those of DeepSpeed's profiler.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from hf_zero.device.registry import clock_of
+from hf_zero.device.runtime import HOST, Event
+from hf_zero.profiling.flops_report import EngineTimes, ModuleProfile, aggregated, report
+from hf_zero.profiling.numbers import scaled
+
+
+def _attention_on_cpu(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_args: Any, **_options: Any
+) -> int:
+    """Of a kernel that torch's counter does not know: Q K^T and the product with V, by query heads."""
+    batch, heads, length, dim = query
+    return 2 * batch * heads * length * key[-2] * (dim + value[-1])
+
+
+CUSTOM_MAPPING: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu}
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, with attention on CPUs."""
+    return FlopCounterMode(display=False, custom_mapping=CUSTOM_MAPPING)
+
+
+@dataclass(slots=True)
+class _Latency:
+    """Of one module: marks of its calls."""
+
+    begins: list[Event] = field(default_factory=list)
+    ends: list[Event] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether it was called."""
+        return bool(self.begins)
+
+
+class FlopsProfiler:
+    """Counts between `start_profile` and `stop_profile`. Modules' times are by marks that nobody waits for.
+
+    Attributes:
+        flops, macs, params: of what was printed last.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        """`recompute_fwd_factor`: forwards that backward runs again."""
+        self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        parameter = next(model.parameters(), None)
+        self._clock = clock_of(HOST if parameter is None else parameter.device)
+        self.flops = self.macs = self.params = 0
+        self._counts: Mapping[str, Mapping[Any, int]] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._latencies: dict[nn.Module, _Latency] = {}
+        self._ignored: tuple[type, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._counting: AbstractContextManager[Any] | None = None
+
+    def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
+        """Count from now on, from zero.
+
+        Args:
+            ignore_list: classes of modules that are left out of the report, with what they compute.
+        """
+        self._end_counting()
+        self.started = True
+        self._ignored = tuple(ignore_list or ())
+        self._latencies = {module: _Latency() for module in self._names}
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(self._before))
+            self._handles.append(module.register_forward_hook(self._after))
+        self._counting = flop_counter()
+        self._counting.__enter__()
+
+    def stop_profile(self) -> None:
+        """Keep what was counted; the model runs as before."""
+        if self._counting is not None:
+            counter = self._counting
+            self._end_counting()
+            assert isinstance(counter, FlopCounterMode)
+            self._counts = counter.get_flop_counts()
+
+    def reset_profile(self) -> None:
+        """Forget what was counted."""
+        self._counts = {}
+        self._latencies = {module: _Latency() for module in self._names}
+
+    def end_profile(self) -> None:
+        self.stop_profile()
+        self.reset_profile()
+        self.started = False
+
+    def _end_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.__exit__(None, None, None)
+            self._counting = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, module: nn.Module, _inputs: Any) -> None:
+        self._latencies[module].begins.append(self._clock.mark())
+
+    def _after(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._latencies[module].ends.append(self._clock.mark())
+
+    # What was counted
+
+    def modules(self) -> list[ModuleProfile]:
+        """Every module, in the model's order; waits for the device. Without those in the ignore list."""
+        self._clock.synchronize()
+        left_out = [name for module, name in self._names.items() if self._ignored and isinstance(module, self._ignored)]
+        return [
+            self._profile_of(module, name, left_out)
+            for module, name in self._names.items()
+            if not any(name == out or name.startswith(f"{out}.") for out in left_out)
+        ]
+
+    def _profile_of(self, module: nn.Module, name: str, left_out: Sequence[str]) -> ModuleProfile:
+        inside = [out for out in left_out if not name or out.startswith(f"{name}.")]
+        flops = self._flops(module, name) - sum(self._flops(self.model.get_submodule(out), out) for out in inside)
+        return ModuleProfile(
+            name=name,
+            class_name=type(module).__name__,
+            depth=name.count(".") + 1 if name else 0,
+            params=num_parameters(module),
+            flops=flops,
+            macs=flops // 2,
+            latency_s=self._took_ns(module) / 1e9,
+            describes=module.extra_repr() if not list(module.children()) else "",
+        )
+
+    def _flops(self, module: nn.Module, name: str) -> int:
+        if not self._latencies.get(module):  # a list of modules, for one: whoever has it calls what is in it
+            return sum(self._flops(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
+        root = type(self.model).__name__
+        return sum(self._counts.get(f"{root}.{name}" if name else root, {}).values())
+
+    def _took_ns(self, module: nn.Module) -> int:
+        if not self._latencies.get(module):
+            return sum(self._took_ns(child) for child in module.children())
+        times = self._latencies[module]
+        return sum(self._clock.elapsed_ns(begin, end) for begin, end in zip(times.begins, times.ends))
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        total = self.modules()[0].flops
+        return scaled(total, "FLOPS") if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        total = self.modules()[0].macs
+        return scaled(total, "MACs") if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds of the forwards."""
+        total = self.modules()[0].latency_s
+        return scaled(total, "s") if as_string else total
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        total = num_parameters(self.model)
+        return scaled(total, "", billions="B") if as_string else total
+
+    # Reports
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+        times: EngineTimes | None = None,
+    ) -> None:
+        """Write the report to a file, or to standard output; nothing before a start.
+
+        Args:
+            times: of the update around it, where there is an engine.
+        """
+        if not self.started:
+            return
+        modules = self.modules()
+        self.flops, self.macs, self.params = modules[0].flops, modules[0].macs, modules[0].params
+        text = report(
+            modules,
+            profile_step,
+            times,
+            self.recompute_fwd_factor,
+            depth=module_depth,
+            top=top_modules,
+            detailed=detailed,
+        )
+        _write(text, output_file)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Only the table of the top modules."""
+        if self.started:
+            _write("\n".join(aggregated(self.modules(), module_depth, top_modules)), None)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Of whole parameters, also where this rank has a shard of them."""
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Iterable[type] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """(flops, macs, params) of one forward of `model`, which is in eval mode afterwards.
+
+    Args:
+        input_shape: of one tensor that the model gets, instead of `args`.
+        warm_up: forwards before it.
+        mode: "forward", or "generate" for model.generate.
+
+    Raises:
+        AssertionError: without input_shape, args and kwargs, or for another mode.
+    """
+    assert mode in ("forward", "generate"), f"mode must be forward or generate, not {mode!r}"
+    assert input_shape is not None or args or kwargs, "give input_shape, args or kwargs: what the model runs on"
+    if input_shape is not None:
+        example = next(model.parameters())
+        args = [torch.ones(tuple(input_shape), dtype=example.dtype, device=example.device)]
+    model.eval()
+    run: Any = model if mode == "forward" else model.generate
+    profiler = FlopsProfiler(model)
+    with torch.no_grad():
+        for _ in range(warm_up):
+            run(*args, **(kwargs or {}))
+        profiler.start_profile(ignore_modules)
+        try:
+            run(*args, **(kwargs or {}))
+        finally:
+            profiler.stop_profile()
+    if print_profile:
+        profiler.print_model_profile(
+            profile_step=warm_up,
+            module_depth=module_depth,
+            top_modules=top_modules,
+            detailed=detailed,
+            output_file=output_file,
+        )
+    found = (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+    profiler.end_profile()
+    return found
+
+
+def _write(text: str, output_file: str | None) -> None:
+    if output_file:
+        path = Path(output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    else:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,170 @@
+"""Monitors: where numbers of a run go while it runs, each through its own library. Rank 0 writes.
+
+Names and arguments are DeepSpeed's: `MonitorMaster(config).write_events([(name, value, samples), ...])`.
+"""
+
+from __future__ import annotations
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hf_zero.config import ConfigError, Problem
+from hf_zero.config.features.profiling import CometPolicy, FileMonitorPolicy, ProfilingPolicy, WandbPolicy
+
+Event = tuple[str, float, int]  # name, value, global samples
+# Section of ds.json -> (module, package)
+LIBRARIES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+}
+
+
+class Monitor(ABC):
+    """One place that events go to."""
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None: ...
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing comes any more."""
+
+
+class TensorBoardMonitor(Monitor):
+    """Scalars over samples in output_path/job_name."""
+
+    def __init__(self, policy: FileMonitorPolicy) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.summary_writer: Any = SummaryWriter(log_dir=str(policy.folder("runs")))
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for name, value, samples in event_list:
+            self.summary_writer.add_scalar(name, value, samples)
+        self.summary_writer.flush()
+
+    def close(self) -> None:
+        self.summary_writer.close()
+
+
+class CsvMonitor(Monitor):
+    """One file per name in output_path/job_name, with a header: step, and the last part of the name.
+
+    An earlier run's file is gone on with; one that has these samples already (from behind a checkpoint) is cut there.
+    """
+
+    def __init__(self, policy: FileMonitorPolicy) -> None:
+        self.folder = policy.folder("csv_monitor")
+        self._last: dict[str, int] = {}
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, value, samples in event_list:
+            path = self.folder / f"{name.replace('/', '_')}.csv"
+            if name not in self._last or samples <= self._last[name]:
+                _cut(path, samples, name.rpartition("/")[2])
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerow([samples, value])
+            self._last[name] = samples
+
+
+def _cut(path: Path, samples: int, title: str) -> None:
+    """Leave what comes before `samples`, under the header."""
+    rows: list[list[str]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row and row[0].isdecimal() and int(row[0]) < samples]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["step", title], *rows])
+
+
+class WandbMonitor(Monitor):
+    """One log call for the events of an update, at its samples."""
+
+    def __init__(self, policy: WandbPolicy) -> None:
+        import wandb
+
+        self._run: Any = wandb.run or wandb.init(project=policy.project, group=policy.group, entity=policy.team)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        by_samples: dict[int, dict[str, float]] = {}
+        for name, value, samples in event_list:
+            by_samples.setdefault(samples, {})[name] = value
+        for samples, values in by_samples.items():
+            # `step` is wandb's own count where others log into the same run, so samples are a value beside.
+            self._run.log({**values, "Train/Samples": samples})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class CometMonitor(Monitor):
+    """Each name at most once per `samples_log_interval`."""
+
+    def __init__(self, policy: CometPolicy) -> None:
+        import comet_ml
+
+        self.experiment: Any = comet_ml.start(**policy.arguments)
+        if policy.name is not None:
+            self.experiment.set_name(policy.name)
+        self._interval = policy.interval
+        self._last: dict[str, int] = {}
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for name, value, samples in event_list:
+            if name not in self._last or samples >= self._last[name] + self._interval:
+                self.experiment.log_metric(name, value, step=samples)
+                self._last[name] = samples
+
+    def close(self) -> None:
+        self.experiment.end()
+
+
+class Monitors(Monitor):
+    """All that are switched on, as one."""
+
+    def __init__(self, policy: ProfilingPolicy) -> None:
+        """
+        Raises:
+            ConfigError: for every monitor whose library is not installed.
+        """
+        missing = list(_missing(policy))
+        if missing:
+            raise ConfigError(missing)
+        self.enabled = policy.has_monitors
+        self._policy = policy
+        self._all: list[Monitor] = []
+
+    def open(self) -> None:
+        """On the rank that writes; elsewhere events go nowhere."""
+        policy = self._policy
+        if policy.tensorboard is not None:
+            self._all.append(TensorBoardMonitor(policy.tensorboard))
+        if policy.csv is not None:
+            self._all.append(CsvMonitor(policy.csv))
+        if policy.wandb is not None:
+            self._all.append(WandbMonitor(policy.wandb))
+        if policy.comet is not None:
+            self._all.append(CometMonitor(policy.comet))
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for monitor in self._all:
+            monitor.write_events(event_list)
+
+    def close(self) -> None:
+        for monitor in self._all:
+            monitor.close()
+        self._all.clear()
+
+
+def _missing(policy: ProfilingPolicy) -> list[Problem]:
+    found = []
+    for section, (module, package) in LIBRARIES.items():
+        if getattr(policy, section) is not None and find_spec(module) is None:
+            fix = f"pip install {package}, or set enabled to false (csv_monitor needs no package)"
+            found.append(Problem(f"{section}.enabled", True, f"needs the package {package}, which is not there", fix))
+    return found

@@ -1,0 +1,110 @@
+"""An out-of-memory error says what held the memory, and the change that would have made it fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.profiling import out_of_memory
+from hf_zero.profiling.memory_by_kind import GATHERED, GRADIENTS, MASTERS, REST, STATES, memory_by_kind
+from hf_zero.profiling.out_of_memory import Change, changes, explanation, is_out_of_memory, requested_bytes
+from tests.api.test_engine import ADAMW, ROWS, new_engine, one_step
+
+GIB = 2**30
+MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
+
+
+class Greedy(nn.Module):
+    """Wants more than any machine has, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.wants: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.wants, Exception):
+            raise self.wants
+        if self.wants:
+            x = x + torch.empty(self.wants)
+        return self.linear(x).pow(2).mean()
+
+
+def test_what_the_host_cannot_give_is_explained() -> None:
+    model = Greedy()
+    engine = new_engine(model, bf16={"enabled": True})
+    engine.backward(engine(torch.ones(ROWS, 64, dtype=torch.bfloat16)))
+    engine.step()
+    model.wants = 1 << 55
+    with pytest.raises(RuntimeError) as caught:
+        engine(torch.ones(ROWS, 64, dtype=torch.bfloat16))
+    text = str(caught.value)
+    assert text.startswith("[enforce fail") or "allocate" in text.splitlines()[0]
+    assert "in forward, this rank's memory on the device was taken by" in text
+    assert "optimizer states" in text and "master weights" in text
+    assert "more were needed, and no change of the config frees as much" in text
+    engine.destroy()
+
+
+def test_an_accelerators_error_keeps_its_type_and_is_explained_once() -> None:
+    model = Greedy()
+    engine = new_engine(model)
+    model.wants = torch.OutOfMemoryError(MESSAGE)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="hf_zero: in forward") as caught:
+            engine(torch.ones(ROWS, 64))
+        assert str(caught.value).count("hf_zero: in forward") == 1 and str(caught.value).startswith(MESSAGE)
+    model.wants = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="^something else$"):
+        engine(torch.ones(ROWS, 64))
+    engine.destroy()
+
+
+def test_kinds_are_those_of_the_live_tensors() -> None:
+    model = Greedy()
+    engine = new_engine(model, bf16={"enabled": True}, zero_optimization={"stage": 1})
+    engine.backward(engine(torch.ones(ROWS, 64, dtype=torch.bfloat16)))
+    engine.step()
+    numel, kinds = sum(p.numel() for p in model.parameters()), memory_by_kind(engine)
+    room = {kind: kinds[kind] / numel for kind in (GATHERED, MASTERS, STATES)}
+    assert room == pytest.approx({GATHERED: 2, MASTERS: 4, STATES: 8}, rel=0.05)  # 4 bytes for the counts of steps
+    assert kinds[REST] > 0
+    engine.destroy()
+
+
+def test_the_first_change_that_is_enough_is_named() -> None:
+    kinds = {REST: 10 * GIB, STATES: 30 * GIB}
+    found = [Change("a smaller micro-batch", 5 * GIB), Change("stage 2", 15 * GIB), Change("stage 3", 25 * GIB)]
+    text = explanation("backward", kinds, 12 * GIB, found)
+    assert text.splitlines()[1].split() == ["optimizer", "states", "30.00", "GB", "75.0%"]
+    assert text.endswith("One change would have made it fit: stage 2 (frees about 15.00 GB)")
+    text = explanation("backward", kinds, 40 * GIB, found)
+    assert "these together are: a smaller micro-batch (about 5.00 GB); stage 2 (about 15.00 GB); stage 3" in text
+    assert "use more ranks" in explanation("backward", kinds, 80 * GIB, found)
+    assert "expandable_segments" in explanation("backward", kinds, -1, found, cached=GIB)
+
+
+def test_changes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "runtime_is_separate", lambda engine: True)
+    kinds = {GATHERED: 4 * GIB, MASTERS: 8 * GIB, STATES: 16 * GIB, GRADIENTS: 4 * GIB, REST: 12 * GIB}
+    engine = new_engine(optimizer=ADAMW, zero_optimization={"stage": 1})
+    shard, engine.groups.shard.size = engine.groups.shard, 4
+    found = {change.what.partition(" (")[0]: change.frees / GIB for change in changes(engine, kinds)}
+    assert found == {
+        "train_micro_batch_size_per_gpu": 6,
+        "zero_optimization.stage 2": 3,
+        'zero_optimization.offload_optimizer {"device": "cpu"}': 28,
+        "zero_optimization.stage 3": 6,
+    }
+    shard.size = 1
+    one_step(engine)
+    engine.destroy()
+
+
+def test_errors_are_told_apart() -> None:
+    assert requested_bytes(MESSAGE) == 20 * 2**20 and requested_bytes("no number") == 0
+    assert requested_bytes("DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes.") == 123
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shape mismatch"))
