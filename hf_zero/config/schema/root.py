@@ -22,7 +22,6 @@ from hf_zero.config.schema.fields import (
     NonNegative,
     Positive,
     PositiveNumber,
-    Refused,
     Section,
     as_whole,
     check,
