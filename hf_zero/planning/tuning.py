@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError, Problem, examine, load_config
-from hf_zero.config.schema.tuning import Autotuning
+from hf_zero.config.schema.training import Autotuning
 from hf_zero.config.views import Views
 from hf_zero.planning.experiments import Experiment, Result, run_experiment, with_config
 

@@ -15,7 +15,7 @@ from hf_zero.api.trial import Trial
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import ConfigError, resolve
 from hf_zero.config.features.policies import TrialPolicy
-from hf_zero.config.schema.tuning import Autotuning
+from hf_zero.config.schema.training import Autotuning
 from hf_zero.features import EngineTools, Progress
 from hf_zero.planning import measure as measuring
 from hf_zero.planning import tuning

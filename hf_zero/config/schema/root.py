@@ -44,12 +44,12 @@ from hf_zero.config.schema.profiling import (
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
+    Autotuning,
     Checkpoint,
     Optimizer,
     Scheduler,
     TensorParallel,
 )
-from hf_zero.config.schema.tuning import Autotuning
 from hf_zero.config.schema.zero import Zero
 
 _ONLY_DATA = "only data parallelism is supported"
