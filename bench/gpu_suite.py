@@ -3,6 +3,7 @@
     python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
     python -m bench.gpu_suite --quick               # smaller vectors; --json FILE keeps the figures
     python -m bench.gpu_suite --train               # and whole steps beside FSDP2, torchao, DeepSpeed (gpu_train.py)
+    python -m bench.gpu_suite --dry-run             # everything once, tiny, on the CPU
     python -m bench.gpu_suite --offload             # and the largest model with offload to the host (gpu_offload.py)
 
 Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install; `--offload` needs
@@ -36,53 +37,54 @@ from hf_zero.kernels.signs import pack_signs, unpack_signs
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels import adam8_cases, cases
 
-FORM = cases.Form(device="cuda")
 SIZES = (1, 1000, 3 * 1024 + 17, (1 << 20) + 5)
+FEW_SIZES = (1000,)  # of a dry run
 RULE = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 
 
-def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """(name, what to run) for every kernel, shape and dtype; a check raises AssertionError."""
-    scalar = torch.tensor(0.5, device="cuda")
+    form, sizes = cases.Form(device=device), SIZES if device == "cuda" else FEW_SIZES
+    scalar = torch.tensor(0.5, device=device)
     for name in cases.UPDATES:
-        for numel in SIZES:
+        for numel in sizes:
             for types in cases.MIXTURES:
                 yield (
                     f"{name} {numel} {types}",
-                    lambda n=name, s=numel, t=types: cases.check_update(n, s, t, 0.125, FORM),
+                    lambda n=name, s=numel, t=types: cases.check_update(n, s, t, 0.125, form),
                 )
             yield (
                 f"{name} {numel} device scale",
-                lambda n=name, s=numel: cases.check_update(n, s, cases.MIXTURES[0], scalar, FORM),
+                lambda n=name, s=numel: cases.check_update(n, s, cases.MIXTURES[0], scalar, form),
             )
-        yield f"{name} skip flag", lambda n=name: cases.check_skip_flag(n, FORM)
-        yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, FORM)
+        yield f"{name} skip flag", lambda n=name: cases.check_skip_flag(n, form)
+        yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, form)
     for rule in adam8_cases.RULES:
-        for numel, types in product(SIZES, cases.MIXTURES):
+        for numel, types in product(sizes, cases.MIXTURES):
             yield (
                 f"adam8 {numel} {types}",
                 lambda r=rule, s=numel, t=types: adam8_cases.check(
-                    FORM, adam8_cases.vectors_for(s, t, FORM.device, 40, 8), r, 0.125
+                    form, adam8_cases.vectors_for(s, t, form.device, 40, 8), r, 0.125
                 ),
             )
     for dtype in cases.DTYPES:
-        for numel in SIZES:
-            yield f"sum of squares {numel} {dtype}", lambda s=numel, d=dtype: cases.check_sum_of_squares(s, d, FORM)
-        for numel in (8, 1000, (1 << 20) + 24):
-            yield f"signs {numel} {dtype}", lambda s=numel, d=dtype: cases.check_signs(s, d, FORM)
+        for numel in sizes:
+            yield f"sum of squares {numel} {dtype}", lambda s=numel, d=dtype: cases.check_sum_of_squares(s, d, form)
+        for numel in (8, 1000, (1 << 20) + 24)[: len(sizes)]:
+            yield f"signs {numel} {dtype}", lambda s=numel, d=dtype: cases.check_signs(s, d, form)
         for bits in (8, 4):
             for rows, numel in ((1, 8), (3, 1000), (4, 1 << 18)):
                 for check in (cases.check_messages, cases.check_feedback):
                     yield (
                         f"{check.__name__} {rows} of {numel} in {bits} bits {dtype}",
-                        lambda c=check, r=rows, s=numel, k=bits, d=dtype: c(r, s, k, d, FORM),
+                        lambda c=check, r=rows, s=numel, k=bits, d=dtype: c(r, s, k, d, form),
                     )
 
 
-def run_checks() -> list[str]:
+def run_checks(device: str) -> list[str]:
     """Names of the checks that failed; each failure is shown when it happens."""
     failed, done, start = [], 0, time.perf_counter()
-    for name, check in checks():
+    for name, check in checks(device):
         done += 1
         try:
             check()
@@ -94,12 +96,17 @@ def run_checks() -> list[str]:
     return failed
 
 
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
+def milliseconds(call: Callable[[], object], repeats: int, device: str) -> float:
     """Median time of one call on the device, after two that do not count."""
     for _ in range(2):
         call()
     times = []
     for _ in range(repeats):
+        if device == "cpu":
+            began = time.perf_counter()
+            call()
+            times.append(1000 * (time.perf_counter() - began))
+            continue
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -109,14 +116,14 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def adam_rivals(numel: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+def adam_rivals(numel: int, device: str) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Ways to update fp32 masters from bf16 gradients to bf16 weights: (name, bytes per parameter needed, one step)."""
-    master, m, v = (torch.zeros(numel, device="cuda") for _ in range(3))
-    gradient = torch.randn(numel, device="cuda").bfloat16()
+    master, m, v = (torch.zeros(numel, device=device) for _ in range(3))
+    gradient = torch.randn(numel, device=device).bfloat16()
     lp_param = torch.empty_like(gradient)
     vectors = Vectors(master, gradient, (m, v), lp_param)
-    step = torch.ones((), device="cuda")
-    kept = torch.empty(numel, device="cuda")
+    step = torch.ones((), device=device)
+    kept = torch.empty(numel, device=device)
 
     def casts_and_fused() -> None:
         kept.copy_(gradient)
@@ -142,10 +149,10 @@ def adam_rivals(numel: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     yield "cast, unscale, fused AdamW, cast (as DeepSpeed's step)", 28, as_deepspeed_steps
 
 
-def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
+def other_kernels(numel: int, device: str) -> Iterator[tuple[str, float, Callable[[], object]]]:
     """(name, bytes per element that must move, one call)."""
-    weight, m, v = (torch.randn(numel, device="cuda").abs_() for _ in range(3))
-    gradient = torch.randn(numel, device="cuda").bfloat16()
+    weight, m, v = (torch.randn(numel, device=device).abs_() for _ in range(3))
+    gradient = torch.randn(numel, device=device).bfloat16()
     lp_param = torch.empty_like(gradient)
     lion_rule = LionRule(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.01)
     lamb_rule = LambRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.01)
@@ -157,8 +164,8 @@ def other_kernels(numel: int) -> Iterator[tuple[str, float, Callable[[], object]
         ratios = lamb_rule.trust_ratios(lamb_moments(two, lamb_rule, segments))
         lamb_apply(two, lamb_rule, ratios * 1e-3, segments)
 
-    packed = torch.empty(numel // 8, dtype=torch.uint8, device="cuda")
-    states = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8, device="cuda") for _ in range(2))
+    packed = torch.empty(numel // 8, dtype=torch.uint8, device=device)
+    states = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8, device=device) for _ in range(2))
     eight = BlockVectors(weight, gradient, states, lp_param)
     yield "adam with 8-bit states", 16.06, lambda: adam8(eight, RULE, 5)
     yield "lion", 20, lambda: lion(one, lion_rule)
@@ -185,17 +192,17 @@ def message_kernels(values: Tensor, target: Tensor, bits: int) -> Iterator[tuple
     yield f"add up four messages of {bits} bits", 2 + 4 * sent, lambda: sum_messages(parts, target, bits)
 
 
-def run_timings(numel: int, repeats: int) -> list[dict[str, Any]]:
+def run_timings(numel: int, repeats: int, device: str) -> list[dict[str, Any]]:
     """One row per kernel: time, bandwidth, share of this card's copy bandwidth."""
-    source, target = (torch.empty(numel, device="cuda") for _ in range(2))
-    copy = 8 * numel / milliseconds(lambda: target.copy_(source), repeats) / 1e6
+    source, target = (torch.empty(numel, device=device) for _ in range(2))
+    copy = 8 * numel / milliseconds(lambda: target.copy_(source), repeats, device) / 1e6
     torch.cuda.empty_cache()
     sys.stdout.write(f"\n{numel:,} elements; copy: {copy:.0f} GB/s (read and write)\n")
     sys.stdout.write(f"{'':58} {'ms':>8} {'GB/s':>7} {'of copy':>8}\n")
     rows = []
     for family in (adam_rivals, other_kernels):
-        for name, per_element, call in family(numel):
-            time_ms = milliseconds(call, repeats)
+        for name, per_element, call in family(numel, device):
+            time_ms = milliseconds(call, repeats, device)
             speed = per_element * numel / time_ms / 1e6
             rows.append({"name": name, "ms": time_ms, "gb_per_s": speed, "of_copy": speed / copy})
             sys.stdout.write(f"{name:58} {time_ms:8.3f} {speed:7.0f} {speed / copy:8.2f}\n")
@@ -203,15 +210,17 @@ def run_timings(numel: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def waits_for_the_device() -> list[str]:
+def waits_for_the_device(device: str) -> list[str]:
     """Calls in one fused step that make the host wait; there should be none."""
-    vectors = Vectors(*(torch.randn(1 << 16, device="cuda") for _ in range(2)), tuple(
-        torch.zeros(1 << 16, device="cuda") for _ in range(2)
+    vectors = Vectors(*(torch.randn(1 << 16, device=device) for _ in range(2)), tuple(
+        torch.zeros(1 << 16, device=device) for _ in range(2)
     ))  # fmt: skip
-    scale, flag = torch.tensor(0.5, device="cuda"), torch.zeros(1, device="cuda")
+    scale, flag = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
     adam(vectors, RULE, 1, scale, flag)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        torch.cuda.synchronize()
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         sum_of_squares(vectors.gradient)
         adam(vectors, RULE, 2, scale, flag)
@@ -224,7 +233,7 @@ def waits_for_the_device() -> list[str]:
     ]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Check, time, and say at the end whether all was well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 30, help="elements of the timed vectors")
@@ -235,13 +244,19 @@ def main() -> None:
         "--train", action="store_true", help="train 0.5B to 7B beside FSDP2, torchao and DeepSpeed, too"
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench.gpu_suite needs a GPU; on a CPU the same checks are tests/kernels")
-    sys.stdout.write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    failed = run_checks()
-    rows = run_timings(1 << 24 if options.quick else options.numel, options.repeats)
-    waits = waits_for_the_device()
+    parser.add_argument("--dry-run", action="store_true", help="everything once, tiny and on the CPU: does it run?")
+    options = parser.parse_args(arguments)
+    if not options.dry_run and not torch.cuda.is_available():
+        sys.exit(
+            "bench.gpu_suite needs a GPU; on a CPU the same checks are tests/kernels, and --dry-run tries the suite"
+        )
+    device = "cpu" if options.dry_run else "cuda"
+    name = "dry run on the CPU" if options.dry_run else torch.cuda.get_device_name()
+    sys.stdout.write(f"{name}, torch {torch.__version__}\n")
+    failed = run_checks(device)
+    numel = 1 << 14 if options.dry_run else 1 << 24 if options.quick else options.numel
+    rows = run_timings(numel, 1 if options.dry_run else options.repeats, device)
+    waits = waits_for_the_device(device)
     sys.stdout.write(f"\nhost waits in a fused step: {', '.join(waits) or 'none'}\n")
     sys.stdout.write("host waits in an engine's step: python -m bench.gpu_engine\n")
     offload = None
@@ -255,9 +270,12 @@ def main() -> None:
         from bench import gpu_train
 
         torch.cuda.empty_cache()
-        trained = gpu_train.run(["0.5b", "1.5b", "7b"], [*gpu_train.OURS, *gpu_train.OTHERS], steps=8, budget_s=400)
+        sizes, compared = (["tiny"], ["hf_zero 2"]) if options.dry_run else (
+            ["0.5b", "1.5b", "7b"], [*gpu_train.OURS, *gpu_train.OTHERS]
+        )  # fmt: skip
+        trained = gpu_train.run(sizes, compared, steps=8, budget_s=400)
     if options.json:
-        answer = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "failed": failed, "rows": rows}
+        answer = {"device": name, "torch": torch.__version__, "failed": failed, "rows": rows}
         options.json.write_text(
             json.dumps({**answer, "waits": waits, "offload": offload, "trained": trained}, indent=1)
         )

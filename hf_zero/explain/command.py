@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_zero.config import ConfigError, Problem, Views, examine, load_config
+from hf_zero.config import ConfigError, Findings, Problem, Views, examine, load_config
 from hf_zero.explain.compression import compression_words
 from hf_zero.explain.mend import default_target, mend, write_mended
 from hf_zero.explain.report import Report, as_json, report_on, show
+from hf_zero.explain.traffic import Links, Sent, number_of, traffic_rows
 from hf_zero.explain.views import model_view_by_name, training_view_from_flags
 from hf_zero.integration.huggingface.views import launch_view
 
@@ -22,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="ds.json: a path, JSON text, or base64 of it")
     parser.add_argument("--model", help="folder, config.json or hub name of the model, for sizes that follow from it")
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default: 1)")
+    traffic = parser.add_argument_group("what is sent per update")
+    traffic.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks of one host (default: all)")
+    traffic.add_argument("--parameters", metavar="COUNT", help="of the model, as 7b: bytes and seconds, not models")
+    traffic.add_argument("--link", metavar="SIZE", help="bytes per second between ranks of a host (370G)")
+    traffic.add_argument("--network", metavar="SIZE", help="bytes per second to other hosts, for one rank (40G)")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="also keys that have no effect at this stage")
     parser.add_argument("--fix", action="store_true", help="write a mended copy (ds.json: ds.fixed.json beside it)")
@@ -59,10 +65,22 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
             notes.append(f"the mended config is in {target}; comments are not carried over")
             config, name = load_config(target), str(target)
         findings = examine(config, views, complete=False)
+        traffic = _traffic(findings, arguments)
         words, wrong = compression_words(findings, arguments.model)
         notes += words
         findings = dataclasses.replace(findings, problems=(*findings.problems, *wrong))
     except ConfigError as error:
         problems += error.problems
         return Report(name=str(arguments.config)[:200], problems=tuple(problems), notes=tuple(notes))
-    return report_on(findings, name=name, extra_notes=notes, everything=arguments.all)
+    return report_on(findings, name=name, extra_notes=notes, everything=arguments.all, traffic=traffic)
+
+
+def _traffic(findings: Findings, arguments: argparse.Namespace) -> tuple[Sent, ...]:
+    links, parameters = Links(), None
+    if arguments.link is not None:
+        links = dataclasses.replace(links, within=number_of(arguments.link, "--link"))
+    if arguments.network is not None:
+        links = dataclasses.replace(links, across=number_of(arguments.network, "--network"))
+    if arguments.parameters is not None:
+        parameters = number_of(arguments.parameters, "--parameters")
+    return traffic_rows(findings, arguments.gpus_per_node, parameters, links)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from hf_zero.config.errors import show as short
 from hf_zero.config.offers import SIZED_BY_MODEL
 from hf_zero.config.schema import Root, Verdict
 from hf_zero.config.schema.names import all_paths, section_of, verdict_of
+from hf_zero.explain.traffic import Sent
 
 LATER = "filled when training starts"
 WIDTH_IN_FILES = 150
@@ -50,9 +52,17 @@ class Report:
     problems: tuple[Problem, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    traffic: tuple[Sent, ...] = ()
 
 
-def report_on(findings: Findings, *, name: str, extra_notes: Sequence[str] = (), everything: bool = False) -> Report:
+def report_on(
+    findings: Findings,
+    *,
+    name: str,
+    extra_notes: Sequence[str] = (),
+    everything: bool = False,
+    traffic: tuple[Sent, ...] = (),
+) -> Report:
     """The report of a config that was examined."""
     zero = findings.config.zero_optimization
     stage = zero.stage if zero is not None else 0
@@ -68,6 +78,7 @@ def report_on(findings: Findings, *, name: str, extra_notes: Sequence[str] = (),
         problems=findings.problems,
         warnings=findings.warnings,
         notes=(*kept, *extra_notes),
+        traffic=traffic,
     )
 
 
@@ -129,6 +140,7 @@ def as_json(report: Report) -> str:
         "problems": [_problem(problem) for problem in report.problems],
         "warnings": list(report.warnings),
         "notes": list(report.notes),
+        "traffic": [dataclasses.asdict(sent) for sent in report.traffic],
     }
     return json.dumps(content, indent=2, default=str)
 
@@ -150,6 +162,8 @@ def show(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False, width=_width())
     if report.rows:
         _show_rows(report, console)
+    if report.traffic:
+        _show_traffic(report, console)
     for number, problem in enumerate(report.problems, 1):
         console.print(f"[bold red]problem {number}[/]: {escape(str(problem))}", soft_wrap=True)
     for warning in report.warnings:
@@ -192,6 +206,21 @@ def _table(report: Report, title: str) -> Table:
         cells = (row.key, _shown(row.value), row.source, row.effect)
         table.add_row(*map(escape, cells), style=_style(row))
     return table
+
+
+def _show_traffic(report: Report, console: Console) -> None:
+    in_bytes = report.traffic[0].seconds is not None
+    unit = "GB" if in_bytes else "models, in the dtype of its weights"
+    title = f"what a rank receives, and sends, per update ({unit})"
+    table = Table(title=title, title_justify="left")
+    for name in ("with", "within hosts", "across", *(["seconds"] if in_bytes else [])):
+        table.add_column(name, no_wrap=True, justify="left" if name == "with" else "right")
+    scale = 1e-9 if in_bytes else 1.0
+    for sent in report.traffic:
+        cells = [f"{sent.within * scale:.3f}", f"{sent.across * scale:.3f}"]
+        seconds = [] if sent.seconds is None else [f"{sent.seconds:.4f}"]
+        table.add_row(escape(sent.name), *cells, *seconds)
+    console.print(table)
 
 
 def _style(row: Row) -> str:

@@ -1,9 +1,13 @@
-"""The training part of the suite for GPUs runs, on tiny shapes and on the CPU, so that it does not rot."""
+"""The suite for GPUs runs, on tiny shapes and on the CPU, so that it does not rot."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from bench import gpu_suite
 from bench.gpu_train import OTHERS, OURS, apart, ds_config, missing, run
 
 
@@ -24,3 +28,12 @@ def test_what_is_not_there_or_too_late_is_said() -> None:
 def test_offload_is_in_the_config() -> None:
     zero = ds_config(OURS["hf_zero 3 offload"], 2)["zero_optimization"]
     assert zero["stage"] == 3 and {"offload_optimizer", "offload_param"} <= zero.keys()
+
+
+def test_the_suite_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its first call on a GPU is somebody's first ten minutes: names that have moved must not wait for them."""
+    with pytest.raises(SystemExit) as ended:
+        gpu_suite.main(["--dry-run", "--json", str(tmp_path / "figures.json")])
+    assert ended.value.code == 0, capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert not figures["failed"] and len(figures["rows"]) > 10
