@@ -21,7 +21,7 @@ from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups, this_process
+from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
@@ -87,10 +87,10 @@ def initialize(
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    resolved = resolve(raw, model=model_view(model), world_size=this_process().size)
+    num_ranks, host_sizes = this_process().size, hosts().sizes
+    resolved = resolve(raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes)
     _log_settings(resolved)
-    device = local_device()
-    groups = parallel_groups(device)
+    groups = parallel_groups(local_device(), resolved.zero.shard_size)
     AT_WORK.drop_abandoned()
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets

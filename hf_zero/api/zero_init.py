@@ -16,8 +16,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hf_zero.comm import ParallelGroups, init_distributed, local_device, parallel_groups
-from hf_zero.config import load_config, resolve_offload, resolve_precision
+from hf_zero.comm import ParallelGroups, ShardSize, hosts, init_distributed, local_device, parallel_groups
+from hf_zero.config import load_config, resolve_offload, resolve_precision, resolve_shard_size
+from hf_zero.errors import WrongArgument
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.nvme.swap_store import SwapStore
 from hf_zero.offload.parameter_placement import store_at_init
@@ -80,8 +81,8 @@ class Init(AbstractContextManager[Any]):
         self._device = torch.device("cpu") if remote_device == "cpu" else local_device()
         if remote_device not in (None, "none", "cpu", self._device.type):
             _refuse_device(remote_device)
-        groups = parallel_groups(local_device())
         config = config_dict_or_path if config_dict_or_path is not None else config
+        groups = parallel_groups(local_device(), _shard_size(config))
         self._precision = _precision(config, dtype)
         self._init_rules = _InitRules(groups, self._precision, self._device, _store(config, groups))
         if module is not None:
@@ -114,6 +115,28 @@ class Init(AbstractContextManager[Any]):
                 return function(*args, **kwargs)
 
         return inside
+
+
+class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
+    """`Init` over the shard groups of `zero_optimization.mics_shard_size` (DeepSpeed up to 0.19.6). `Init` does the
+    same where its config has that key, or `hf_zero.shard_group`.
+
+    Raises:
+        WrongArgument: without a config, or for one that has neither key.
+    """
+
+    def __init__(
+        self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, config: Any = None, **others: Any
+    ) -> None:
+        config = config_dict_or_path if config_dict_or_path is not None else config
+        if others.get("enabled", True):
+            init_distributed()
+            if _shard_size(config) is None:
+                raise WrongArgument(
+                    "MiCS_Init(config_dict_or_path=...): it needs a config at stage 3 with "
+                    "zero_optimization.mics_shard_size, or hf_zero.shard_group; zero.Init does without"
+                )
+        super().__init__(module, config_dict_or_path=config, **others)
 
 
 @contextmanager
@@ -240,6 +263,14 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
 def _store(config: Any, groups: ParallelGroups) -> SwapStore | None:
     """On the drive, where the config wants parameters to be."""
     return None if config is None else store_at_init(resolve_offload(load_config(config)), groups.access_world)
+
+
+def _shard_size(config: Any) -> ShardSize:
+    """Ranks that share the shards, as the config wants it."""
+    if config is None:
+        return None
+    known = hosts()
+    return resolve_shard_size(load_config(config), sum(known.sizes), known.sizes)
 
 
 def _precision(config: Any, dtype: torch.dtype | None) -> Precision:

@@ -61,6 +61,8 @@ def files_of(
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
     """
     subject.assembly.store.sync_masters()
+    if not subject.writes:
+        return {}
     with subject.assembly.optimizer.updater.stager.viewing():
         return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
 
@@ -340,7 +342,7 @@ def model_files_of(
         weights = replace(weights, frozen=None, frozen_shapes=None)  # they stand in `module`
     elif weights.frozen is None:
         weights = replace(weights, frozen={}, frozen_shapes={})
-    if subject.stage < 3 and not writes_shared_file:
+    if not subject.writes or (subject.stage < 3 and not writes_shared_file):
         return {}
     name = ds.model_file(subject.groups.shard.rank, subject.stage)
     return {name: {**model_states(run, weights, []), ds.HF_ZERO: {ds.MANIFEST_KEY: True}}}

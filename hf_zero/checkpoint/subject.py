@@ -33,6 +33,12 @@ class ModelSubject:
         return self.resolved.zero.stage
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank's shard goes to its files: of several copies one is written, on each host where ranks of
+        a host have files of their own."""
+        return self.groups.is_first_copy(per_host=self.resolved.checkpoint.node_local)
+
+    @property
     def names(self) -> list[str]:
         """Of the trained parameters, in the order of the layout."""
         return [spec.name for spec in self.store.layout.specs] if self.store is not None else []

@@ -37,7 +37,7 @@ class ParallelGroups:
             number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
             hosts have different numbers of them, `shard` itself and a group of one.
         hosts: which ranks share a host.
-        replica: number of this rank's copy of the model's states.
+        copies: the ranks of every shard group: as many copies of the states.
     """
 
     world: Collectives
@@ -49,7 +49,20 @@ class ParallelGroups:
     host: Collectives
     across_hosts: Collectives
     hosts: Hosts
-    replica: int = 0
+    copies: Partition
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's copy of the states."""
+        return next(number for number, ranks in enumerate(self.copies) if self.world.ranks[self.world.rank] in ranks)
+
+    def is_first_copy(self, *, per_host: bool) -> bool:
+        """Whether this rank's copy of the states is the first, or with `per_host` the first that lies on its hosts;
+        the same on all ranks of a shard group."""
+        if not per_host:
+            return self.replica == 0
+        places = [{self.hosts.of_rank[rank] for rank in ranks} for ranks in self.copies]
+        return places[self.replica] not in places[: self.replica]
 
     @classmethod
     def plain(cls, channels: Mapping[Channel, Collectives], hosts: Hosts | None = None) -> ParallelGroups:
@@ -66,6 +79,7 @@ class ParallelGroups:
             host=world,
             across_hosts=lone,
             hosts=hosts or Hosts.one(world.size),
+            copies=(world.ranks,),
         )
 
 
@@ -133,5 +147,5 @@ def parallel_groups(device: torch.device, shard_size: ShardSize = None) -> Paral
         host=group(cut.host),
         across_hosts=group(cut.across_hosts),
         hosts=known,
-        replica=next(number for number, ranks in enumerate(cut.shard) if world.ranks[world.rank] in ranks),
+        copies=cut.shard,
     )

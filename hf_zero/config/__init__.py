@@ -36,6 +36,7 @@ from hf_zero.config.resolve import (
     resolve_compression,
     resolve_offload,
     resolve_precision,
+    resolve_shard_size,
 )
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

@@ -139,6 +139,7 @@ class ZeroPolicy:
     """What is sharded, and in pieces of which size it travels."""
 
     stage: int
+    shard_size: int | Literal["host"] | None = None  # ranks that share the states of one copy; None: all
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
     overlap_reduction: bool  # start reductions while backward still runs
     require_all_gradients: bool  # a trainable parameter without gradient is an error

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import Literal, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
+from hf_zero.config.choices.shard_groups import GROUP_KEYS, group_problems, shard_size_in
 from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.features.elasticity import elastic_sizes
@@ -41,6 +42,7 @@ def resolve(
     model: ModelView | None = None,
     *,
     world_size: int,
+    host_sizes: tuple[int, ...] = (),
 ) -> policies.Resolved:
     """Answer every question that the config leaves open.
 
@@ -50,11 +52,18 @@ def resolve(
         accelerator_view: what a launcher, an Accelerator and the objects given to `prepare` say.
         model: for the sizes that follow from it.
         world_size: number of ranks.
+        host_sizes: how many of them each host has, where that is known.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    views = Views(world_size=world_size, training=training_args, accelerator=accelerator_view, model=model)
+    views = Views(
+        world_size=world_size,
+        host_sizes=host_sizes,
+        training=training_args,
+        accelerator=accelerator_view,
+        model=model,
+    )
     findings = examine(raw, views)
     if findings.problems:
         raise ConfigError(findings.problems)
@@ -105,6 +114,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems = [*translated.problems, *changes.problems]
     problems += [finding for finding in findings if isinstance(finding, Problem)]
     problems += contradictions(config, views.world_size)
+    problems += group_problems(config, views.world_size, views.host_sizes)
     batch, wrong = _batch(config, translated, views.world_size, {problem.path for problem in problems})
     elastic = elastic_sizes(config, views.world_size, origins.is_written)
     if elastic.is_on:
@@ -213,6 +223,18 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffloa
     return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
 
 
+def resolve_shard_size(
+    raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]
+) -> int | Literal["host"] | None:
+    """Only over which groups stage 3 shards parameters, from a config that may still have open ends."""
+    findings = examine(raw, Views(world_size=world_size, host_sizes=host_sizes), complete=False)
+    wrong = [problem for problem in findings.problems if problem.path in GROUP_KEYS]
+    if wrong:
+        raise ConfigError(wrong)
+    config = findings.config
+    return shard_size_in(config.zero_optimization or Zero(), config.hf_zero or HfZero())
+
+
 def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
     """Only what is compressed, from a config that may still have open ends (before Trainer fills them)."""
     findings = examine(raw, Views(world_size=1), complete=False)
@@ -245,6 +267,7 @@ def _checkpoint(config: Root) -> policies.CheckpointPolicy:
 def _zero(zero: Zero, aio: Aio, own: HfZero) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
+        shard_size=shard_size_in(zero, own),
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
         require_all_gradients=not zero.ignore_unused_parameters,

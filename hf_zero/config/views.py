@@ -91,6 +91,7 @@ class Views:
     """All that a config is resolved against."""
 
     world_size: int
+    host_sizes: tuple[int, ...] = ()  # ranks of every host, where that is known
     training: TrainingView | None = None
     accelerator: AcceleratorView | None = None
     model: ModelView | None = None

@@ -22,6 +22,7 @@ from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
 from hf_zero.grads.reductions import Reductions
+from hf_zero.grads.replicas import ReplicaSums
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
@@ -75,11 +76,18 @@ class GradientReducer:
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
         self._wants_local = wants_local
+        self._replicas = ReplicaSums(self.buckets, groups.replicate, is_first=groups.replica == 0)
         self._reductions = Reductions(
-            self.buckets, groups.shard, store.negotiation, scatter=sharding.shards_optimizer, overlap=overlap
+            self.buckets,
+            groups.shard,
+            store.negotiation,
+            self._replicas,
+            scatter=sharding.shards_optimizer,
+            overlap=overlap,
         )
         self._order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
+        self._is_at_boundary = True
         self._num_launched = 0  # in this backward
         self._num_backward = 0
         store.report_progress(self.pass_by)
@@ -93,6 +101,7 @@ class GradientReducer:
         self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
         reduces = (boundary or self._shards_gradients) and not self._wants_local()
         self._mode = Mode.REDUCE if reduces else Mode.KEEP_LOCAL
+        self._is_at_boundary = boundary
         self._num_launched = 0
         self._num_backward += 1
         for bucket in self.buckets:
@@ -137,12 +146,16 @@ class GradientReducer:
         """
         if self._mode is Mode.KEEP_LOCAL and not self._wants_local():
             self.begin(boundary=True)  # a step without a boundary backward before it: reduce what was kept local
+        self._is_at_boundary = True
         self.finish()
         self.wait()
 
     def wait(self) -> None:
-        """Return when every launched reduction has reached its `reduced`."""
+        """Return when every launched reduction has reached its `reduced`; after a boundary, summed over all copies of
+        the shards. Collective then, where there are copies."""
         self._reductions.wait()
+        if self._is_at_boundary:
+            self._replicas.sum()
 
     def reduce_late(self) -> None:
         """Reduce what came after its bucket was taken. Collective: all ranks call it when any rank is late."""
@@ -153,7 +166,8 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Drop all gradients and start over (after a step, or because the user asked for it)."""
-        self.wait()
+        self._reductions.wait()
+        self._replicas.clear()
         self.late.clear()
         for bucket in self.buckets:
             bucket.clear()

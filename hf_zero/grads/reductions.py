@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, Pending
 from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
+from hf_zero.grads.replicas import ReplicaSums
 from hf_zero.spans import SPANS
 
 MAX_IN_FLIGHT = MAX_SEND_BUFFERS
@@ -47,6 +48,7 @@ class Reductions:
         buckets: Sequence[BucketGradients],
         collectives: Collectives,
         negotiation: Negotiation | None,
+        replicas: ReplicaSums,
         *,
         scatter: bool,
         overlap: bool,
@@ -54,11 +56,13 @@ class Reductions:
         """
         Args:
             negotiation: what has to go on while this rank waits.
+            replicas: has to know of everything that is added.
             scatter: every rank gets its part of the sum alone.
             overlap: whether another one may be launched while one is under way.
         """
         self._collectives = collectives
         self._negotiation = negotiation
+        self._replicas = replicas
         self._scatters = scatter
         self._max_before_launch = MAX_IN_FLIGHT - 1 if overlap else 0
         self._longest = _longest(buckets)
@@ -174,6 +178,7 @@ class Reductions:
     def _count_in(self, flight: _Flight) -> None:
         flight.pending.wait()
         is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
+        self._replicas.about_to_add(flight.bucket)
         flight.bucket.reduced.add(flight.result, is_lent=is_lent)
         flight.bucket.local = None
         if flight.sent is not None:

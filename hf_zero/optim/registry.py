@@ -114,8 +114,9 @@ def stored_bytes_per_element(optimizer: torch.optim.Optimizer) -> float:
     return sum(form.stored_numel(many) * form.dtype.itemsize for form in forms if form is not None) / many
 
 
-def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int) -> None:
-    """Raise ConfigError for an optimizer that cannot work at `stage`, or with an engine at all."""
+def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int, num_replicas: int = 1) -> None:
+    """Raise ConfigError for an optimizer that cannot work at `stage`, with copies of its shards, or with an engine at
+    all."""
     name = type(optimizer).__name__
     if traits.unmet is not None:
         rule, fix = f"needs {traits.unmet}, which the engine's step has not", "use another one, AdamW for example"
@@ -123,6 +124,9 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int) -
     if stage > traits.highest_stage:
         rule, fix = f"{name} works at stages up to {traits.highest_stage}", f"use {traits.highest_stage}"
         raise ConfigError([Problem("zero_optimization.stage", stage, rule, fix)])
+    if num_replicas > 1 and traits.highest_stage < 3:
+        rule = "it averages by itself, over all ranks"
+        raise ConfigError([Problem("optimizer", name, rule, "shard over all ranks (hf_zero.shard_group unset)")])
 
 
 def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> None:

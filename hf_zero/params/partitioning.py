@@ -80,6 +80,17 @@ def unpartition(module: nn.Module) -> None:
             _forget(parameter)
 
 
+def shard_anew(handle: ShardedParameter, groups: ParallelGroups) -> ShardedParameter:
+    """Cut a parameter that is sharded over other ranks than `groups` says. Collective."""
+    parameter = handle.parameter
+    if handle.owner is not None:
+        handle.owner.release()
+    handle.show(parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
+    handle.unsharded = None
+    _forget(parameter)
+    return shard_parameter(parameter, groups, broadcast=False)
+
+
 def describe_unsharded(module: nn.Module) -> None:
     """Give parameters that stage 3 leaves whole (a world of one; integers) the attributes that callers expect."""
     for parameter in module.parameters():

@@ -28,7 +28,7 @@ from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.sub_group import StoredSubGroup, sub_group
 from hf_zero.offload.vector import InMemoryVector, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
-from hf_zero.params.partitioning import shard_parameter
+from hf_zero.params.partitioning import shard_anew, shard_parameter
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import TrainedBucket
@@ -179,6 +179,8 @@ class UnitBuilder:
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
             handle = shard_parameter(parameter, self._groups)
+        elif handle.groups.shard.ranks != self._groups.shard.ranks:
+            handle = shard_anew(handle, self._groups)  # made by a zero.Init that knew no groups
         StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle

@@ -133,7 +133,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     groups = trainable_groups(optimizer.param_groups)
     trained = _trained(module, groups, plan.precision)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
-    refuse_unfit(optimizer, traits, plan.zero.stage if sharding.shards_optimizer else 0)
+    stage = plan.zero.stage if sharding.shards_optimizer else 0
+    refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
     _check_same_everywhere(trained.specs, world)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
@@ -144,10 +145,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     owned = trained_numel(trained.specs, sharding)
     placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
     if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
-        longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-        sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
-        estimate = estimate_memory(trained.specs, plan.zero, sharding, plan.device, sizes)
-        check_memory(estimate, plan.zero, plan.device, world)
+        _check_room(module, optimizer, trained, plan)
     store: ParameterStore
     if sharding.shards_parameters:
         store = ShardedParameters(
@@ -189,6 +187,14 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
+    """Raise DoesNotFit, on all ranks, where what is offloaded has no room."""
+    longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
+    sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
+    estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
+    check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:

@@ -24,7 +24,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("zero_optimization", {"stage": 3, "zeropp_loco_param": {"err_beta": 1}}, "never changes from nothing"),
     ("zero_optimization.zeropp_loco_param", {"reset_T": 0}, "at least 1"),
     ("hf_zero.quantized_gradient_bits", 2, "must be 4 or 8"),
-    ("zero_optimization.mics_shard_size", 4, "MiCS is not supported"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every update is complete"),
     ("zero_optimization.legacy_stage1", True, "there is one stage 1"),
     ("data_types.buffer_dtype", "bf16", "buffers always keep the dtype they came with"),
@@ -50,6 +49,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("fp16", {"enabled": True, "initial_scale_power": 128}, "must fit into fp32 (at most 127)"),
     ("amp", {"enabled": True, "opt_level": "O2"}, "O2 casts the weights themselves to fp16"),
     ("gradient_predivide_factor", 0, "must be more than 0"),
+    ("zero_optimization", {"stage": 3, "mics_shard_size": 4}, "groups of 4 ranks cannot be made of 1"),
+    ("zero_optimization", {"stage": 2, "mics_shard_size": 0}, "must be a number of ranks, or -1 for all"),
+    ("hf_zero.shard_group", "node", 'must be a number of ranks, 1 or more, or "host"'),
 ]
 
 

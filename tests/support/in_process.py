@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_zero.api import engine, engine_gradients, entry
 from hf_zero.api.engines_at_work import EnginesAtWork
-from hf_zero.comm import Channel, Collectives, ParallelGroups
+from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups
 from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
@@ -380,6 +380,7 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [
         (entry, "this_process", lambda: Process(world.rank, world.world)),
+        (entry, "hosts", lambda: Hosts.one(world.world)),
         (entry, "parallel_groups", parallel_groups),
         (entry, "local_device", lambda: torch.device("cpu")),
         *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),

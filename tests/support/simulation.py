@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api import entry
-from hf_zero.comm import Channel, Collectives, ParallelGroups, Pending, Rows, ledger
+from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
 from hf_zero.comm.process_group import Process
 from hf_zero.comm.rows import FlatRows
 from hf_zero.device.host_copy import HostCopy
@@ -87,6 +87,7 @@ def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
     with ExitStack() as stack:
         for name, stand_in in {
             "this_process": lambda: Process(rank, world),
+            "hosts": lambda: Hosts.one(world),
             "parallel_groups": parallel_groups,
             "local_device": lambda: META,
         }.items():

@@ -64,9 +64,22 @@ def _lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+def _as_shard_group(value: object) -> object:
+    if isinstance(value, str) and value.lower() == "host":
+        return "host"
+    try:
+        size = as_whole(value)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ValueError('must be a number of ranks, 1 or more, or "host"')
+    return size
+
+
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
 GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
+ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
 
 
@@ -118,6 +131,14 @@ class HfZero(Section):
     stochastic_rounding: Flag = supported(
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
+    )
+    shard_group: ShardGroup | None = supported(
+        None,
+        'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
+        "the model's states (docs/hybrid_and_zeropp.md). Unset: over all ranks.",
+        why="nothing is sharded",
+        unit="ranks",
+        stages=(1, 2, 3),
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")

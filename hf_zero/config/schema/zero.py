@@ -25,6 +25,7 @@ from hf_zero.config.schema.fields import (
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
+_SHARDED = (1, 2, 3)
 _PLUS_PLUS = "ZeRO++ is not supported"
 
 
@@ -223,6 +224,15 @@ class Zero(Section):
     zeropp_loco_param: LocoParam | None = supported(
         None, "LoCo: what quantised gradients leave out is added to later ones.", stages=_THREE
     )
-    mics_shard_size: Whole = unsupported(-1, "Shard over groups of this many ranks.", why="MiCS is not supported")
-    mics_hierarchical_params_gather: Flag = unsupported(False, "Gather in two hops.", why="MiCS is not supported")
+    mics_shard_size: Whole = supported(
+        -1,
+        "MiCS: shard over groups of this many ranks, which hold copies of the model's states; -1: over all ranks. The "
+        "same as hf_zero.shard_group.",
+        why="nothing is sharded",
+        unit="ranks",
+        stages=_SHARDED,
+    )
+    mics_hierarchical_params_gather: Flag = ignored(
+        False, "MiCS: gather in two hops where a group spans hosts.", why="a gather is one hop", stages=_SHARDED
+    )
     zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")

@@ -1,0 +1,45 @@
+"""Over which ranks states are sharded: what the keys say, and whether the ranks can be cut like that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from hf_zero.config.errors import Problem
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.root import HfZero
+from hf_zero.config.schema.zero import Zero
+
+MICS, SHARD_GROUP = "zero_optimization.mics_shard_size", "hf_zero.shard_group"
+GROUP_KEYS = (MICS, SHARD_GROUP)
+
+
+def shard_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
+    """Ranks that share the states of one copy of the model; None: all of them."""
+    if zero.stage == 0:
+        return None
+    return zero.mics_shard_size if zero.mics_shard_size > 0 else own.shard_group
+
+
+def group_problems(config: Root, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
+    """
+    Args:
+        host_sizes: ranks of every host; empty where that is not known yet.
+    """
+    zero, own = config.zero_optimization or Zero(), config.hf_zero or HfZero()
+    mics, ours = zero.mics_shard_size, own.shard_group
+    if mics == 0 or mics < -1:
+        yield Problem(MICS, mics, "must be a number of ranks, or -1 for all", "give a divisor of the number of ranks")
+    if zero.stage == 0:
+        return
+    if mics > 0 and ours is not None and ours != mics:
+        rule = f"{SHARD_GROUP} ({ours}) says the same with another value"
+        yield Problem(MICS, mics, rule, f"keep one of the two keys, {SHARD_GROUP} for example")
+    for path, size in ((MICS, mics if mics > 0 else None), (SHARD_GROUP, ours)):
+        if isinstance(size, int) and world_size % size:
+            rule = f"groups of {size} ranks cannot be made of {world_size}"
+            yield Problem(path, size, rule, f"give a divisor of {world_size}, or start another number of ranks")
+    if ours == "host" and len(set(host_sizes)) > 1:
+        counts = ", ".join(map(str, host_sizes))
+        rule = f"each host is to hold a copy, and they have different numbers of ranks ({counts})"
+        yield Problem(SHARD_GROUP, ours, rule, "start as many ranks on every host, or give a number of ranks")

@@ -1,0 +1,65 @@
+"""Over which ranks states are sharded: the keys, and ranks that cannot be cut like that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_zero.config import ConfigError, resolve, resolve_shard_size
+
+BASE = {"train_micro_batch_size_per_gpu": 1}
+
+
+def config(stage: int, shard_group: object = None, **zero: Any) -> dict[str, Any]:
+    own = {} if shard_group is None else {"hf_zero": {"shard_group": shard_group}}
+    return {**BASE, "zero_optimization": {"stage": stage, **zero}, **own}
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (config(3), None),
+        (config(3, mics_shard_size=-1), None),
+        (config(3, mics_shard_size=2), 2),
+        (config(1, 4), 4),
+        (config(2, "host"), "host"),
+        (config(2, "Host"), "host"),
+        (config(3, 2, mics_shard_size=2), 2),
+        (config(0, 2), None),
+    ],
+)
+def test_which_ranks_share_the_states(given: dict[str, Any], size: object) -> None:
+    assert resolve(given, world_size=8, host_sizes=(4, 4)).zero.shard_size == size
+    assert resolve_shard_size(given, 8, (4, 4)) == size
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts", "path", "words"),
+    [
+        (config(3, mics_shard_size=3), (4, 4), "zero_optimization.mics_shard_size", "groups of 3 ranks cannot be made"),
+        (config(3, mics_shard_size=16), (4, 4), "zero_optimization.mics_shard_size", "groups of 16 ranks cannot"),
+        (config(1, 5), (), "hf_zero.shard_group", "groups of 5 ranks cannot be made of 8"),
+        (config(2, "host"), (5, 3), "hf_zero.shard_group", "different numbers of ranks (5, 3)"),
+        (config(3, 4, mics_shard_size=2), (4, 4), "zero_optimization.mics_shard_size", "says the same with another"),
+        (config(3, mics_shard_size=-2), (4, 4), "zero_optimization.mics_shard_size", "-1 for all"),
+    ],
+)
+def test_one_error_for_groups_that_cannot_be(
+    given: dict[str, Any], hosts: tuple[int, ...], path: str, words: str
+) -> None:
+    for ask in (
+        lambda: resolve(given, world_size=8, host_sizes=hosts),
+        lambda: resolve_shard_size(given, 8, hosts),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        (problem,) = caught.value.problems
+        assert problem.path == path and words in problem.rule and problem.fix
+
+
+def test_at_stage_0_the_key_is_named_as_without_effect() -> None:
+    resolved = resolve(config(0, 2), world_size=8)
+    assert any("shard_group" in warning for warning in resolved.warnings)
+    with pytest.raises(ConfigError):
+        resolve({**config(0, 3), "hf_zero": {"shard_group": 3, "strict": True}}, world_size=8)

@@ -1,0 +1,173 @@
+"""States sharded within groups of ranks, and copied across them: the numbers of plain PyTorch, whatever the groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_zero.api.entry import initialize
+from hf_zero.api.zero_init import Init, MiCS_Init
+from hf_zero.comm import ledger
+from hf_zero.comm.cpu import meeting
+from hf_zero.errors import WrongArgument
+from hf_zero.params.sharded_parameter import of
+from tests.step.test_parity import NO_DECAY, ROWS, config, groups_of, split, weights_of
+from tests.support.models import AwkwardMLP, Batch, mlp_batches
+from tests.support.ranks import run_ranks
+from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
+
+WORLD = 4
+STEPS = 20
+TOLERANCE = 1e-5
+CLIP = 0.5
+
+
+def engine_with(stage: int, shard_group: object, accumulation: int = 1, clip: float = CLIP) -> Any:
+    model = AwkwardMLP()
+    optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
+    settings = config(stage, WORLD, gradient_accumulation_steps=accumulation, gradient_clipping=clip)
+    if shard_group is not None:
+        settings["hf_zero"] = {"shard_group": shard_group}
+    return initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def trained(engine: Any, rank: int, batches: list[Batch], accumulation: int = 1) -> Trace:
+    losses, norms = [], []
+    for start in range(0, len(batches), accumulation):
+        total = 0.0
+        for batch in batches[start : start + accumulation]:
+            loss = engine(**split(batch, rank, WORLD), flag=False)
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / accumulation
+        losses.append(total)
+        norms.append(engine.get_global_grad_norm())
+    return Trace(losses, norms, weights_of(engine))
+
+
+def expected(accumulation: int = 1, clip: float = CLIP) -> Trace:
+    batches = mlp_batches(STEPS * accumulation, ROWS)
+    parts = [[split(batch, rank, WORLD) for rank in range(WORLD)] for batch in batches]
+    steps = [
+        [{**part, "flag": torch.tensor(False)} for micro in parts[start : start + accumulation] for part in micro]
+        for start in range(0, len(parts), accumulation)
+    ]
+    recipe = Recipe(learning_rate=1e-2, weight_decay=0.1, no_decay=NO_DECAY, clip_norm=clip)
+    return train(AwkwardMLP(), steps, recipe)
+
+
+def on_two_hosts(rank: int) -> Any:
+    """Ranks 0 and 1 believe to be on one host, 2 and 3 on another."""
+    return mock.patch.object(meeting, "host_name", lambda: f"host {rank // 2}")
+
+
+def run_sizes(
+    rank: int, stage: int, hosts: int, accumulation: int, clip: float, sizes: list[object]
+) -> list[Trace]:
+    with on_two_hosts(rank) if hosts == 2 else mock.patch.object(meeting, "host_name", lambda: "host"):
+        traces = []
+        for size in sizes:
+            engine = engine_with(stage, size, accumulation, clip)
+            traces.append(trained(engine, rank, mlp_batches(STEPS * accumulation, ROWS), accumulation))
+            engine.destroy()
+        return traces
+
+
+@pytest.mark.parametrize(
+    ("stage", "hosts", "accumulation", "clip"),
+    [
+        (1, 2, 1, 0.0),
+        (2, 1, 2, CLIP),
+        (3, 2, 1, CLIP),
+        *(
+            pytest.param(stage, hosts, accumulation, 0.0 if stage == 3 else CLIP, marks=pytest.mark.slow)
+            for stage in (1, 2, 3)
+            for hosts in (1, 2)
+            for accumulation in (1, 3)
+        ),
+    ],
+)
+def test_every_shard_group_trains_as_plain_pytorch(stage: int, hosts: int, accumulation: int, clip: float) -> None:
+    sizes: list[object] = [None, 1, 2, 4, *(["host"] if hosts == 2 else [])]
+    reference = expected(accumulation, clip)
+    for traces in run_ranks(run_sizes, WORLD, stage, hosts, accumulation, clip, sizes):
+        for trace in traces:
+            assert_same_numbers(trace.norms, reference.norms, TOLERANCE, "norms")
+            assert_same_weights(trace.weights, reference.weights, TOLERANCE)
+        plain = traces[0]
+        for size, trace in zip(sizes, traces, strict=True):
+            if size == WORLD:  # sums are taken in the same order
+                assert trace.losses == plain.losses
+                assert all(torch.equal(trace.weights[name], value) for name, value in plain.weights.items())
+
+
+def run_checkpoints(rank: int, stage: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    """Four steps in one go, and with a save in the middle that goes over to other groups, both ways."""
+    batches, found = mlp_batches(4, ROWS), []
+    for first, then in ((2, None), (None, 2), (2, 1), (2, 2)):
+        engine = engine_with(stage, first)
+        trained(engine, rank, batches[:2])
+        engine.save_checkpoint(f"{folder}/{first}-{then}")
+        if first == 2:
+            names = {path.name for path in Path(folder, f"{first}-{then}", "global_step2").glob("*optim_states.pt")}
+            assert names == {f"zero_pp_rank_{shard}_mp_rank_00_optim_states.pt" for shard in (0, 1)}
+        engine.destroy()
+        engine = engine_with(stage, then)
+        engine.load_checkpoint(f"{folder}/{first}-{then}")
+        found.append(trained(engine, rank, batches[2:]).weights)
+        engine.destroy()
+    engine = engine_with(stage, None)
+    return [trained(engine, rank, batches).weights, *found]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_checkpoints_go_from_any_groups_to_any_others(stage: int, tmp_path: Path) -> None:
+    """A copy is written once, under the names that a run of so many ranks as a shard group has would use."""
+    for plain, *others in run_ranks(run_checkpoints, WORLD, stage, str(tmp_path)):
+        for weights in others:
+            assert_same_weights(weights, plain, TOLERANCE)
+
+
+def run_traffic(rank: int, stage: int) -> dict[str, int]:
+    engine = engine_with(stage, 2, accumulation=2)
+    batches = mlp_batches(2, ROWS)
+    trained(engine, rank, batches, accumulation=2)
+    ledger.reset()
+    trained(engine, rank, batches, accumulation=2)
+    return {operation: tally.calls for (phase, operation), tally in ledger.tallies.items() if phase == "backward"}
+
+
+def test_copies_are_summed_once_per_update_and_in_shards() -> None:
+    for calls in run_ranks(run_traffic, WORLD, 2):
+        assert calls["reduce_scatter"] == 2 * calls["all_reduce"]
+
+
+def run_built_in_shards(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Models made under zero.Init: with the engine's groups, under MiCS's name, and without a config."""
+    batches, found = mlp_batches(2, ROWS), []
+    settings = {**config(3, WORLD, gradient_clipping=CLIP), "hf_zero": {"shard_group": 2}}
+    for context in (Init(config_dict_or_path=settings), MiCS_Init(config_dict_or_path=settings), Init()):
+        with context:
+            model = AwkwardMLP()
+        handle = of(model.inner.weight)
+        assert handle is not None
+        found.append({"chunk": torch.tensor(handle.shard.numel())})
+        optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
+        engine = initialize(model=model, optimizer=optimizer, config=settings)[0]
+        found[-1].update(trained(engine, rank, batches).weights)
+        engine.destroy()
+    with pytest.raises(WrongArgument, match="MiCS_Init"):
+        MiCS_Init(config_dict_or_path=config(3, WORLD))
+    return found
+
+
+def test_models_built_in_shards_have_those_of_their_groups() -> None:
+    first, *others = run_ranks(run_built_in_shards, WORLD)
+    assert [found.pop("chunk").item() for found in first] == [46, 46, 23]
+    for found in first:
+        assert_same_weights(found, first[0], 0.0)
+    assert all(torch.equal(theirs[0]["inner.weight"], first[0]["inner.weight"]) for theirs in others)
