@@ -13,6 +13,7 @@ import torch
 
 from hf_zero.device.kinds import BACKENDS, accelerator_kind
 from hf_zero.profiling.monitors import LIBRARIES
+from hf_zero.report.environment import built_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,7 @@ def features() -> Iterator[Feature]:
 def _accelerator(kind: str | None) -> Feature:
     if kind is not None:
         return Feature("accelerator", True, f"{torch.accelerator.device_count()} x {kind}, {BACKENDS[kind]}")
-    built = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
-    why = "torch sees no device: see its driver" if built else "this torch is built for CPUs: training runs on gloo"
+    why = "torch sees no device: see its driver" if built_for() else "this torch is built for CPUs: training runs on gloo"
     return Feature("accelerator", False, why)
 
 

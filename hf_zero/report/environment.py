@@ -36,8 +36,7 @@ def software() -> Iterator[Row]:
     yield "platform", platform.platform()
     yield "torch", torch.__version__
     kind = accelerator_kind()
-    built = [f"{name} {number}" for name, number in vars(torch.version).items() if _is_build(name) and number]
-    yield "torch is built for", ", ".join(built) or "CPUs"
+    yield "torch is built for", ", ".join(built_for()) or "CPUs"
     if kind is not None:
         yield "collectives", f"{BACKENDS[kind]} {_collectives_version(kind)}".strip()
     for name in _LIBRARIES:
@@ -73,8 +72,10 @@ def variables() -> Iterator[Row]:
             yield name, os.environ[name]
 
 
-def _is_build(name: str) -> bool:
-    return name in ("cuda", "hip", "xpu")
+def built_for() -> list[str]:
+    """Kinds of accelerators that this torch can use, with the version of their libraries."""
+    known = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    return [f"{name} {number}" for name, number in known.items() if number]
 
 
 def _collectives_version(kind: str) -> str:
