@@ -48,7 +48,8 @@ def features() -> Iterator[Feature]:
 def _accelerator(kind: str | None) -> Feature:
     if kind is not None:
         return Feature("accelerator", True, f"{torch.accelerator.device_count()} x {kind}, {BACKENDS[kind]}")
-    why = "torch sees no device: see its driver" if built_for() else "this torch is built for CPUs: training runs on gloo"
+    on_cpus = "this torch is built for CPUs: training runs on gloo"
+    why = "torch sees no device: see its driver" if built_for() else on_cpus
     return Feature("accelerator", False, why)
 
 
