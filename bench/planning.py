@@ -251,9 +251,12 @@ def choices(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         fits = [each for each in same if each["predicted"]["peak"] <= limit]
         least = min(each["predicted"]["seconds"] for each in fits)
         taken = next(each for each in fits if each["predicted"]["seconds"] <= least * 1.02)
-        fastest = min((each for each in same if each["measured"]["peak"] <= limit * 1.1), key=_cpu_s)
-        right = _cpu_s(taken) <= ALIKE * _cpu_s(fastest)
-        yield {"size": run["size"], "limit": limit, "taken": taken["way"], "fastest": fastest["way"], "right": right}
+        allowed = [each for each in same if each["measured"]["peak"] <= limit]
+        fastest = min(allowed, key=_cpu_s, default=None)
+        # Taking what does not keep to the limit is wrong, however fast it is.
+        right = taken in allowed and fastest is not None and _cpu_s(taken) <= ALIKE * _cpu_s(fastest)
+        best = fastest["way"] if fastest is not None else "nothing keeps to it"
+        yield {"size": run["size"], "limit": limit, "taken": taken["way"], "fastest": best, "right": right}
 
 
 def _cpu_s(run: dict[str, Any]) -> float:
