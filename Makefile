@@ -54,7 +54,7 @@ $(READY): setup.cfg pyproject.toml packaging/backend.py packaging/hf_zero.pth
 demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let it write code (three to six minutes on 2 cores)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: venv ## set up and run the tests (some twelve minutes on 2 cores)
+test: venv ## set up and run the tests (some fifteen minutes on 2 cores, more on slow ones)
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
 	@$(PYTEST) -m "not slow and not oracle and not multinode and not frameworks" $(ARGS)
 

@@ -1,4 +1,4 @@
-"""The command line, `hf-zero` or `python -m hf_zero`: `explain ds.json`, `plan MODEL`, `launch script.py`."""
+"""The command line, `hf-zero` or `python -m hf_zero`: `explain ds.json`, `plan MODEL`, `launch script.py`, `report`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def main(words: Sequence[str] | None = None) -> int:
     plan = commands.add_parser(
         "plan", help="what training a model needs, and the ds.json to take, before anything runs", allow_abbrev=False
     )
+    report = commands.add_parser("report", help="versions, devices, links and features here, for an issue")
+    if words[:1] == ["report"]:
+        from hf_zero.report.command import add_arguments as add_report_arguments
+        from hf_zero.report.command import run as run_report
+
+        add_report_arguments(report)
+        return run_report(parser.parse_args(words))
     if words[:1] == ["plan"]:
         from hf_zero.planning.command import add_arguments as add_plan_arguments
         from hf_zero.planning.command import run as run_plan

@@ -96,7 +96,6 @@ _ZERO_KEYS = {
 }
 # Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
-    "autotuning_enabled "
     "is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion "
     "super_offload checkpoint_writer_enabled"
 ).split()
@@ -372,9 +371,8 @@ REFUSED = {
     "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
     "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
     "sparse_allreduce_no_retain": _REDUCTION,
-    "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info "
-    "autotuning_model_info_path autotuning_profile_model_info autotuning_start_profile_step": (
-        "autotuning is not supported: `python -m hf_zero explain ds.json` says what a config means"
+    "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info": (
+        "autotuning tries stages and batch sizes, and makes no profile of the model (docs/planning.md)"
     ),
     "clip_fp32_gradients": "engine.step() clips by the key gradient_clipping",
     "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.api.trial import trial_of
 from hf_zero.attention.feature import sparse_attention_of
 from hf_zero.compression.feature import compression_feature
 from hf_zero.config import Resolved
@@ -35,6 +36,7 @@ MAKERS: tuple[Maker, ...] = (
     _compression,
     tiled_mlp_of,
     tiled_loss_of,
+    trial_of,
     profiling_of,  # last, so that it sees what the others have made of a forward
 )
 
@@ -51,6 +53,10 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
 
 def _has(engine: Any, feature: str) -> bool:
     return engine.training_features.named(feature) is not None
+
+
+def _tuning(engine: Any, key: str, default: Any) -> Any:
+    return (engine.config.get("autotuning") or {}).get(key, default)
 
 
 def _section(engine: Any, name: str) -> dict[str, Any]:
@@ -88,6 +94,11 @@ def _set_post_process(engine: Any, post_process_func: Any) -> None:
 
 # What an engine answers about its features, by DeepSpeed's names.
 FEATURE_METHODS: dict[str, Callable[..., Any]] = {
+    "autotuning_enabled": lambda engine: bool(_tuning(engine, "enabled", False)),
+    "autotuning_end_profile_step": lambda engine: _tuning(engine, "end_profile_step", 5),
+    "autotuning_metric": lambda engine: _tuning(engine, "metric", "throughput"),
+    "autotuning_metric_path": lambda engine: _tuning(engine, "metric_path", None),
+    "autotuning_start_profile_step": lambda engine: _tuning(engine, "start_profile_step", 3),
     "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
     "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
     "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},

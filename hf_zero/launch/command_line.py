@@ -32,7 +32,8 @@ _USAGE = 2
 def main(words: Sequence[str]) -> int:
     """Run the command; its exit status: the first failing rank's, 128 + n after signal n, 2 for what is asked wrong."""
     try:
-        return _run(parse(words))
+        options = parse(words)
+        return _run(options) if options.autotuning is None else _tune(options, words)
     except LaunchError as error:
         sys.stderr.write(f"hf-zero launch: {error}\n")
         return _USAGE
@@ -54,6 +55,24 @@ def _run(options: argparse.Namespace) -> int:
     logger.info("%s", describe(job, backend))
     with _pid_file(options.save_pid):
         return backend.run(job, request)
+
+
+def _tune(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Every trial is a launch of its own, with the same options."""
+    # Not before it is wanted: the launcher itself needs neither torch nor the config.
+    from hf_zero.config import ConfigError
+    from hf_zero.planning.tuning import tune
+
+    num_script = 1 + len(options.user_args)
+    ours = list(words[: len(words) - num_script])
+    for index, word in enumerate(ours):
+        if word.partition("=")[0] == "--autotuning":
+            del ours[index : index + (1 if "=" in word else 2)]
+            break
+    try:
+        return tune([*ours, *words[len(words) - num_script :]], num_script, then_run=options.autotuning == "run")
+    except ConfigError as error:
+        raise LaunchError(str(error)) from None
 
 
 def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool) -> Backend:

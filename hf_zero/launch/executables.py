@@ -90,5 +90,5 @@ def deepspeed() -> None:
 
 def ds_report() -> None:
     """Say what an issue needs: versions, devices, limits. Like `deepspeed`, the real one's where there is one."""
-    home = "hf_zero.integration.compat.env_report" if FINDER.answers() else "deepspeed.env_report"
+    home = "hf_zero.report.command" if FINDER.answers() else "deepspeed.env_report"
     import_module(home).cli_main()

@@ -13,12 +13,6 @@ DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
 NO_FILE_OF_ACCELERATE = "None"
 
-_TUNING = (
-    "--autotuning {mode}: hf_zero relaunches nothing to find its settings. `python -m hf_zero explain ds.json` says "
-    "what each key does and what it will be; the defaults need no tuning run"
-)
-
-
 class _Parser(argparse.ArgumentParser):
     """Raises instead of ending the process, so that all errors look alike."""
 
@@ -33,8 +27,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         LaunchError: for options that are unknown, contradict each other or are not supported.
     """
     options = build_parser().parse_args(words)
-    if options.autotuning is not None:
-        raise LaunchError(_TUNING.format(mode=options.autotuning))
     if (options.include or options.exclude) and (options.num_nodes != -1 or options.num_gpus != -1):
         raise LaunchError("--include and --exclude say it all: leave out --num_nodes and --num_gpus")
     if options.include and options.exclude:
@@ -103,7 +95,7 @@ def _program(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--bind_core_list", help="the cores to give out, like 0-7,16-23 (default: all)")
     group.add_argument("--enable_each_rank_log", metavar="DIR", help="write each rank's output to a file there instead")
     group.add_argument("--save_pid", action="store_true", help="write this process's number to /tmp/<number>.deepspeed")
-    group.add_argument("--autotuning", choices=["tune", "run"], help="refused, with what to do instead")
+    group.add_argument("--autotuning", choices=["tune", "run"], help="find stage and batch by trials; run: then train")
     group.add_argument(
         "--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"], help="of the launcher"
     )

@@ -12,6 +12,7 @@ from hf_zero.planning.candidates import Training
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.machine import GPUS, hardware
+from hf_zero.planning.measure import Measured, measure, ranked, show_measured
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, config_text, show
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="adapters on all linear layers (none)")
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
     output = parser.add_argument_group("what comes out")
+    output.add_argument("--measure", type=int, default=0, metavar="N", help="run the N most promising for a few steps")
+    output.add_argument("--measure-dir", default="plan_results", metavar="DIR", help="for their files (plan_results)")
     output.add_argument("--json", action="store_true", help="JSON instead of a table")
     output.add_argument("--html", metavar="FILE", help="also a page of its own, with bars")
     output.add_argument("--write", metavar="FILE", help="also the chosen ds.json")
@@ -53,6 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits, 2 if it cannot be made."""
     try:
         found = plan_of(arguments)
+        measured: tuple[Measured, ...] = ()
+        if arguments.measure:
+            measured = measure(found, arguments.measure, Path(arguments.measure_dir))
+            found = ranked(found, measured)
         if arguments.html:
             _write(arguments.html, as_html(found), "--html")
         if arguments.write and found.chosen is not None:
@@ -61,9 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     if arguments.json:
-        sys.stdout.write(json.dumps(as_dict(found), indent=2) + "\n")
+        result = as_dict(found) | ({"measured": [each.as_dict() for each in measured]} if measured else {})
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         show(found, everything=arguments.all)
+        if measured:
+            show_measured(found, measured)
     return 0 if found.chosen is not None else 1
 
 
@@ -73,7 +83,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     Raises:
         ConfigError: for arguments that cannot be.
     """
-    for key, least in (("seq_length", 1), ("micro_batch", 1), ("accumulation", 1), ("lora_rank", 0)):
+    for key, least in (("seq_length", 1), ("micro_batch", 1), ("accumulation", 1), ("lora_rank", 0), ("measure", 0)):
         if getattr(arguments, key) < least:
             flag, rule = f"--{key.replace('_', '-')}", f"must be at least {least}"
             raise ConfigError(Problem(flag, getattr(arguments, key), rule, "give another number"))

@@ -76,7 +76,7 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> Plan
         ConfigError: for a source that is none of these, or a model that cannot be built from its config.
     """
     count = parameter_count(source)
-    config, notes = (_llama_of(count), [_as_llama(source)]) if count else (_config_of(source), [])
+    config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
     try:
         module = _build(config, _DTYPES[precision], lora_rank)
     except ImportError as error:
@@ -151,25 +151,25 @@ def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: s
 # Building
 
 
-def _build(config: Any, dtype: torch.dtype, lora_rank: int) -> nn.Module:
+def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
+    """The model that a configuration names, with random weights where torch makes tensors by default."""
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
+    model: nn.Module = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+    model.train()
+    return _with_lora(model, lora_rank) if lora_rank else model
+
+
+def _build(config: Any, dtype: torch.dtype, lora_rank: int) -> nn.Module:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
-        model.to(dtype)
-        model.train()
-        return _with_lora(model, lora_rank) if lora_rank else model
+        return build_model(config, lora_rank).to(dtype)
 
 
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
-    for parameter in adapted.parameters():
-        if parameter.dtype.is_floating_point and parameter.requires_grad:
-            parameter.data = parameter.data.to(next(model.parameters()).dtype)
-    return adapted
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
 def _fresh(model: PlannedModel) -> nn.Module:
@@ -201,7 +201,12 @@ def _text(config: Any) -> Any:
     return getter() if getter is not None else config
 
 
-def _config_of(source: str) -> Any:
+def config_of(source: str) -> Any:
+    """transformers' configuration of a folder, a config.json or a hub name.
+
+    Raises:
+        ConfigError: there is none that can be used.
+    """
     path = config_file(source)
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -106,8 +106,9 @@ def _advice(lacks: int, changes: list[Change]) -> str:
         if sum(each.frees for each in taken) >= lacks:
             listed = "; ".join(f"{each.what} (about {amount(each.frees)})" for each in taken)
             return f"{short}. No single change is enough; these together are: {listed}"
-    listed = "; ".join(f"{each.what} (about {amount(each.frees)})" for each in taken) or "nothing is left to switch on"
-    return f"{short}, and no change of the config frees as much: use more ranks, or a smaller model ({listed})"
+    listed = "".join(f"\n  {each.what}: about {amount(each.frees)}" for each in taken)
+    there_are = f". What there is to switch on:{listed}" if listed else ""
+    return f"{short}, and no change of the config frees as much: use more ranks, or a smaller model{there_are}"
 
 
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
@@ -144,4 +145,8 @@ def runtime_is_separate(engine: Any) -> bool:
 
 
 def _can_checkpoint(module: Any) -> bool:
-    return getattr(module, "supports_gradient_checkpointing", False) and not module.is_gradient_checkpointing
+    if not getattr(module, "supports_gradient_checkpointing", False):
+        return False
+    # transformers 5 has another name for it, and warns of the older one.
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return not next((getattr(module, name) for name in names if hasattr(type(module), name)), True)

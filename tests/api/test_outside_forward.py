@@ -162,6 +162,7 @@ def run_descriptions(rank: int) -> None:
         assert hash(p) == id(p) and {p: 1}[p] == 1 and p.data_ptr() and p.untyped_storage().nbytes() == 4
         assert f"{name}: released" in repr(p) and name in f"{p}" and p is not None and (p != None)  # noqa: E711
         assert p.to("cpu") is p and p.to(torch.float32) is p and p.float() is p and p.cpu() is p
+        p.data = nn.functional.pad(p.data, (0, 0), "constant", 0)  # as transformers does with the bias of a tied head
         assert torch.empty_like(p).shape == p.data.shape == p.detach().view(-1).view(p.shape).shape == plain.shape
         assert type(torch.zeros_like(p)) is Tensor and p.new_ones(2).sum() == 2
         p.requires_grad_(False).requires_grad_(True)

@@ -35,7 +35,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("sequence_parallel_size", 2, "only data parallelism is supported"),
     ("tensor_parallel.autotp_size", 2, "only data parallelism is supported"),
     ("tensor_parallel.tp.tp_size", 2, "only data parallelism is supported"),
-    ("autotuning", {"enabled": True, "fast": False}, "not available"),
+    ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
     ("compile", {"deepcompile": True}, "not supported"),
     ("hybrid_engine", {"enabled": True}, "not supported"),
     ("optimizer", {"type": "AdamW", "legacy_fusion": True}, "one step signature"),
@@ -218,8 +218,8 @@ def test_all_problems_come_at_once() -> None:
 
 def test_a_stage_that_does_not_exist_excuses_no_other_key() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve({**BASE, "zero_optimization": {"stage": 7}, "autotuning": {"enabled": True}}, world_size=1)
-    assert [problem.path for problem in caught.value.problems] == ["autotuning", "zero_optimization.stage"]
+        resolve({**BASE, "zero_optimization": {"stage": 7}, "hybrid_engine": {"enabled": True}}, world_size=1)
+    assert [problem.path for problem in caught.value.problems] == ["hybrid_engine", "zero_optimization.stage"]
 
 
 NEEDS = [

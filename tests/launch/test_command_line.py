@@ -167,7 +167,7 @@ def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--autotuning", "tune", "x.py"], "relaunches nothing to find its settings"),
+        (["--autotuning", "tune", "x.py"], "the script's arguments name no config"),
         (["--include", "a", "--num_gpus", "1", "x.py"], "leave out --num_nodes and --num_gpus"),
         (["--include", "a", "--exclude", "a", "x.py"], "exclude one another"),
         (["--module", "--no_python", "x.py"], "give one of them"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from hf_zero.errors import WrongArgument
 from hf_zero.params.sharded_parameter import of
 from tests.step.test_parity import NO_DECAY, ROWS, config, groups_of, split, weights_of
 from tests.support.models import AwkwardMLP, Batch, mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
 
 WORLD = 4
@@ -171,3 +172,42 @@ def test_models_built_in_shards_have_those_of_their_groups() -> None:
     for found in first:
         assert_same_weights(found, first[0], 0.0)
     assert all(torch.equal(theirs[0]["inner.weight"], first[0]["inner.weight"]) for theirs in others)
+
+
+def run_until_one_dies(rank: int, hosts: int) -> None:
+    with on_two_hosts(rank) if hosts == 2 else mock.patch.object(meeting, "host_name", lambda: "host"):
+        engine = engine_with(3, 2)
+        trained(engine, rank, mlp_batches(1, ROWS))
+        if rank == 3:
+            os._exit(9)
+        trained(engine, rank, mlp_batches(3, ROWS))
+
+
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_that_dies_in_another_group_ends_all(hosts: int) -> None:
+    with pytest.raises(RankFailure, match="rank 3 of 4 failed first"):
+        run_ranks(run_until_one_dies, WORLD, hosts)
+
+
+def run_awkward(rank: int, optimizer: str) -> list[torch.Tensor]:
+    """16 bits, states in host memory, and optimizers that ask other ranks in the middle of their step."""
+    options = {"lr": 1e-2}
+    settings = {
+        **config(3, WORLD, gradient_clipping=CLIP, gradient_accumulation_steps=2),
+        "bf16": {"enabled": True},
+        "optimizer": {"type": optimizer, "params": options},
+        "hf_zero": {"shard_group": 2},
+    }
+    if optimizer == "AdamW":
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine = initialize(model=AwkwardMLP(), config=settings)[0]
+    batches = [{key: value.bfloat16() for key, value in batch.items()} for batch in mlp_batches(4, ROWS)]
+    return list(trained(engine, rank, batches, accumulation=2).weights.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb", "Adafactor", "Muon"])
+def test_copies_stay_equal_to_the_bit(optimizer: str) -> None:
+    first, *others = run_ranks(run_awkward, WORLD, optimizer)
+    for theirs in others:
+        assert all(torch.equal(mine, value) for mine, value in zip(first, theirs, strict=True))

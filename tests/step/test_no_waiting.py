@@ -136,7 +136,7 @@ def as_a_device() -> Iterator[None]:
 
     def with_hosts(module: nn.Module, optimizer: Any, plan: Any, names: Any) -> Any:
         if dist.is_initialized():
-            plan.channels.reduce._hosts = dist.new_group(backend="gloo")
+            plan.groups.world._hosts = dist.new_group(backend="gloo")
         return made(module, optimizer, plan, names)
 
     with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger
+from hf_zero.comm.cpu import meeting
 from hf_zero.kernels.message import message_bytes
 from hf_zero.layout.traffic import Sizes, Wiring, traffic_of
 from tests.support.in_process import InProcessWorld, engines_in
@@ -222,3 +224,25 @@ def test_errors_are_dropped_with_a_skipped_step() -> None:
 
     with engines_in(world) as make:
         world.run(body)
+
+
+def run_on_two_hosts(rank: int, zero: dict[str, Any], accumulation: int) -> tuple[list[float], dict[str, int]]:
+    with mock.patch.object(meeting, "host_name", lambda: f"host {rank // 2}"):
+        config = config_for(zero, gradient_accumulation_steps=accumulation)
+        engine = initialize(model=Stack(), config=config)[0]
+        losses = train(engine, rank, range(3 * accumulation))
+        ledger.reset()
+        losses += train(engine, rank, range(3 * accumulation, 4 * accumulation))
+    return losses, {f"{phase} {name}": t.num_bytes for (phase, name), t in ledger.tallies.items() if phase != "control"}
+
+
+@pytest.mark.parametrize(("name", "accumulation"), [("all", 2)])
+def test_two_hosts_exchange_sums(name: str, accumulation: int) -> None:
+    """Four ranks on two hosts: a host's sums cross, half of what its ranks exchange among themselves, and nobody waits
+    for a rank that waits for a gather."""
+    found = run_ranks(run_on_two_hosts, 4, KINDS[name], accumulation)
+    plain = run_ranks(run_on_two_hosts, 4, {}, accumulation)
+    row = message_bytes(LAYER // 4, 4)
+    for (losses, seen), (expected, _) in zip(found, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=0.05)
+        assert seen["backward all_to_all"] == row * (4 + 2) * DEPTH * accumulation

@@ -93,6 +93,15 @@ class LayerDropPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPolicy:
+    """A trial run of autotuning: updates `first` + 1 to `last` are timed, then the process ends."""
+
+    path: str  # of the results
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesPolicy:
     """What acts while a model trains."""
 
@@ -103,3 +112,4 @@ class FeaturesPolicy:
     layer_drop: LayerDropPolicy | None = None
     tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
     tiled_loss: bool = False  # head and loss do
+    trial: TrialPolicy | None = None

@@ -17,6 +17,7 @@ from hf_zero.config.features.policies import (
     RandomLTDPolicy,
     SamplingPolicy,
     SparseAttentionPolicy,
+    TrialPolicy,
 )
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.data import (
@@ -81,6 +82,7 @@ def resolve_features(config: Root) -> FeatureFindings:
         layer_drop=_layer_drop(config),
         tiled_mlp=config.hf_zero is not None and config.hf_zero.tiled_mlp,
         tiled_loss=config.hf_zero is not None and config.hf_zero.tiled_loss,
+        trial=_trial(config, found),
     )
     if found.policy.tiled_loss and config.hf_zero is not None and config.hf_zero.distillation is not None:
         rule = "distillation compares the logits of student and teacher, and tiled_loss never has them"
@@ -92,6 +94,18 @@ def resolve_features(config: Root) -> FeatureFindings:
             Problem("progressive_layer_drop, data_efficiency.data_routing.random_ltd", True, rule, "switch one off")
         )
     return found
+
+
+def _trial(config: Root, found: FeatureFindings) -> TrialPolicy | None:
+    section = config.autotuning
+    if section is None or not section.enabled:
+        return None
+    first, last = max(1, section.start_profile_step), section.end_profile_step
+    if last <= first:
+        rule = f"must be beyond start_profile_step ({first}), from which a trial is timed"
+        found.problems.append(Problem("autotuning.end_profile_step", last, rule, f"set it to {first + 2}"))
+        return None
+    return None if section.metric_path is None else TrialPolicy(path=section.metric_path, first=first, last=last)
 
 
 def _switched_on(section: DataEfficiency, found: FeatureFindings) -> tuple[DataSampling | None, DataRouting | None]:

@@ -22,7 +22,6 @@ from hf_zero.config.schema.fields import (
     NonNegative,
     Positive,
     PositiveNumber,
-    Refused,
     Section,
     as_whole,
     check,
@@ -45,6 +44,7 @@ from hf_zero.config.schema.profiling import (
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
+    Autotuning,
     Checkpoint,
     Optimizer,
     Scheduler,
@@ -233,7 +233,7 @@ class Root(Section):
     wandb: WandB | None = detail(None, "Monitor.")
     comet: Comet | None = detail(None, "Monitor.")
 
-    autotuning: Refused | None = unsupported(None, "Configuration search.", why="there is no search")
+    autotuning: Autotuning | None = detail(None, "Search for the fastest stage and batch (docs/planning.md).")
     data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")
     curriculum_learning: CurriculumLearning | None = detail(None, "Short sequences first (docs/data_efficiency.md).")
     sparse_attention: SparseAttention | None = detail(None, "Sparse attention (docs/sparse_attention.md).")

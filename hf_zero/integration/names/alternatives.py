@@ -37,7 +37,7 @@ ALTERNATIVES = {
     "resolve_per_head_muon_after_sharding": "Muon works on whole matrices here, at every stage",
     "tp_model_init": _TENSOR,
     "accelerator": "accelerator.get_accelerator() answers for the device that PyTorch was built for",
-    "autotuning": "autotuning is not supported yet: `python -m hf_zero explain ds.json` says what a config means",
+    "autotuning": "`hf-zero launch --autotuning tune|run` searches, and `hf-zero plan --measure` (docs/planning.md)",
     "checkpoint": _CHECKPOINT_TOOLS,
     "checkpoint.ds_to_universal": (
         "the conversion is hf_zero.checkpoint.deepspeed.universal.convert_to_universal; nothing else of this module "

@@ -1,0 +1,94 @@
+"""The command `python -m hf_zero report`, also `ds_report`: plain text to be pasted into an issue, or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hf_zero.config import FilePolicy
+from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.report.availability import Feature, features
+from hf_zero.report.drive import probe
+from hf_zero.report.environment import Row, devices, host, software, variables
+from hf_zero.report.links import between_devices, networks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--probe", metavar="FOLDER", action="append", default=[], help="also how fast this drive is")
+    usual = FilePolicy()
+    parser.add_argument("--block-size", type=int, default=usual.block_bytes, help="for --probe: bytes per request")
+    parser.add_argument("--queue-depth", type=int, default=usual.queue_depth, help="for --probe: requests at once")
+    parser.add_argument("--json", action="store_true", help="JSON instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report; 1 if a drive could not be probed."""
+    found = _sections()
+    policy = FilePolicy(block_bytes=arguments.block_size, queue_depth=arguments.queue_depth)
+    drives, failed = _drives(arguments.probe, policy)
+    if drives:
+        found["drives"] = drives
+    here = list(features())
+    if arguments.json:
+        shown: dict[str, Any] = {title: dict(rows) for title, rows in found.items()}
+        shown |= {"between devices": between_devices(), "features": [dataclasses.asdict(each) for each in here]}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    else:
+        sys.stdout.write(_text(found, between_devices(), here))
+    return 1 if failed else 0
+
+
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """The report on standard output. The arguments are DeepSpeed's: there are no operators to hide."""
+    run(_parser("ds_report").parse_args([]))
+
+
+def cli_main(words: Sequence[str] | None = None) -> None:
+    """The command `ds_report`, with DeepSpeed's flags and ours."""
+    parser = _parser("ds_report")
+    parser.add_argument("--hide_operator_status", action="store_true", help="no effect: there are no operators")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="no effect: there are none to hide")
+    sys.exit(run(parser.parse_args(words)))
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Versions, devices, links, limits and features here.")
+    add_arguments(parser)
+    return parser
+
+
+def _sections() -> dict[str, list[Row]]:
+    parts = {"hf_zero environment": software(), "devices": devices(), "host": host(), "links": networks()}
+    found = {title: list(rows) for title, rows in parts.items()}
+    found["variables"] = list(variables())
+    return found
+
+
+def _drives(folders: Iterable[str], policy: FilePolicy) -> tuple[list[Row], bool]:
+    """Rows, and whether one could not be probed."""
+    rows, failed = [], False
+    for folder in folders:
+        try:
+            rows.append((folder, str(probe(folder, policy))))
+        except StorageError as error:
+            rows.append((folder, f"FAILED: {error}"))
+            failed = True
+    return rows, failed
+
+
+def _text(sections: dict[str, list[Row]], matrix: str, here: Sequence[Feature]) -> str:
+    width = max(len(name) for rows in sections.values() for name, _ in rows)
+    lines: list[str] = []
+    for title, rows in sections.items():
+        if rows:
+            lines += [title, *(f"{name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows), ""]
+    if matrix:
+        lines += ["between devices", matrix, ""]
+    lines.append("features")
+    for each in here:
+        lines.append(f"[{'yes' if each.is_available else 'NO':>3}] {each.name}{f': {each.note}' if each.note else ''}")
+    return "\n".join(lines) + "\n"
