@@ -129,7 +129,7 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("data_parallel_size", 4, "every rank is data parallel, and there are 1"),
     ("optimizer", {"type": 3}, "must be text"),
     ("tensorboard.enabled", "perhaps", "must be true or false"),
-    ("autotuning", {"enabeld": True}, 'did you mean "enabled"?'),
+    ("autotuning", {"enabeld": True}, "no such key in autotuning"),
     ("tensorboard", True, "must be an object"),
     ("timers.throughput.enabled", "?", "must be true or false"),
 ]

@@ -135,7 +135,7 @@ ELEVEN: dict[str, Any] = {
     "fp16": {"enabled": "yes", "loss_scale": -1},
     "zero_optimisation": {"stage": 2},
     "zero_optimization": {"stage": 2, "overlap_com": True, "reduce_bucket_size": "many"},
-    "autotuning": {"enabled": True},
+    "autotuning": {"enabled": True, "mp_size": 2},
 }
 
 

@@ -129,7 +129,7 @@ def test_large_experts_end_too() -> None:
 
 
 def run_apart(rank: int, routes: Routes) -> Seen:
-    with mock.patch.object(meeting, "_machine", lambda: f"machine {rank}"):
+    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
         return run_routes(rank, routes, ALL_ZERO)
 
 

@@ -75,7 +75,7 @@ def test_a_contradiction_begins_with_the_words_of_transformers(tmp_path: Path) -
 
 
 def test_what_only_hf_zero_finds_stands_alone(tmp_path: Path) -> None:
-    error = refusal(arguments, tmp_path, {**BASE, "autotuning": {"enabled": True}})
+    error = refusal(arguments, tmp_path, {**BASE, "autotuning": {"enabled": True, "mp_size": 2}})
     assert str(error).startswith("this config cannot be used (1 problem):")
 
 

@@ -77,7 +77,7 @@ class PromptNegotiation(Negotiation):
     """
 
     def __init__(self, events: list[str], rows_of: Callable[[int], Sequence[Tensor]]) -> None:
-        super().__init__(rank=0, world=WORLD)
+        super().__init__(rank=0, ranks=range(WORLD))
         self.events = events
         self.orders: list[int] = []
         self.some_rank_failed = False
