@@ -9,8 +9,10 @@ backward (torch.profiler). Times are of whole steps, plain and tiled in turn.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -22,6 +24,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.surroundings import machine, public
 from hf_zero.api.entry import initialize
 
 LAYERS = 4
@@ -129,8 +132,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = {
-        "command": "python -m bench.long_sequences " + " ".join(sys.argv[1:]),
-        "date": "2026-11-22",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.long_sequences", *public(sys.argv[1:])]),
+        "machine": machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

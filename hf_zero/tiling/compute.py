@@ -16,14 +16,14 @@ The input is kept by an operation of its own, ahead of the tiles: where a checkp
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import get_device_states, set_device_states
+
+from hf_zero.tiling.surroundings import Surroundings, uncached
 
 Call = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(what is sliced, of one tile; what is passed whole) -> the output of the tile."""
@@ -99,7 +99,7 @@ class _Pass:
     num_passed: int
     kept: list[Any] = field(default_factory=list)
     parameters: Sequence[Tensor] = ()
-    surroundings: Any = None
+    surroundings: Surroundings = field(init=False)
     gradients: Any = None
 
 
@@ -127,7 +127,7 @@ class _Tiles(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         cut = work.num_sliced + work.num_passed
         sliced, passed, work.parameters = tensors[: work.num_sliced], tensors[work.num_sliced : cut], tensors[cut:]
-        work.surroundings = _Surroundings.now(tensors[:cut], draws=not work.tiling.eager)
+        work.surroundings = Surroundings.now(tensors[:cut], draws=not work.tiling.eager)
         if not work.tiling.eager:
             return _run(work.tiling, sliced, passed)
         output, work.gradients = _differentiate(work, sliced, passed, None)
@@ -156,7 +156,7 @@ class _Tiles(torch.autograd.Function):
 def _run(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
     """Every tile, without a graph."""
     joined = _Joined(tiling)
-    with torch.no_grad(), _uncached(sliced[0].device.type):
+    with torch.no_grad(), uncached(sliced[0].device.type):
         for place in _places(tiling):
             joined.add(tiling.call([_tile(tensor, tiling, place) for tensor in sliced], passed), place)
     return joined.output()
@@ -363,57 +363,3 @@ class _Unlisted:
 
 def _unique(tensors: Iterator[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-# --- what is around a forward ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """Autocast and random numbers as they were when forward began."""
-
-    device_type: str
-    autocasts: bool
-    dtype: torch.dtype
-    state: Tensor | None
-    devices: Sequence[int] = ()
-    device_states: Sequence[Tensor] = ()
-
-    @classmethod
-    def now(cls, tensors: Sequence[Tensor], *, draws: bool) -> _Surroundings:
-        """`draws`: the tiles will be run again and must draw the same (dropout)."""
-        kind = tensors[0].device.type
-        devices, states = get_device_states(*tensors) if draws else ([], [])
-        return cls(
-            device_type=kind,
-            autocasts=torch.is_autocast_enabled(kind),
-            dtype=torch.get_autocast_dtype(kind),
-            state=torch.get_rng_state() if draws else None,
-            devices=devices,
-            device_states=states,
-        )
-
-    def autocast(self) -> Any:
-        # Without its cache: a weight that is cast without a graph would be found there by who needs one.
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocasts, cache_enabled=False)
-
-    def no_autocast(self) -> Any:
-        return torch.autocast(self.device_type, enabled=False) if self.autocasts else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers once more; afterwards go on as if nothing had been drawn."""
-        assert self.state is not None, "was kept"
-        kind = self.device_type if self.devices else "cpu"
-        more = {} if kind == "cpu" else {"device_type": kind}
-        with torch.random.fork_rng(devices=self.devices, **more):
-            torch.set_rng_state(self.state)
-            if self.devices:
-                set_device_states(list(self.devices), list(self.device_states), device_type=kind)
-            yield
-
-
-def _uncached(device_type: str) -> Any:
-    if not torch.is_autocast_enabled(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)

@@ -65,8 +65,9 @@ class TiledLoss(TrainingFeature):
     """Head and loss of a model, tile by tile, in forwards of training that get labels."""
 
     name = "tiled_loss"
+    waits_for_outcome = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         """
         Args:
             model: one of transformers', not PEFT's around it.
@@ -74,7 +75,7 @@ class TiledLoss(TrainingFeature):
         Raises:
             ValueError: head or loss are of another kind.
         """
-        self._model: Any = model
+        self._model = model
         self._head, self._width = _head_of(model)
         self._loss = _loss_of(model)
         self._own = self._head.forward
@@ -86,7 +87,8 @@ class TiledLoss(TrainingFeature):
         self._model.loss_function = self._tiled
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        self._defers = progress.training and keywords.get("labels") is not None
+        labels = (keywords.get("labels"), keywords.get("shift_labels"))
+        self._defers = progress.training and any(given is not None for given in labels)
         self._was_deferred = False
         if progress.training and not self._defers:
             self._say("the model gets no labels, so that its logits are what is wanted (a loss of the trainer's own?)")

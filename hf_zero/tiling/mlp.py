@@ -51,6 +51,7 @@ class TiledMLPs(TrainingFeature):
     """The forward of every dense MLP is tiled, until the engine is destroyed."""
 
     name = "tiled_mlp"
+    waits_for_outcome = False
 
     def __init__(self, model: nn.Module) -> None:
         """

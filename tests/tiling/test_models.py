@@ -11,8 +11,10 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_zero.api.entry import initialize
+from hf_zero.api.parameter_access import safe_get_full_grad
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError
 from hf_zero.tiling import loss as loss_module
@@ -135,13 +137,16 @@ def test_without_a_label_the_loss_is_nan_and_gradients_are_none() -> None:
     assert found[0].isnan() and all(value.isfinite().all() for value in weights.values())
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "up_proj", "down_proj"], ["up_proj", "lm_head"]])
-def test_lora_with_frozen_and_with_trained_head(targets: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("targets", "whole"),
+    [(["q_proj", "up_proj", "down_proj"], []), (["up_proj", "lm_head"], []), (["q_proj"], ["lm_head"])],
+)
+def test_lora_with_frozen_and_with_trained_head(targets: list[str], whole: list[str]) -> None:
     found = []
     for tiled in (BOTH, {}):
         model: Any = build("llama")
         torch.manual_seed(1)
-        lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        lora = LoraConfig(r=4, target_modules=targets, modules_to_save=whole, init_lora_weights=False)
         found.append(train(get_peft_model(model, lora), tiled, [batch(), batch(seed=2)]))
     assert_same(*found)
 
@@ -181,6 +186,49 @@ def test_logits_are_computed_for_whoever_wants_them(caplog: pytest.LogCaptureFix
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("kind", ["smoothed", "own"])
+def test_losses_that_the_model_does_not_compute(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Trainer's label smoothing takes the labels away; a loop of one's own may ignore the model's loss."""
+    model = build("llama").train()
+    values = batch()
+    smoother = LabelSmoother(epsilon=0.1)
+
+    def loss_of(forward: Any) -> Tensor:
+        if kind == "smoothed":
+            outputs = forward(input_ids=values["input_ids"])
+            return smoother(outputs, values["labels"], shift_labels=True)
+        logits = forward(**values).logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), values["labels"][:, 1:].flatten())
+
+    (expected := loss_of(model)).backward()
+    gradients = [value.grad for value in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    engine, _, _, _ = initialize(model=model, config=settings(hf_zero=BOTH))
+    with caplog.at_level(logging.WARNING, logger="hf_zero"):
+        loss = loss_of(engine)
+    assert any("saves no memory here" in text for text in warnings(caplog))
+    torch.testing.assert_close(loss, expected)
+    engine.backward(loss)
+    for value, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(safe_get_full_grad(value), gradient)
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    """Tiles are run outside of the graphs; what is around them is compiled."""
+    losses = []
+    for tiled in (BOTH, {}):
+        model = build("llama").train()
+        engine, _, _, _ = initialize(model=model, config=settings(hf_zero=tiled))
+        engine.compile(backend="aot_eager")
+        loss = engine(**batch()).loss
+        engine.backward(loss)
+        losses.append((loss.detach(), [safe_get_full_grad(value) for value in model.parameters()]))
+        engine.destroy()
+    torch.testing.assert_close(losses[0], losses[1])
+
+
 def test_which_modules_are_dense_mlps() -> None:
     assert [name for name, _ in dense_mlps(build("qwen3-moe"))] == ["model.layers.0.mlp"]
     assert len(dense_mlps(build("gpt2"))) == len(dense_mlps(build("llama"))) == 2
@@ -198,6 +246,10 @@ def test_models_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="(?s)tiled_loss.*distillation"):
         teacher = {"tiled_loss": True, "distillation": {"teacher": "nowhere"}}
         initialize(model=build("llama"), config=settings(hf_zero=teacher))
+    model = build("llama")
+    model.loss_function = nn.functional.cross_entropy
+    with pytest.raises(ConfigError, match="(?s)tiled_loss.*computes its loss by cross_entropy"):
+        initialize(model=model, config=settings(hf_zero=BOTH))
 
 
 def test_a_tile_holds_a_gibibyte_of_logits_at_most() -> None:

@@ -84,9 +84,10 @@ class TiledLinear(nn.Module):
         """See `input_is_already_split` and `combine_out_splits`."""
         inputs = self._inputs(input_)
         outputs: list[Any] = []
-        for out_id, row in enumerate(self.linears):
+        rows: Any = self.linears
+        for out_id, row in enumerate(rows):
             output: Any = None
-            for in_id, linear in enumerate(row):  # type: ignore[arg-type]
+            for in_id, linear in enumerate(row):
                 output = self._reduce_local_output(in_id, out_id, output, linear(inputs[in_id]))
             outputs.append(output)
         return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
