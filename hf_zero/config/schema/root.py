@@ -186,10 +186,11 @@ class Root(Section):
     gradient_predivide_factor: PositiveNumber = supported(
         1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
     )
-    sparse_gradients: Flag = ignored(
+    sparse_gradients: Flag = supported(
         False,
-        "Gather embedding gradients sparsely.",
-        why="gradients are reduced dense, which gives the same result",
+        "Sum gradients of embeddings by the rows that a batch has looked up, where that is fewer bytes.",
+        why="gradients are reduced dense there, which gives the same result",
+        stages=(0,),
         met=True,
     )
 
