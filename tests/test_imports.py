@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "compression", "data", "routing", "profiling"),
+    ("checkpoint", "attention", "compression", "data", "routing", "profiling", "tiling"),
     ("api",),
     ("integration",),
     ("explain", "report"),
