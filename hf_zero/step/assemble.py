@@ -173,12 +173,6 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
-    sparse = parameters_of_embeddings(module, all_of_them=plan.zero.sparse_gradients)
-    if plan.zero.sparse_gradients and not sparse and not sharding.shards_optimizer:
-        logger.warning(
-            "sparse_gradients: no effect, because this model has no embedding whose weight is its own (a head that is "
-            "tied to it has a gradient in every row); gradients are reduced dense"
-        )
     reducer = GradientReducer(
         store,
         sharding,
@@ -187,7 +181,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         overlap=plan.zero.overlap_reduction,
         wants_local=lambda: updater.takes_local_gradients,
         quantized=plan.quantized_reduction,
-        sparse=sparse,
+        sparse=_sparse(module, plan),
     )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
@@ -196,6 +190,17 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _sparse(module: nn.Module, plan: Plan) -> set[int]:
+    """Parameters, by id, whose gradients are summed by rows."""
+    sparse = parameters_of_embeddings(module, all_of_them=plan.zero.sparse_gradients)
+    if plan.zero.sparse_gradients and not sparse and not plan.sharding.shards_optimizer:
+        logger.warning(
+            "sparse_gradients: no effect, because this model has no embedding whose weight is its own (a head that is "
+            "tied to it has a gradient in every row); gradients are reduced dense"
+        )
+    return sparse
 
 
 def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
