@@ -25,7 +25,7 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "compression", "data", "routing", "profiling", "sequence"),
+    ("checkpoint", "attention", "compression", "data", "routing", "profiling", "sequence", "tiling"),
     ("api",),
     ("integration",),
     ("explain", "report"),

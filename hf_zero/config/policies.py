@@ -142,6 +142,7 @@ class ZeroPolicy:
     shard_size: int | Literal["host"] | None = None  # ranks that share the states of one copy; None: all
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
     overlap_reduction: bool  # start reductions while backward still runs
+    sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy

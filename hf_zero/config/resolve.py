@@ -195,7 +195,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     return policies.Resolved(
         batch=batch,
         precision=_precision(config, findings.sequence_size),
-        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero()),
+        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero(), config),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
@@ -273,12 +273,13 @@ def _checkpoint(config: Root) -> policies.CheckpointPolicy:
     )
 
 
-def _zero(zero: Zero, aio: Aio, own: HfZero) -> policies.ZeroPolicy:
+def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
         shard_size=shard_size_in(zero, own),
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
+        sparse_gradients=root.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),

@@ -133,7 +133,7 @@ def test_off_empty_and_null_are_fine(path: str, value: Any) -> None:
 
 # key, value, stage, words of the note
 NOTED: list[tuple[str, Any, int, str]] = [
-    ("sparse_gradients", True, 0, "which gives the same result"),
+    ("sparse_gradients", True, 1, "which gives the same result"),
     ("amp", {"enabled": True}, 0, "O1 runs as torch.autocast in fp16"),
     ("zero_optimization.contiguous_gradients", True, 2, "gradients always go to contiguous buckets"),
     ("zero_optimization.contiguous_gradients", False, 1, "gradients always go to contiguous buckets"),

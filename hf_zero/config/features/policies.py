@@ -110,4 +110,6 @@ class FeaturesPolicy:
     sampling: SamplingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
     layer_drop: LayerDropPolicy | None = None
+    tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
+    tiled_loss: bool = False  # head and loss do
     trial: TrialPolicy | None = None

@@ -80,8 +80,14 @@ def resolve_features(config: Root) -> FeatureFindings:
         sampling=_sampling(sampling, efficiency.seed, found),
         random_ltd=_random_ltd(routing, efficiency.seed, found),
         layer_drop=_layer_drop(config),
+        tiled_mlp=config.hf_zero is not None and config.hf_zero.tiled_mlp,
+        tiled_loss=config.hf_zero is not None and config.hf_zero.tiled_loss,
         trial=_trial(config, found),
     )
+    if found.policy.tiled_loss and config.hf_zero is not None and config.hf_zero.distillation is not None:
+        rule = "distillation compares the logits of student and teacher, and tiled_loss never has them"
+        path = "hf_zero.tiled_loss, hf_zero.distillation"
+        found.problems.append(Problem(path, True, rule, "set tiled_loss to false"))
     if found.policy.random_ltd is not None and found.policy.layer_drop is not None:
         rule = "both decide what passes through which layer"
         found.problems.append(

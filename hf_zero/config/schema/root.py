@@ -132,6 +132,14 @@ class HfZero(Section):
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
+    tiled_loss: Flag = supported(
+        False,
+        "Compute the head and the loss of a causal language model over a few tokens at a time, and never the logits of "
+        "a whole sequence (docs/long_sequences.md).",
+    )
+    tiled_mlp: Flag = supported(
+        False, "Compute dense MLPs over a few tokens at a time, and in backward once more (docs/long_sequences.md)."
+    )
     shard_group: ShardGroup | None = supported(
         None,
         'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
@@ -186,10 +194,11 @@ class Root(Section):
     gradient_predivide_factor: PositiveNumber = supported(
         1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
     )
-    sparse_gradients: Flag = ignored(
+    sparse_gradients: Flag = supported(
         False,
-        "Gather embedding gradients sparsely.",
-        why="gradients are reduced dense, which gives the same result",
+        "Sum gradients of embeddings by the rows that a batch has looked up, where that is fewer bytes.",
+        why="gradients are reduced dense there, which gives the same result",
+        stages=(0,),
         met=True,
     )
 
