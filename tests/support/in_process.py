@@ -371,7 +371,7 @@ class _PerRank:
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     """Engines that the ranks of `world` make inside belong to it; gives `initialize`, as a rank calls it."""
 
-    def parallel_groups(_device: torch.device, _shard_size: object = None) -> ParallelGroups:
+    def parallel_groups(_device: torch.device, _shard_size: object = None, _sequences: object = None) -> ParallelGroups:
         return ParallelGroups.plain({channel: world.collectives(channel) for channel in Channel})
 
     def initialize(**arguments: Any) -> Any:

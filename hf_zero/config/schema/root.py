@@ -182,8 +182,8 @@ class Root(Section):
 
     gradient_clipping: NonNegative = supported(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
     communication_data_type: Dtype | None = supported(None, "Dtype of gradient reduction. Unset: the parameter's own.")
-    seq_parallel_communication_data_type: Dtype | None = ignored(
-        None, "The same under sequence parallelism.", why=_ONLY_DATA
+    seq_parallel_communication_data_type: Dtype | None = supported(
+        None, "The same where several ranks share a sequence; unset: as `communication_data_type` says."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = supported(
         "mean", "Mean or sum of the ranks' gradients.", stages=(0, 1, 2)
@@ -209,8 +209,10 @@ class Root(Section):
         True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
     use_data_before_expert_parallelism: Flag = unsupported(False, "Rank order of groups.", why=_ONLY_DATA)
-    sequence_parallel_size: Positive = unsupported(1, "Ranks per sequence.", why=_ONLY_DATA)
-    data_parallel_size: Positive | None = check(None, "Must be the number of ranks.")
+    sequence_parallel_size: Positive = supported(
+        1, "Ranks that share each sequence (Ulysses); samples per update count the other ranks only."
+    )
+    data_parallel_size: Positive | None = check(None, "Must be the number of ranks / sequence_parallel_size.")
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
     pipeline: Free | None = ignored(None, "Only for PipelineModule.", why="pipeline modules are not supported")
 
