@@ -62,8 +62,8 @@ def pack(
     whole = len(groups) // per_update * per_update
     if not whole:
         raise ValueError(
-            f"dynamic_batching: {len(numbers)} samples make {len(groups)} packs of {policy.limits}, and an update takes "
-            f"{per_update} (train_batch_size): lower train_batch_size, max_tokens or min_batch_size"
+            f"dynamic_batching: {len(numbers)} samples make {len(groups)} packs of {policy.limits}, and an update "
+            f"takes {per_update} (train_batch_size): lower train_batch_size, max_tokens or min_batch_size"
         )
     updates = [groups[start : start + per_update] for start in range(0, whole, per_update)]
     return PackedBatches(
@@ -100,7 +100,9 @@ def _groups(samples: Sequence[tuple[int, int]], policy: PackingPolicy, together:
     if growing[0]:
         close()
     if left_out:
-        logger.warning("dynamic_batching: %d samples make packs of fewer than min_batch_size and are left out", left_out)
+        logger.warning(
+            "dynamic_batching: %d samples make packs of fewer than min_batch_size and are left out", left_out
+        )
     return made
 
 
@@ -173,13 +175,24 @@ class VariableBatches:
     """The packs of all updates, epoch after epoch."""
 
     def __init__(
-        self, lengths: Sequence[int], policy: PackingPolicy, per_update: int, numbers: Sequence[int] | None = None
+        self,
+        lengths: Sequence[int],
+        policy: PackingPolicy,
+        per_update: int,
+        numbers: Sequence[int] | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
-        """`numbers`: the samples to take; default all."""
+        """
+        Args:
+            numbers: the samples to take; default all.
+            alike: whether all packs of an update have the same number of samples.
+        """
         self._numbers = list(range(len(lengths))) if numbers is None else list(numbers)
         self._lengths = [int(lengths[number]) for number in self._numbers]
         self._policy = policy
         self._per_update = per_update
+        self._alike = alike
         self._ends: list[int] = []  # of every epoch so far, in updates
         self._made: dict[int, PackedBatches] = {}
         self.epoch(0)  # what is wrong with the settings shows here
@@ -190,9 +203,8 @@ class VariableBatches:
         if which not in self._made:
             if len(self._made) > 1:
                 self._made.pop(next(iter(self._made)))
-            self._made[which] = pack(
-                self._lengths, self._numbers, replace(self._policy, epoch=which), self._per_update
-            )
+            policy = replace(self._policy, epoch=which)
+            self._made[which] = pack(self._lengths, self._numbers, policy, self._per_update, alike=self._alike)
         return self._made[which]
 
     def samples_of(self, update: int) -> int:

@@ -37,4 +37,5 @@ def packing_of(section: DataSampling | None, seed: int, problems: list[Problem])
         metrics_path=given.metrics_path,
         num_workers=section.num_workers,
         pin_memory=section.pin_memory,
+        verbose=given.verbose,
     )

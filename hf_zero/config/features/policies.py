@@ -81,6 +81,7 @@ class PackingPolicy:
     metrics_path: str | None = None  # the analyzer's folder
     num_workers: int = 0
     pin_memory: bool = False
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         orders = ("dataloader", "random", "seqlen")

@@ -14,14 +14,12 @@ from hf_zero.config.schema.fields import (
     PathText,
     Positive,
     PositiveNumber,
-    Refused,
     Section,
     Whole,
     check,
     detail,
     ignored,
     supported,
-    unsupported,
 )
 
 _MEMORY = "clusters are worked out from the index files by every rank, in memory"
