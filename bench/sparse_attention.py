@@ -3,8 +3,8 @@
     python -m bench.sparse_attention --name 8k
 
 Forward and backward of one layer's attention in fp32, all patterns in turn, and torch's scaled_dot_product_attention
-over all tokens beside them. Memory is counted, not sampled: the allocator's own record (torch.profiler) of the most that
-was taken at once. Density: blocks that are computed, of all.
+over all tokens beside them. Memory is counted, not sampled: the allocator's own record (torch.profiler) of the most
+that was taken at once. Density: blocks that are computed, of all.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
     """The table, as it is."""
     lines = [
-        f"Forward and backward of attention over {options.tokens} tokens, {options.heads} heads of {options.head_size}, "
-        f"blocks of {options.block}, fp32, one CPU core; medians of {options.rounds} rounds with their range. Shares are "
-        "of the dense pattern.\n",
+        f"Forward and backward of attention over {options.tokens} tokens, {options.heads} heads of "
+        f"{options.head_size}, blocks of {options.block}, fp32, one CPU core; medians of {options.rounds} rounds with "
+        "their range. Shares are of the dense pattern.\n",
         "| pattern | density | CPU seconds | range | of dense | most memory at once, MiB | of dense |",
         "|---|---|---|---|---|---|---|",
     ]
