@@ -185,7 +185,7 @@ def test_an_input_that_is_changed_afterwards_is_an_error() -> None:
 
 
 def test_what_others_offload_is_what_we_leave() -> None:
-    """Around all of it an offload of every activation, as trl's: it does not see what we keep, and we not what it has."""
+    """Around all of it an offload of every activation, as trl's: it does not see what we keep."""
     seen: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
