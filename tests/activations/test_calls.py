@@ -1,4 +1,4 @@
-"""Checkpointed calls whose inputs are kept elsewhere, against torch's own: the same bits, and the memory that it saves."""
+"""Checkpointed calls whose inputs are kept elsewhere, against torch's own: the same bits in less memory."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from hf_zero.config.schema.fields import (
 
 _WRITER = "every rank streams its own files from a few threads, fsynced and checksummed"
 _PARTITION = (
-    "no two ranks have the same activations: tensor parallelism is not supported, and with sequence parallelism each has "
-    "its own; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
+    "no two ranks have the same activations: tensor parallelism is not supported, and with sequence parallelism each "
+    "has its own; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
 )
 
 

@@ -61,8 +61,8 @@ def configure(
     policy = replace(policy, **{name: value for name, value in given.items() if value is not None})
     if policy.contiguous and not policy.number:
         raise ValueError(
-            "contiguous_checkpointing (contiguous_memory_optimization) is on, and nobody says how many calls its buffer "
-            "has to hold: set num_checkpoints (number_checkpoints) to the number of checkpointed calls of a forward"
+            "contiguous_checkpointing (contiguous_memory_optimization) is on, and nobody says how many calls its "
+            "buffer has to hold: set num_checkpoints (number_checkpoints) to the number of checkpointed calls of a forward"
         )
     group, why = _tensor_group(mpu_)
     if policy.partition and group is None:
