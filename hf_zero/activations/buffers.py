@@ -1,7 +1,7 @@
 """Memory for what is kept: taken in forward, given back in backward, used again for the next step.
 
-    HostPool     a block in host memory for each; the smallest that is free and large enough
-    OneBuffer    equal slots of one block, in host memory or the device's
+HostPool     a block in host memory for each; the smallest that is free and large enough
+OneBuffer    equal slots of one block, in host memory or the device's
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def configure(
     if policy.contiguous and not policy.number:
         raise ValueError(
             "contiguous_checkpointing (contiguous_memory_optimization) is on, and nobody says how many calls its "
-            "buffer has to hold: set num_checkpoints (number_checkpoints) to the number of checkpointed calls of a forward"
+            "buffer has to hold: set num_checkpoints (number_checkpoints) to the number of calls of a forward"
         )
     group, why = _tensor_group(mpu_)
     if policy.partition and group is None:
