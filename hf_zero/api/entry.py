@@ -90,7 +90,7 @@ def initialize(
     num_ranks, host_sizes = this_process().size, hosts().sizes
     resolved = resolve(raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes)
     _log_settings(resolved)
-    groups = parallel_groups(local_device(), resolved.zero.shard_size)
+    groups = parallel_groups(local_device(), resolved.zero.shard_size, resolved.zero.gather_size)
     AT_WORK.drop_abandoned()
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
