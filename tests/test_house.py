@@ -92,7 +92,7 @@ KEPT_WORDS = {
 
 ENGINE_ROOMS = frozenset(
     ("layout", "device", "comm", "offload", "optim", "params", "grads", "step", "checkpoint", "schedules", "kernels")
-    + ("compression", "features", "profiling", "spans")
+    + ("compression", "features", "profiling", "sequence", "spans", "tiling")
 )
 
 _SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"

@@ -77,7 +77,7 @@ class ZeroEngine(nn.Module):
         resolved, assembly = parts.resolved, parts.assembly
         self._first_nan = FirstNan(parts.store, parts.device)
         self.phases = Phases(parts.device)
-        self.settings = EngineSettings(resolved, parts.groups.world.size)
+        self.settings = EngineSettings(resolved, parts.groups.data.size)
         self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
         self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases)
         self.module = parts.module
@@ -193,7 +193,7 @@ class ZeroEngine(nn.Module):
         """Where training stands, for its features."""
         accumulation_steps = self.settings.gradient_accumulation_steps()
         micro_step = self.micro_steps % accumulation_steps
-        return Progress(self.global_steps, micro_step, accumulation_steps, self.training, self.groups.world.rank)
+        return Progress(self.global_steps, micro_step, accumulation_steps, self.training, self.groups.data.rank)
 
     @property
     def skipped_steps(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.inputs import training_loader
+from hf_zero.api.inputs import deepspeed_io
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.checkpoint.deepspeed import keys as ds
@@ -21,6 +21,7 @@ from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
 from hf_zero.profiling.timers import ThroughputTimer
+from hf_zero.sequence import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
@@ -233,11 +234,6 @@ def _reload_states(engine: Any, non_blocking: bool = False) -> None:
     engine.gradients.bring_back()
 
 
-def _deepspeed_io(engine: Any, dataset: Any, collate_fn: Any = None) -> Any:
-    """A DataLoader over this rank's part of `dataset`, in micro-batches."""
-    return training_loader(engine, dataset, collate_fn)
-
-
 def _get_type(engine: Any) -> list[Any]:
     """`type` of every param group."""
     return [group.get("type") for group in _optimizer(engine, "get_type").param_groups]
@@ -273,10 +269,10 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "client_lr_scheduler": lambda engine: engine.lr_scheduler if engine.settings.resolved.scheduler is None else None,
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
-    "data_parallel_group": lambda engine: get_world_group(),
+    "data_parallel_group": lambda engine: None if engine.groups.sequence.size > 1 else get_world_group(),
     "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
-    "dp_world_size": lambda engine: engine.groups.world.size,
+    "dp_world_size": lambda engine: engine.groups.data.size,
     "enable_backward_allreduce": lambda engine: True,
     "expert_data_parallel_group": lambda engine: {},
     "expert_parallel_group": lambda engine: {},
@@ -297,9 +293,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "save_non_zero_checkpoint": lambda engine: engine.zero_optimization_stage() == 3 or engine.groups.world.rank == 0,
     "save_zero_checkpoint": lambda engine: engine.zero_optimization(),
     "seq_data_parallel_group": lambda engine: get_world_group(),
-    "seq_dp_world_size": lambda engine: engine.dp_world_size,
-    "seq_parallel_group": lambda engine: None,
-    "sequence_parallel_size": lambda engine: 1,
+    "seq_dp_world_size": lambda engine: engine.groups.world.size,
+    "seq_parallel_group": lambda engine: process_group_of(engine.groups),
+    "sequence_parallel_size": lambda engine: engine.groups.sequence.size,
     "tput_timer": _throughput_timer,
     "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
     "training_dataloader": lambda engine: None,
@@ -319,17 +315,17 @@ METHODS: dict[str, Callable[..., Any]] = {
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
-    "deepspeed_io": _deepspeed_io,
+    "deepspeed_io": deepspeed_io,
     "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
     "fp16_enabled": lambda engine: engine.settings.resolved.precision.model == "fp16",
-    "get_data_parallel_rank": lambda engine: engine.groups.world.rank,
+    "get_data_parallel_rank": lambda engine: engine.groups.data.rank,
     "get_data_types": _get_data_types,
     "get_global_grad_norm": _get_global_grad_norm,
     "get_lr": _get_lr,
     "get_model_parallel_rank": lambda engine: 0,
     "get_mom": _get_mom,
-    "get_sequence_parallel_group": lambda engine: None,
+    "get_sequence_parallel_group": lambda engine: process_group_of(engine.groups),
     "get_tensor_parallel_rank": lambda engine: 0,
     "get_type": _get_type,
     "get_wall_clock_timers": _get_wall_clock_timers,

@@ -33,6 +33,7 @@ from hf_zero.params.sharded import ShardedParameters
 from hf_zero.precision import precision_from
 from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.schedules import build_scheduler
+from hf_zero.sequence import SequenceGroups, groups_given, use_groups
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -72,6 +73,9 @@ def initialize(
         model_parameters: parameters or param groups to train; default: all of the model that require gradients.
         training_data: a dataset to make a DataLoader for.
         lr_scheduler: a scheduler, or a callable that makes one from the torch optimizer; beats the config's section.
+        mpu: who shares sequences: what `UlyssesSPAttentionHF.register_with_transformers` returns, or a program's own
+            with `get_sequence_parallel_group`.
+        mesh_param: the same as (data ranks, ranks per sequence), or as a DeviceMesh with a dimension "sp".
         config: dict, path, JSON text or base64 JSON. `config_params` is its older name.
 
     Returns:
@@ -83,14 +87,20 @@ def initialize(
     listen()
     if model is None:
         raise WrongArgument("initialize requires a model: it needs model=, a torch.nn.Module")
-    _refuse_parallelism(mpu=mpu, mesh_param=mesh_param)
     raw = load_config(_config_source(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     num_ranks, host_sizes = this_process().size, hosts().sizes
-    resolved = resolve(raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes)
+    given = groups_given(mpu, mesh_param)
+    size = None if given is None else given.get_sequence_parallel_world_size()
+    resolved = resolve(
+        raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes, sequence_size=size
+    )
     _log_settings(resolved)
-    groups = parallel_groups(local_device(), resolved.zero.shard_size, resolved.zero.gather_size)
+    if given is None and resolved.sequence_size > 1:
+        given = SequenceGroups.of_size(resolved.sequence_size)
+    sequences = None if given is None else given.partition
+    groups = parallel_groups(local_device(), resolved.zero.shard_size, sequences, resolved.zero.gather_size)
     AT_WORK.drop_abandoned()
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
@@ -98,6 +108,8 @@ def initialize(
         forward_only = functools.partial(_forward_only, resolved, groups)
         seen = weakref.proxy(engine)
         features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
+    engine.mpu = mpu
+    use_groups(engine, given)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -167,22 +179,15 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return source
 
 
-def _refuse_parallelism(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"initialize({name}=...): only data parallelism is built so far, see docs/features.md; leave {name} out"
-            )
-
-
 def _log_settings(resolved: Resolved) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
     log_dist(announcement(), ranks=[0])
-    batch, ranks = resolved.batch, this_process().size
+    batch, ranks, size = resolved.batch, this_process().size, resolved.sequence_size
+    shown = f"{ranks}" if size == 1 else f"{ranks // size} ({ranks} ranks, {size} per sequence)"
     announce(
         f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
-        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {ranks} = {batch.train_batch_size} samples per update"
+        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {shown} = {batch.train_batch_size} samples per update"
     )
     if resolved.notes:
         logger.info("remarks on the config: %s", "; ".join(resolved.notes))
@@ -225,6 +230,7 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> P
         skip_nonfinite=resolved.precision.skip_nonfinite,
         require_all_gradients=resolved.zero.require_all_gradients,
         loss_scale=resolved.precision.loss_scale,
+        sequence_size=resolved.sequence_size,
     )
     precision = precision_from(resolved.precision)
     return Plan(zero=resolved.zero, precision=precision, rules=rules, groups=groups, device=device)

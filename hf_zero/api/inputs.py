@@ -55,10 +55,10 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
     """Batches of this rank's part of `dataset` in the sizes and the order that the engine's config asks for.
 
     Without a curriculum it is shuffled anew when the caller sets `loader.sampler.set_epoch`; an IterableDataset is
-    taken as it is and has to yield each rank its own samples.
+    taken as it is and has to yield each rank its own samples. Ranks that share sequences get the same ones, whole.
     """
     size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
-    curriculum, world = engine.training_features.named("data_sampler"), engine.groups.world
+    curriculum, ranks = engine.training_features.named("data_sampler"), engine.groups.data
     options: dict[str, Any] = {"collate_fn": collate_fn}
     if curriculum is not None:
         options["num_workers"] = curriculum.policy.num_workers
@@ -66,10 +66,37 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
         loader = TrainingLoader(dataset, batch_size=size, drop_last=drop_last, **options)
     elif curriculum is not None and curriculum.policy.chooses_samples:
         stream = curriculum.stream(len(dataset), engine.train_batch_size())
-        batches = RankBatches(stream, size, world.size, world.rank, lambda: int(curriculum.next_step))
+        batches = RankBatches(stream, size, ranks.size, ranks.rank, lambda: int(curriculum.next_step))
         loader = TrainingLoader(dataset, batch_sampler=batches, **options)
     else:
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=ranks.size, rank=ranks.rank)
         loader = TrainingLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
     loader.engine = engine
     return loader
+
+
+def deepspeed_io(
+    engine: Any,
+    dataset: Any,
+    batch_size: int | None = None,
+    route: str = "train",
+    pin_memory: bool = True,
+    data_sampler: Any = None,
+    collate_fn: Any = None,
+    num_local_io_workers: int | None = None,
+) -> Any:
+    """DeepSpeed's method: a DataLoader over this rank's part of `dataset`, or over what `data_sampler` yields.
+
+    Args:
+        batch_size: default, the micro-batch; without a size and a sampler, the loader is `training_loader`'s.
+        route: "train" shuffles.
+    """
+    size = batch_size or engine.train_micro_batch_size_per_gpu()
+    if data_sampler is None and batch_size is None and route == "train":
+        return training_loader(engine, dataset, collate_fn)
+    if data_sampler is None:
+        ranks = engine.groups.data
+        data_sampler = DistributedSampler(dataset, num_replicas=ranks.size, rank=ranks.rank, shuffle=route == "train")
+    pinned = pin_memory and engine.device.type != "cpu"
+    options = {"num_workers": num_local_io_workers or 0, "pin_memory": pinned, "collate_fn": collate_fn}
+    return DataLoader(dataset, batch_size=size, sampler=data_sampler, **options)

@@ -17,6 +17,7 @@ from hf_zero.features import Features, TrainingFeature
 from hf_zero.profiling.feature import profiling_of
 from hf_zero.routing.layer_drop import layer_drop_of
 from hf_zero.routing.random_ltd import random_ltd_of
+from hf_zero.tiling.feature import tiled_loss_of, tiled_mlp_of
 
 Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
 
@@ -33,6 +34,8 @@ MAKERS: tuple[Maker, ...] = (
     random_ltd_of,
     layer_drop_of,
     _compression,
+    tiled_mlp_of,
+    tiled_loss_of,
     trial_of,
     profiling_of,  # last, so that it sees what the others have made of a forward
 )

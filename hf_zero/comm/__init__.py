@@ -3,15 +3,17 @@
 
 from hf_zero.comm.channels import (
     Channel,
+    adopt,
     background_collectives,
     collectives_for,
     hosts,
+    process_group,
     set_timeout,
     watching_collectives,
 )
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives
 from hf_zero.comm.groups import ParallelGroups, ShardSize, parallel_groups
-from hf_zero.comm.hosts import Hosts
+from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.negotiation import Gathering, Negotiation
 from hf_zero.comm.process_group import (
@@ -26,3 +28,4 @@ from hf_zero.comm.process_group import (
     this_process,
 )
 from hf_zero.comm.rows import Pending, Rows
+from hf_zero.comm.torch_backend import NativeCollectives

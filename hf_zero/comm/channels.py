@@ -6,6 +6,7 @@ import atexit
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class Channel(IntEnum):
     REDUCE = 0  # gradients, the step, set-up
     GATHER = 1  # parameters of stage 3, gathered around their use
     ACCESS = 2  # parameters that the user gathers
+    SEQUENCE = 3  # parts of sequences, in forward and backward
 
 
 def collectives_for(
@@ -62,6 +64,30 @@ def collectives_for(
             collectives, ranks, number, host_waits=device.type == "cpu", can_attend=not crosses
         )
     return collectives
+
+
+def process_group(partition: Partition) -> dist.ProcessGroup | None:
+    """torch's own of this rank's sequences, for programs that call it themselves; None without a process group.
+    Collective at first use.
+
+    Args:
+        partition: that of groups which share sequences.
+    """
+    if not is_initialized():
+        return None
+    return _known().native_group(_known().number_of(partition), Channel.SEQUENCE)
+
+
+def adopt(group: dist.ProcessGroup) -> Partition:
+    """Take a process group that exists as the one for `process_group`; returns all that ranks have. Collective."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    found = NativeCollectives().gather_objects(ranks)
+    partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", found)))
+    if sorted(rank for ranks in partition for rank in ranks) != list(range(get_world_size())):
+        raise ValueError(f"groups of ranks that share sequences must be disjoint: {list(partition)}")
+    known = _known()
+    known.adopt(known.number_of(partition), group)
+    return partition
 
 
 def hosts() -> Hosts:
@@ -126,7 +152,8 @@ class _Known:
 
     def collectives(self, device: torch.device, channel: Channel, ranks: tuple[int, ...], number: int) -> Collectives:
         if device.type == "cpu" and "gloo" in backend_name():
-            link, group = self.group_link(ranks, number), self.native_group(number)
+            of_group = channel if channel is Channel.SEQUENCE else Channel.REDUCE
+            link, group = self.group_link(ranks, number), self.native_group(number, of_group)
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
         hosts = self.gloo_group(number, "hosts") if channel is Channel.REDUCE and device.type != "cpu" else None
         return NativeCollectives(self.native_group(number, channel), hosts)
@@ -158,6 +185,10 @@ class _Known:
     def gloo_group(self, number: int, purpose: str) -> dist.ProcessGroup:
         """This rank's, for host memory, used for one purpose alone. Collective at first use."""
         return self._group(number, purpose, "gloo")
+
+    def adopt(self, number: int, group: dist.ProcessGroup) -> None:
+        """For sequences, a group that somebody else has made, where there is none yet."""
+        self._groups.setdefault((number, Channel.SEQUENCE), group)
 
     def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:
         if (number, use) not in self._groups:

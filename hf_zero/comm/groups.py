@@ -23,8 +23,12 @@ class ParallelGroups:
             shard of rank 1                    0 1 2 3              four shards of the states
             replicate of rank 1                  1         5        two copies of each shard
 
-    All ranks see different data, so the data-parallel ranks are `world`. Plain ZeRO is shard = world, with groups of
-    one to replicate in.
+    Plain ZeRO is shard = world, with groups of one to replicate in. Ranks may also share sequences, of which each sees
+    a part; that cuts the world another way, and the states are sharded over all ranks as before:
+
+        world 8, 2 ranks per sequence     rank 0 1 2 3 4 5 6 7
+            sequence of rank 3                     2 3          the same samples, each a part of every sequence
+            data of rank 3                       1   3   5   7  other samples: these count for the batch size
 
     Attributes:
         world: all ranks: what must be the same everywhere is agreed on here.
@@ -37,11 +41,14 @@ class ParallelGroups:
             updated ones are gathered here. A group of one without hpZ.
         access: the ranks of `shard` on another one, for parameters that the user gathers.
         access_world: all ranks on that channel.
+        sequence: ranks that see parts of the same sequences; a group of one without sequence parallelism.
+        data: ranks in this one's place in every such group, which see other data.
         host, across_hosts: the ranks of `shard` on this host, and those with the same place on its other hosts: shard
             number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
             hosts have different numbers of them, `shard` itself and a group of one.
         hosts: which ranks share a host.
         copies: the ranks of every shard group: as many copies of the states.
+        sequences: the ranks of every sequence group.
     """
 
     world: Collectives
@@ -51,10 +58,13 @@ class ParallelGroups:
     across_gather: Collectives
     access: Collectives
     access_world: Collectives
+    sequence: Collectives
+    data: Collectives
     host: Collectives
     across_hosts: Collectives
     hosts: Hosts
     copies: Partition
+    sequences: Partition
 
     @property
     def replica(self) -> int:
@@ -82,10 +92,13 @@ class ParallelGroups:
             across_gather=lone,
             access=access,
             access_world=access,
+            sequence=lone,
+            data=world,
             host=world,
             across_hosts=lone,
             hosts=hosts or Hosts.one(world.size),
             copies=(world.ranks,),
+            sequences=tuple((rank,) for rank in world.ranks),
         )
 
 
@@ -142,12 +155,16 @@ def _by_host(group: tuple[int, ...], known: Hosts) -> Partition:
 
 
 def parallel_groups(
-    device: torch.device, shard_size: ShardSize = None, gather_size: int | None = None
+    device: torch.device,
+    shard_size: ShardSize = None,
+    sequences: Partition | None = None,
+    gather_size: int | None = None,
 ) -> ParallelGroups:
     """The groups of this rank, for collectives on `device`. Collective.
 
     Args:
         shard_size: ranks that share the states of one copy of the model; "host": those of a host; None: all.
+        sequences: ranks that share sequences; None: each rank has whole ones.
         gather_size: ranks among which stage 3 gathers around use (hpZ); None: those of `shard_size`.
 
     Raises:
@@ -163,6 +180,8 @@ def parallel_groups(
         return collectives_for(device, channel, partition, reduced_over)
 
     world = group(whole)
+    if sequences is None:
+        sequences = tuple((rank,) for rank in whole[0])
     return ParallelGroups(
         world=world,
         shard=group(cut.shard),
@@ -171,8 +190,11 @@ def parallel_groups(
         across_gather=group(cut.across_gather),
         access=group(cut.shard, Channel.ACCESS),
         access_world=group(whole, Channel.ACCESS),
+        sequence=group(sequences, Channel.SEQUENCE),
+        data=world if across(sequences) == whole else group(across(sequences)),
         host=group(cut.host),
         across_hosts=group(cut.across_hosts),
         hosts=known,
         copies=cut.shard,
+        sequences=sequences,
     )

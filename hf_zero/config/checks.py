@@ -13,13 +13,14 @@ from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAut
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 
 MAX_SCALE_POWER = 127
+SEQUENCE = "sequence_parallel_size"
 
 
-def contradictions(config: Root, world_size: int) -> Iterator[Problem]:
+def contradictions(config: Root, world_size: int, sequence_size: int = 1) -> Iterator[Problem]:
     """Every rule that the config breaks."""
     yield from _zero_problems(config.zero_optimization or Zero())
     yield from _precision_problems(config)
-    yield from _top_problems(config, world_size)
+    yield from _top_problems(config, world_size, sequence_size)
     yield from compression_problems(config)
     wrong_stage = stage_problem(config.optimizer, (config.zero_optimization or Zero()).stage)
     if wrong_stage is not None:
@@ -126,10 +127,20 @@ def _amp_problems(config: Root) -> Iterator[Problem]:
         yield Problem("amp.opt_level", amp.opt_level, rule, 'use "fp16": {"enabled": true} instead of amp, or "O1"')
 
 
-def _top_problems(config: Root, world_size: int) -> Iterator[Problem]:
-    if config.data_parallel_size not in (None, world_size):
+def _top_problems(config: Root, world_size: int, sequence_size: int) -> Iterator[Problem]:
+    if world_size % sequence_size:
+        rule = f"world size = data ranks x ranks per sequence does not hold: {world_size} != n x {sequence_size}"
+        fix = f"give a divisor of {world_size}, or start a multiple of {sequence_size} ranks"
+        yield Problem(SEQUENCE, sequence_size, rule, fix)
+    elif config.data_parallel_size not in (None, world_size // sequence_size):
         rule = f"every rank is data parallel, and there are {world_size}"
+        if sequence_size > 1:
+            rule = f"{world_size} ranks, {sequence_size} per sequence, are {world_size // sequence_size} data ranks"
         yield Problem("data_parallel_size", config.data_parallel_size, rule, "remove it")
+    if config.sequence_parallel_size not in (1, sequence_size):
+        rule = f"the script asks for {sequence_size} ranks per sequence (mpu, mesh_param, ParallelismConfig(sp_size))"
+        fix = f"remove it, or write {sequence_size}"
+        yield Problem(SEQUENCE, config.sequence_parallel_size, rule, fix)
 
 
 def advice(config: Root) -> Iterator[Remark]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.checks import SEQUENCE
 from hf_zero.config.schema.fields import as_whole
 from hf_zero.config.sources import Source, is_auto
 from hf_zero.config.translate import ZERO_SPELLINGS
@@ -54,13 +55,15 @@ def offers(config: Mapping[str, Any], views: Views) -> dict[str, Offer]:
 
 
 def _all(config: Mapping[str, Any], views: Views) -> Iterator[tuple[str, Offer]]:
+    size = views.sequence_size or _fixed(config.get(SEQUENCE)) or 1
+    data_ranks = max(1, views.world_size // max(1, size))
     if views.training is not None:
         if not views.training.steps_only:
-            yield from _from_training(views.training, views.world_size)
+            yield from _from_training(views.training, data_ranks, size)
         yield from _steps(views.training)
     if views.accelerator is not None:
         yield from _from_launch(views.accelerator)
-        yield from _from_prepare(config, views.accelerator, views.world_size)
+        yield from _from_prepare(config, views.accelerator, data_ranks)
     hidden = hidden_size(views.model)
     if hidden is not None:
         for path, formula in SIZED_BY_MODEL.items():
@@ -68,15 +71,16 @@ def _all(config: Mapping[str, Any], views: Views) -> Iterator[tuple[str, Offer]]
     yield from _from_config(config)
 
 
-def _from_training(view: TrainingView, world_size: int) -> Iterator[tuple[str, Offer]]:
+def _from_training(view: TrainingView, data_ranks: int, sequence_size: int) -> Iterator[tuple[str, Offer]]:
     match = functools.partial(_match, view)
     micro, steps = view.per_device_train_batch_size, view.gradient_accumulation_steps
     fixed = not view.batch_size_may_vary
     yield match(MICRO, micro, "per_device_train_batch_size", must_match=fixed)
     yield match(STEPS, steps, "gradient_accumulation_steps")
-    product = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps} x world size {world_size}"
+    shown = f"world size {data_ranks}" if sequence_size == 1 else f"data ranks {data_ranks}"
+    product = f"per_device_train_batch_size {micro} x gradient_accumulation_steps {steps} x {shown}"
     whole = view.source("per_device_train_batch_size", "gradient_accumulation_steps")
-    yield TRAIN, Offer(world_size * micro * steps, whole, product, fixed)
+    yield TRAIN, Offer(data_ranks * micro * steps, whole, product, fixed)
     yield match("gradient_clipping", view.max_grad_norm or 0.0, "max_grad_norm")
     yield match("optimizer.params.lr", view.learning_rate, "learning_rate")
     yield match("optimizer.params.betas", [view.adam_beta1, view.adam_beta2], "adam_beta1", "adam_beta2")
@@ -110,7 +114,7 @@ def _from_launch(view: AcceleratorView) -> Iterator[tuple[str, Offer]]:
         yield path, Offer(given.value, given.source, given.source.text)
 
 
-def _from_prepare(config: Mapping[str, Any], view: AcceleratorView, world_size: int) -> Iterator[tuple[str, Offer]]:
+def _from_prepare(config: Mapping[str, Any], view: AcceleratorView, data_ranks: int) -> Iterator[tuple[str, Offer]]:
     steps = view.accumulation_steps
     if steps is not None:
         yield STEPS, _by_script(steps, "Accelerator(gradient_accumulation_steps)")
@@ -118,7 +122,7 @@ def _from_prepare(config: Mapping[str, Any], view: AcceleratorView, world_size: 
         micro = max(view.batch_sizes) if view.take_largest_batch else min(view.batch_sizes)
         yield MICRO, _by_script(micro, "batch_size of the dataloader given to prepare()")
         micro, steps = _fixed(config.get(MICRO)) or micro, _fixed(config.get(STEPS)) or steps
-        yield TRAIN, _by_script(micro * (steps or 1) * world_size, "micro batch x accumulation steps x processes")
+        yield TRAIN, _by_script(micro * (steps or 1) * data_ranks, "micro batch x accumulation steps x processes")
     if view.prepares:
         gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         for path, default in (("gradient_clipping", 1.0), (gather, False)):

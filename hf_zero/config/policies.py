@@ -18,7 +18,7 @@ OptimizerSees = Literal["whole_tensors", "flat_shards"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPolicy:
-    """train_batch_size == micro_batch_size * accumulation_steps * world size, always."""
+    """train_batch_size == micro_batch_size * accumulation_steps * data ranks, always."""
 
     train_batch_size: int  # samples per update, over all ranks
     micro_batch_size: int  # samples per forward on one rank
@@ -143,6 +143,7 @@ class ZeroPolicy:
     gather_size: int | None = None  # of them, ranks that gather around use among themselves (hpZ); None: all
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
     overlap_reduction: bool  # start reductions while backward still runs
+    sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
     gather: GatherPolicy
@@ -230,6 +231,7 @@ class Resolved:
     features: FeaturesPolicy = FeaturesPolicy()
     compression: CompressionPolicy = CompressionPolicy()
     profiling: ProfilingPolicy = ProfilingPolicy()
+    sequence_size: int = 1  # ranks that share each sequence
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
-from hf_zero.config.checks import advice, autocast_of, contradictions, model_dtype
+from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
@@ -43,6 +43,7 @@ def resolve(
     *,
     world_size: int,
     host_sizes: tuple[int, ...] = (),
+    sequence_size: int | None = None,
 ) -> policies.Resolved:
     """Answer every question that the config leaves open.
 
@@ -53,6 +54,7 @@ def resolve(
         model: for the sizes that follow from it.
         world_size: number of ranks.
         host_sizes: how many of them each host has, where that is known.
+        sequence_size: how many of them share a sequence, where an mpu or a mesh says so; default: the config's key.
 
     Raises:
         ConfigError: with all problems at once.
@@ -63,6 +65,7 @@ def resolve(
         training=training_args,
         accelerator=accelerator_view,
         model=model,
+        sequence_size=sequence_size,
     )
     findings = examine(raw, views)
     if findings.problems:
@@ -84,6 +87,7 @@ class Findings:
     provenance: Mapping[str, policies.Provenance]
     autos: frozenset[str]  # what still says "auto"
     world_size: int
+    sequence_size: int  # ranks per sequence
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -113,10 +117,12 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     remarks += [finding for finding in findings if isinstance(finding, Remark)]
     problems = [*translated.problems, *changes.problems]
     problems += [finding for finding in findings if isinstance(finding, Problem)]
-    problems += contradictions(config, views.world_size)
+    sequence_size = views.sequence_size or config.sequence_parallel_size
+    problems += contradictions(config, views.world_size, sequence_size)
     problems += group_problems(config, views.world_size, views.host_sizes)
-    batch, wrong = _batch(config, translated, views.world_size, {problem.path for problem in problems})
-    elastic = elastic_sizes(config, views.world_size, origins.is_written)
+    broken = {problem.path for problem in problems}
+    batch, wrong = _batch(config, translated, views.world_size, sequence_size, broken)
+    elastic = elastic_sizes(config, views.world_size // sequence_size or 1, origins.is_written)
     if elastic.is_on:
         drops_last = config.dataloader_drop_last
         batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
@@ -144,6 +150,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         provenance=MappingProxyType(record(config, batch, origins)),
         autos=frozenset(translated.autos),
         world_size=views.world_size,
+        sequence_size=sequence_size,
     )
 
 
@@ -164,9 +171,9 @@ def _as_problem(remark: Remark) -> Problem:
 
 
 def _batch(
-    config: Root, translated: Translated, world_size: int, broken: set[str]
+    config: Root, translated: Translated, world_size: int, sequence_size: int, broken: set[str]
 ) -> tuple[policies.BatchPolicy | None, list[Problem]]:
-    if broken & set(_BATCH_KEYS):
+    if broken & {*_BATCH_KEYS, SEQUENCE}:
         return None, []  # the equation would only repeat what is wrong
     try:
         batch = resolve_batch(
@@ -174,6 +181,7 @@ def _batch(
             config.train_micro_batch_size_per_gpu,
             config.gradient_accumulation_steps,
             world_size=world_size,
+            sequence_size=sequence_size,
             autos=translated.autos,
         )
     except ConfigError as error:
@@ -186,8 +194,8 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     assert batch is not None
     return policies.Resolved(
         batch=batch,
-        precision=_precision(config),
-        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero()),
+        precision=_precision(config, findings.sequence_size),
+        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero(), config),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
@@ -200,6 +208,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         features=findings.features,
         compression=compression_policy(config),
         profiling=profiling_policy(config),
+        sequence_size=findings.sequence_size,
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
@@ -264,13 +273,14 @@ def _checkpoint(config: Root) -> policies.CheckpointPolicy:
     )
 
 
-def _zero(zero: Zero, aio: Aio, own: HfZero) -> policies.ZeroPolicy:
+def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
         shard_size=shard_size_in(zero, own),
         gather_size=gather_size_in(zero),
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
+        sparse_gradients=root.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
         gather=_gather(zero, zero.leaf_module or LeafModule()),
@@ -342,13 +352,16 @@ def _file_policy(section: Aio) -> policies.FilePolicy:
     )
 
 
-def _precision(config: Root) -> policies.PrecisionPolicy:
+def _precision(config: Root, sequence_size: int = 1) -> policies.PrecisionPolicy:
     fp16, bf16, types = config.fp16 or Fp16(), config.bf16 or Bf16(), config.data_types or DataTypes()
     autocast = autocast_of(config)
     loss_scale = _loss_scale(config, autocast)
+    communication = config.communication_data_type
+    if sequence_size > 1:
+        communication = config.seq_parallel_communication_data_type or communication
     return policies.PrecisionPolicy(
         model=model_dtype(config),
-        communication=config.communication_data_type,
+        communication=communication,
         accumulation=types.grad_accum_dtype,
         skip_nonfinite=bf16.check_grad_overflow or loss_scale is not None,
         auto_cast_inputs=fp16.enabled and fp16.auto_cast,

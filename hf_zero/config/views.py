@@ -95,3 +95,4 @@ class Views:
     training: TrainingView | None = None
     accelerator: AcceleratorView | None = None
     model: ModelView | None = None
+    sequence_size: int | None = None  # ranks per sequence, where somebody besides the config says so

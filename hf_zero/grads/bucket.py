@@ -13,18 +13,30 @@ from torch import Tensor
 from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.arrivals import Arrivals
 from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
+from hf_zero.grads.sparse_rows import SparseRowSum
 from hf_zero.params.store import TrainedBucket
 
 
 class BucketGradients:
     """What has arrived for one bucket, what is kept for this rank (`local`), what is summed over ranks (`reduced`)."""
 
-    def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes, wire: QuantizedWire | None = None) -> None:
-        """`wire`: how its gradients are reduced, with what earlier messages have left out; None: as they are."""
+    def __init__(
+        self,
+        trained: TrainedBucket,
+        dtypes: GradientDtypes,
+        wire: QuantizedWire | None = None,
+        sparse_rows: SparseRowSum | None = None,
+    ) -> None:
+        """
+        Args:
+            wire: how its gradients are reduced, with what earlier messages have left out; None: as they are.
+            sparse_rows: how they are summed where every rank needs all of them; None: dense.
+        """
         self.trained = trained
         self.bucket = trained.bucket
         self.dtypes = dtypes
         self.wire = wire
+        self.sparse_rows = sparse_rows
         self.arrivals = Arrivals(trained)
         self.reduced = ReducedGradient(trained, dtypes)
         self.local: Tensor | None = None

@@ -11,7 +11,7 @@ early waits for its predecessors, and what is still missing when backward ends c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -23,6 +23,7 @@ from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
 from hf_zero.grads.reductions import Reductions
 from hf_zero.grads.replicas import ReplicaSums
+from hf_zero.grads.sparse_rows import sparse_row_sum
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
@@ -62,14 +63,22 @@ class GradientReducer:
         overlap: bool = True,
         wants_local: Callable[[], bool] = lambda: False,
         quantized: QuantizedReduction | None = None,
+        sparse: Collection[int] = (),
     ) -> None:
         """
         Args:
+            sparse: parameters, by id, of whose gradients most rows are zero; where every rank needs all sums.
             quantized: how gradients of units travel that are gathered around their use; None: as they are.
             wants_local: while it says so (the same on all ranks), nothing is reduced: gradients stay in `bucket.local`.
         """
         self.buckets = tuple(
-            BucketGradients(bucket, _dtypes(bucket, precision), _wire(bucket, quantized)) for bucket in store.buckets
+            BucketGradients(
+                bucket,
+                _dtypes(bucket, precision),
+                _wire(bucket, quantized),
+                None if sharding.shards_optimizer else sparse_row_sum(bucket, sparse, groups.shard),
+            )
+            for bucket in store.buckets
         )
         self.late: set[int] = set()
         self._parameters = store.parameters

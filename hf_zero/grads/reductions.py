@@ -93,7 +93,7 @@ class Reductions:
             pending = wire.reduce_scatter(result, buffer)
         else:
             result = buffer
-            pending = self._collectives.all_reduce(buffer)
+            pending = (bucket.sparse_rows or self._collectives).all_reduce(buffer)
         if self._flights:
             self._advance(self._flights[-1])  # it has had the time of one bucket's backward
         self._flights.append(_Flight(number, bucket, pending, result, sent))

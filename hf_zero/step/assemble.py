@@ -15,8 +15,10 @@ from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.host_copy import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
+from hf_zero.grads.sparse_rows import parameters_of_embeddings
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
+from hf_zero.log import logger
 from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 from hf_zero.offload.placement import Placements
 from hf_zero.optim.adopt import adopt_masters
@@ -180,6 +182,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         overlap=plan.zero.overlap_reduction,
         wants_local=lambda: updater.takes_local_gradients,
         quantized=plan.quantized_reduction,
+        sparse=_sparse(module, plan),
     )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
@@ -188,6 +191,17 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _sparse(module: nn.Module, plan: Plan) -> set[int]:
+    """Parameters, by id, whose gradients are summed by rows."""
+    sparse = parameters_of_embeddings(module, all_of_them=plan.zero.sparse_gradients)
+    if plan.zero.sparse_gradients and not sparse and not plan.sharding.shards_optimizer:
+        logger.warning(
+            "sparse_gradients: no effect, because this model has no embedding whose weight is its own (a head that is "
+            "tied to it has a gradient in every row); gradients are reduced dense"
+        )
+    return sparse
 
 
 def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:

@@ -111,10 +111,11 @@ def prepare_like_the_flows(config: dict[Any, Any], around: tuple[Any, Any, Any])
 
 def assert_sane(resolved: Resolved) -> None:
     batch = resolved.batch
-    assert batch.train_batch_size == batch.micro_batch_size * batch.accumulation_steps * 2 > 0
+    data_ranks = 2 // resolved.sequence_size
+    assert batch.train_batch_size == batch.micro_batch_size * batch.accumulation_steps * data_ranks > 0
     assert resolved.zero.stage in (0, 1, 2) and resolved.zero.bucket_numel > 0
     assert 0 <= resolved.gradients.clip_norm < float("inf")
-    assert resolved.precision.model in ("fp32", "bf16")
+    assert resolved.precision.model in ("fp32", "fp16", "bf16")
     for path, entry in resolved.provenance.items():
         assert entry.path == path and str(entry.source)
     for policy in (resolved.optimizer, resolved.scheduler):

@@ -31,7 +31,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("amp", {"enabled": True, "num_losses": 2}, "there is one loss scale"),
     ("msamp", {"enabled": True, "opt_level": "O1"}, "MS-AMP is retired"),
     ("managed_gradient_accumulation", False, "not available"),
-    ("sequence_parallel_size", 2, "only data parallelism is supported"),
     ("tensor_parallel.autotp_size", 2, "only data parallelism is supported"),
     ("tensor_parallel.tp.tp_size", 2, "only data parallelism is supported"),
     ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
@@ -50,6 +49,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("gradient_predivide_factor", 0, "must be more than 0"),
     ("zero_optimization", {"stage": 3, "mics_shard_size": 4}, "groups of 4 ranks cannot be made of 1"),
     ("zero_optimization", {"stage": 2, "mics_shard_size": 0}, "must be a number of ranks, or -1 for all"),
+    ("sequence_parallel_size", 2, "world size = data ranks x ranks per sequence does not hold: 1 != n x 2"),
     ("hf_zero.shard_group", "node", 'must be a number of ranks, 1 or more, or "host"'),
 ]
 
@@ -132,7 +132,7 @@ def test_off_empty_and_null_are_fine(path: str, value: Any) -> None:
 
 # key, value, stage, words of the note
 NOTED: list[tuple[str, Any, int, str]] = [
-    ("sparse_gradients", True, 0, "which gives the same result"),
+    ("sparse_gradients", True, 1, "which gives the same result"),
     ("amp", {"enabled": True}, 0, "O1 runs as torch.autocast in fp16"),
     ("zero_optimization.contiguous_gradients", True, 2, "gradients always go to contiguous buckets"),
     ("zero_optimization.contiguous_gradients", False, 1, "gradients always go to contiguous buckets"),

@@ -16,7 +16,7 @@ T runtime.fp16.fused_optimizer: FP16_Optimizer
 W checkpointing: configure checkpoint is_configured reset get_cuda_rng_tracker
 W runtime.activation_checkpointing.checkpointing: configure checkpoint is_configured reset get_cuda_rng_tracker
 L runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
-L runtime.sequence_parallel.ulysses_sp: TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute
+W runtime.sequence_parallel.ulysses_sp: TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute
 W utils.groups: _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank
 W utils.groups: _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
 W utils.groups: _get_sequence_data_parallel_group _get_sequence_data_parallel_world_size
@@ -62,8 +62,8 @@ W runtime.zero.partition_parameters: Init GatheredParameters ZeroParamStatus
 W runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live
 W runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_cold
 W runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold
-L zero: TiledLinear
-L runtime.zero.tiling: TiledLinear
+W zero: TiledLinear
+W runtime.zero.tiling: TiledLinear TiledLinearReturnBias
 T runtime.zero.linear: LinearModuleForZeroStage3
 T runtime.zero.parameter_offload: DeepSpeedZeRoOffload
 W runtime.dataloader: RepeatingLoader DeepSpeedDataLoader

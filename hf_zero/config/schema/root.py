@@ -132,6 +132,14 @@ class HfZero(Section):
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
+    tiled_loss: Flag = supported(
+        False,
+        "Compute the head and the loss of a causal language model over a few tokens at a time, and never the logits of "
+        "a whole sequence (docs/long_sequences.md).",
+    )
+    tiled_mlp: Flag = supported(
+        False, "Compute dense MLPs over a few tokens at a time, and in backward once more (docs/long_sequences.md)."
+    )
     shard_group: ShardGroup | None = supported(
         None,
         'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
@@ -174,8 +182,8 @@ class Root(Section):
 
     gradient_clipping: NonNegative = supported(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
     communication_data_type: Dtype | None = supported(None, "Dtype of gradient reduction. Unset: the parameter's own.")
-    seq_parallel_communication_data_type: Dtype | None = ignored(
-        None, "The same under sequence parallelism.", why=_ONLY_DATA
+    seq_parallel_communication_data_type: Dtype | None = supported(
+        None, "The same where several ranks share a sequence; unset: as `communication_data_type` says."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = supported(
         "mean", "Mean or sum of the ranks' gradients.", stages=(0, 1, 2)
@@ -186,10 +194,11 @@ class Root(Section):
     gradient_predivide_factor: PositiveNumber = supported(
         1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
     )
-    sparse_gradients: Flag = ignored(
+    sparse_gradients: Flag = supported(
         False,
-        "Gather embedding gradients sparsely.",
-        why="gradients are reduced dense, which gives the same result",
+        "Sum gradients of embeddings by the rows that a batch has looked up, where that is fewer bytes.",
+        why="gradients are reduced dense there, which gives the same result",
+        stages=(0,),
         met=True,
     )
 
@@ -200,8 +209,10 @@ class Root(Section):
         True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
     use_data_before_expert_parallelism: Flag = unsupported(False, "Rank order of groups.", why=_ONLY_DATA)
-    sequence_parallel_size: Positive = unsupported(1, "Ranks per sequence.", why=_ONLY_DATA)
-    data_parallel_size: Positive | None = check(None, "Must be the number of ranks.")
+    sequence_parallel_size: Positive = supported(
+        1, "Ranks that share each sequence (Ulysses); samples per update count the other ranks only."
+    )
+    data_parallel_size: Positive | None = check(None, "Must be the number of ranks / sequence_parallel_size.")
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
     pipeline: Free | None = ignored(None, "Only for PipelineModule.", why="pipeline modules are not supported")
 

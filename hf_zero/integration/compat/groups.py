@@ -1,7 +1,8 @@
-"""`deepspeed.utils.groups`: which ranks share what. Data parallelism is all there is, so every answer is the world.
+"""`deepspeed.utils.groups`: which ranks share what.
 
-Groups of one (sequence, model, tensor, experts) have size 1 and rank 0; asking for their group object, where DeepSpeed
-would have none either, is an error.
+Sequence groups are those that were registered last, or those of the latest engine that shares sequences; without any,
+the data-parallel ranks are all of them. Other groups (model, tensor, experts) have size 1 and rank 0; asking for their
+group object, where DeepSpeed would have none either, is an error.
 """
 
 from __future__ import annotations
@@ -24,16 +25,28 @@ def _this_process() -> Any:
     return this_process()
 
 
+def _given(name: str) -> Any:
+    """A function of the mpu that a program has assigned, else of our own sequence groups; None: neither has it."""
+    if mpu is not None:
+        return getattr(mpu, name, None)
+    from hf_zero.sequence import current_groups
+
+    return getattr(current_groups(), name, None)
+
+
 def _get_data_parallel_group() -> Any:
-    return mpu.get_data_parallel_group() if mpu is not None else get_world_group()
+    given = _given("get_data_parallel_group")
+    return get_world_group() if given is None else given()
 
 
 def _get_data_parallel_world_size() -> int:
-    return int(mpu.get_data_parallel_world_size()) if mpu is not None else int(_this_process().size)
+    given = _given("get_data_parallel_world_size")
+    return int(_this_process().size if given is None else given())
 
 
 def _get_data_parallel_rank() -> int:
-    return int(mpu.get_data_parallel_rank()) if mpu is not None else int(_this_process().rank)
+    given = _given("get_data_parallel_rank")
+    return int(_this_process().rank if given is None else given())
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
@@ -43,30 +56,45 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return int(mpu.get_sequence_parallel_world_size()) if hasattr(mpu, "get_sequence_parallel_world_size") else 1
+    given = _given("get_sequence_parallel_world_size")
+    return 1 if given is None else int(given())
 
 
 def _get_sequence_parallel_rank() -> int:
-    return int(mpu.get_sequence_parallel_rank()) if hasattr(mpu, "get_sequence_parallel_rank") else 0
+    given = _given("get_sequence_parallel_rank")
+    return 0 if given is None else int(given())
 
 
 def _get_sequence_parallel_group() -> Any:
-    if hasattr(mpu, "get_sequence_parallel_group"):
-        return mpu.get_sequence_parallel_group()
-    raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
+    given = _given("get_sequence_parallel_group")
+    if given is None:
+        raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
+    return given()
 
 
-# Without sequence parallelism the ranks that share a shard are the data-parallel ones.
-_get_sequence_data_parallel_group = _get_data_parallel_group
-_get_sequence_data_parallel_world_size = _get_data_parallel_world_size
-_get_sequence_data_parallel_rank = _get_data_parallel_rank
+def _get_sequence_data_parallel_group() -> Any:
+    """The ranks that hold shards of the same states."""
+    given = _given("get_sequence_data_parallel_group")
+    return _get_data_parallel_group() if given is None else given()
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    given = _given("get_sequence_data_parallel_world_size")
+    return _get_data_parallel_world_size() if given is None else int(given())
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    given = _given("get_sequence_data_parallel_rank")
+    return _get_data_parallel_rank() if given is None else int(given())
+
+
 get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 
 
 def _get_model_parallel_world_size() -> int:
-    return int(mpu.get_model_parallel_world_size()) if mpu is not None else 1
+    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
 
 
 def get_model_parallel_rank() -> int:

@@ -12,7 +12,8 @@ _EXPERTS = (
     "(utils.set_z3_leaf_modules marks their blocks)"
 )
 _SEQUENCE = (
-    "sequence parallelism is not supported yet: gradient checkpointing and stage 3 are what shortens activations"
+    "sequence parallelism is not supported yet: gradient checkpointing and "
+    '"hf_zero": {"tiled_mlp": true, "tiled_loss": true} are what makes room for long sequences'
 )
 _TENSOR = "tensor parallelism is not supported yet: stage 3 shards the same matrices over all ranks"
 _COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
@@ -87,7 +88,6 @@ ALTERNATIVES = {
     "runtime.tensor_parallel": _TENSOR,
     "runtime.weight_quantizer": _QUANTISED,
     "runtime.zenflow": "zero_optimization.offload_optimizer with device cpu, without zenflow",
-    "runtime.zero.tiling": "stage 3 gathers a large matrix whole: offload_param makes room for it",
     "sequence": _SEQUENCE,
 }
 

@@ -1,4 +1,4 @@
-"""Block quantisation in Triton: see hf_zero.kernels.quantize. One program for 32 blocks of a row."""
+"""Block quantisation in Triton: see hf_zero.kernels.quantize. One program for 16 blocks of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     # Its file calls these forms: at run time nothing here may need it.
     from hf_zero.kernels.quantize import Feedback
 
-_BLOCKS = 32  # of a program: sixteen elements for each of its threads
+_BLOCKS = 16  # of a program: eight elements for each thread (with sixteen, packing fp32 to 4 bits spills registers)
 _WARPS = 8
 
 
@@ -77,8 +77,8 @@ def _write(  # type: ignore[no-untyped-def]
     """Reads values, error_codes, error_scales; writes codes, scales, error_codes, error_scales: 3.015625 bytes per
     element (of bf16, to 8 bits without feedback; 2.515625 to 4).
 
-    In pieces of 16 bytes but for codes, scales, error_codes, error_scales: a thread has sixteen elements, which are 8
-    bytes in 4 bits, and of scales there is one for 128.
+    In pieces of 16 bytes but for codes, scales, error_codes, error_scales: a thread has eight elements, which are 8
+    bytes in 8 bits and 4 in 4, and of scales there is one for 128.
     """
     row, blocks, places = _tile(numel, BLOCK, BLOCKS)
     mask, is_block = places < numel, blocks * BLOCK < numel
@@ -99,9 +99,9 @@ def _write(  # type: ignore[no-untyped-def]
     if BITS == 8:
         tl.store(codes + row * codes_stride + places, code.to(tl.int32).to(tl.uint8), mask=mask)
     else:
-        low, high = tl.split(tl.reshape(code.to(tl.int32) + 8, [BLOCKS, BLOCK // 2, 2]))
+        low, high = tl.split(tl.reshape((code + 8).to(tl.int32).to(tl.uint8), [BLOCKS, BLOCK // 2, 2]))
         pairs = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        byte = (low | (high << 4)).to(tl.uint8)
+        byte = low | (high << 4)
         tl.store(codes + row * codes_stride + pairs, byte, mask=pairs * 2 < numel)
 
 
@@ -112,7 +112,7 @@ def _read(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Reads codes, scales; writes values: 3.015625 bytes per element (to bf16, from 8 bits; 2.515625 from 4).
 
-    In pieces of 16 bytes but for codes, scales: a thread has sixteen elements, which are 8 bytes in 4 bits.
+    In pieces of 16 bytes but for codes, scales: a thread has eight elements, which are 8 bytes in 8 bits and 4 in 4.
     """
     row, blocks, places = _tile(numel, BLOCK, BLOCKS)
     code = _load_codes(codes, row * codes_stride, numel, blocks, places, BITS, BLOCK)

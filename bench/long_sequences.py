@@ -1,0 +1,151 @@
+"""Activation memory per token and the time of a step, with and without tiled compute, on one CPU process.
+
+    .venv/bin/python -m bench.long_sequences --json bench/results/2026-11-22-long-sequences.json
+
+Memory is counted, not sampled: the allocator's own record of what was taken and given back during one forward and
+backward (torch.profiler). Times are of whole steps, plain and tiled in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.surroundings import machine, public
+from hf_zero.api.entry import initialize
+
+LAYERS = 4
+# Of Llama 3.1 8B: hidden to intermediate, to vocabulary, and its share of key heads.
+INTERMEDIATE, VOCABULARY = 3.5, 31.3
+BOTH = {"tiled_mlp": True, "tiled_loss": True}
+
+
+def engine_for(hidden: int, tiled: dict[str, bool]) -> Any:
+    """A Llama of four layers with checkpointed layers and sdpa, all in fp32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=int(VOCABULARY * hidden),
+        hidden_size=hidden,
+        intermediate_size=int(INTERMEDIATE * hidden),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=1 << 17,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "hf_zero": tiled,
+    }
+    return initialize(model=model, config=settings)[0]
+
+
+def step(engine: Any, rows: int, length: int) -> float:
+    """One update; its loss."""
+    ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(1))
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def peak_bytes(engine: Any, rows: int, length: int) -> int:
+    """The largest sum of bytes allocated less bytes freed within one step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(engine, rows, length)
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def slope(lengths: list[int], peaks: list[int]) -> float:
+    """Bytes per token, by least squares."""
+    return statistics.linear_regression(lengths, peaks).slope
+
+
+def memory(hidden: int, tokens: list[int], row: int) -> dict[str, Any]:
+    """Peaks and slopes of all ways, for numbers of tokens in rows of at most `row`."""
+    found: dict[str, Any] = {"hidden": hidden, "tokens": tokens, "row": row}
+    variants: dict[str, dict[str, bool]] = {"plain": {}, "tiled_loss": {"tiled_loss": True}, "tiled": BOTH}
+    for name, tiled in variants.items():
+        engine = engine_for(hidden, tiled)
+        step(engine, 1, 256)
+        peaks = [peak_bytes(engine, max(1, count // row), min(count, row)) for count in tokens]
+        found[name] = {"peak_bytes": peaks, "bytes_per_token": round(slope(tokens, peaks), 1)}
+        engine.destroy()
+    for name in ("tiled_loss", "tiled"):
+        found[f"slope_{name}_to_plain"] = round(found[name]["bytes_per_token"] / found["plain"]["bytes_per_token"], 4)
+    return found
+
+
+def times(hidden: int, rows: int, length: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a step, both ways in turn, and the ratio of each round."""
+    engines = {"plain": engine_for(hidden, {}), "tiled": engine_for(hidden, BOTH)}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    losses = {}
+    for number in range(rounds + 1):
+        for name, engine in engines.items():
+            began = time.process_time()
+            losses[name] = step(engine, rows, length)
+            if number:  # the first warms up
+                seconds[name].append(time.process_time() - began)
+    for engine in engines.values():
+        engine.destroy()
+    ratios = [tiled / plain for plain, tiled in zip(seconds["plain"], seconds["tiled"])]
+    return {
+        "hidden": hidden,
+        "rows": rows,
+        "length": length,
+        "cpu_seconds": {name: [round(value, 2) for value in found] for name, found in seconds.items()},
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "median_ratio": round(statistics.median(ratios), 3),
+        "losses": losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--row", type=int, default=1 << 20, help="tokens of a row, at most")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--time", action="append", default=[], metavar="HIDDEN,ROWS,LENGTH,ROUNDS")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.long_sequences", *public(sys.argv[1:])]),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "memory": memory(options.hidden, options.tokens, options.row) if options.tokens else None,
+        "times": [times(*map(int, text.split(","))) for text in options.time],
+    }
+    text = json.dumps(report, indent=1)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`hf_zero.tiled_mlp` and `hf_zero.tiled_loss`, made true for a model of transformers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.features import TrainingFeature
+from hf_zero.log import logger
+from hf_zero.tiling.loss import TiledLoss
+from hf_zero.tiling.mlp import TiledMLPs
+
+
+def tiled_mlp_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it.
+
+    Raises:
+        ConfigError: the model has no dense MLP.
+    """
+    if not resolved.features.tiled_mlp:
+        return None
+    try:
+        feature = TiledMLPs(model)
+    except ValueError as error:
+        raise ConfigError([Problem("hf_zero.tiled_mlp", True, str(error), "set it to false")]) from error
+    logger.info("hf_zero.tiled_mlp: %d MLPs, from %s to %s", len(feature.names), feature.names[0], feature.names[-1])
+    return feature
+
+
+def tiled_loss_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it.
+
+    Raises:
+        ConfigError: head or loss of the model are of another kind.
+    """
+    if not resolved.features.tiled_loss:
+        return None
+    base = getattr(model, "get_base_model", lambda: model)()  # of PEFT
+    try:
+        return TiledLoss(base)
+    except ValueError as error:
+        fix = "set it to false; deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss takes any loss"
+        raise ConfigError([Problem("hf_zero.tiled_loss", True, str(error), fix)]) from error

@@ -1,0 +1,186 @@
+"""DeepSpeed's names for tiled compute: `TiledMLP.apply(...)` and the like, with its arguments (ulysses_sp, 0.19.8).
+
+Other than DeepSpeed's: `compute_params` may be None; a tile's function may read parameters that are not listed;
+gradients of the head are right whatever becomes of the loss afterwards; every tensor that requires a gradient gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.tiling.compute import Tiling, chunk_rows, tiled
+
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    None: lambda output: output,
+    "mean": lambda output: output.mean(),
+    "sum": lambda output: output.sum(),
+}
+
+
+class TiledMLP:
+    """An MLP over a few tokens at a time; backward runs every tile's forward again."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, Tensor], Tensor],
+        self: Any,
+        x: Tensor,
+        shards: int,
+        compute_params: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """`fn(self, tile)` over tiles of `x`, put together.
+
+        Args:
+            fn: looks at each token alone; [..., tile, hidden] -> [..., tile, any width].
+            self: its first argument, as a rule the module whose forward it is.
+            x: [batch, sequence, hidden] or [tokens, hidden].
+            shards: tiles, at most.
+            compute_params: parameters that `fn` reads; None: those of `self`, where that is a module.
+        """
+        rows = chunk_rows(x.shape[-2], shards)
+        tiling = Tiling(call=lambda tiles, _: fn(self, tiles[0]), dim=x.dim() - 2, rows=rows, join=-2)
+        return tiled(tiling, [x], parameters=_parameters(self, compute_params), may_read_others=True)
+
+
+class TiledFusedLogitsLoss:
+    """A loss over logits that never exist as a whole: each tile makes its own, its loss, and its gradients."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        self: Any,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        shards: int,
+        compute_params: Sequence[Tensor] | None = None,
+        output_reduction: str = "mean",
+    ) -> Tensor:
+        """Sum or mean over tiles of `fn(self, tile of x, tile of y[, tile of mask])`; scalar.
+
+        The mean is that of the tiles' results: where they hold different numbers of valid tokens, let `fn` add up and
+        divide afterwards.
+
+        Args:
+            x: [batch, sequence, ...], as a rule hidden states; tiles are [tokens, ...] of all rows together.
+            y: [batch, sequence, ...], as a rule labels.
+            mask: [batch, sequence], or None: `fn` gets none.
+            compute_params: parameters that `fn` reads; None: those of `self`, where that is a module.
+
+        Raises:
+            ValueError: shapes that do not go together, or another reduction.
+        """
+        _check_loss(x, y, mask, output_reduction)
+        flat = [x.flatten(0, 1), y.flatten(0, 1), *([] if mask is None else [mask.flatten()])]
+        # In fp16 gradients of an unscaled loss would be lost: backward knows the scale.
+        eager = x.dtype != torch.float16 and not _autocasts_to(x, torch.float16)
+        rows = chunk_rows(flat[0].shape[0], shards)
+        tiling = Tiling(call=lambda tiles, _: fn(self, *tiles), dim=0, rows=rows, join=None, eager=eager)
+        total = tiled(tiling, flat, parameters=_parameters(self, compute_params), may_read_others=True)
+        return total / len(rows) if output_reduction == "mean" else total
+
+
+class SequenceTiledCompute:
+    """Any function with keywords over tiles of a sequence; see `sequence_tiled_compute`."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Sequence[Tensor] | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> Tensor:
+        """As `sequence_tiled_compute`, with the values of both dictionaries in order at the end."""
+        cut, whole = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            dict(zip(keys_to_shard, cut, strict=True)),
+            dict(zip(keys_to_pass, whole, strict=True)),
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Tensor],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Sequence[Tensor] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> Tensor:
+    """`fn(**tiles, **kwargs_to_pass)` over tiles of a sequence, put together; backward runs every tile again.
+
+    Args:
+        seqlen: length of dimension 1 of what is sharded.
+        shards: tiles, at most.
+        kwargs_to_shard: [batch, sequence, ...] each.
+        kwargs_to_pass: whatever else `fn` takes, whole.
+        grad_requiring_tensor_key: must name one of them; all of them get gradients where they require them.
+        output_unshard_dimension: along which outputs are put together; 0: scalars, one for each tile.
+        output_reduction: of that: None, "mean" or "sum".
+
+    Raises:
+        ValueError: another reduction, or a key that is not there.
+    """
+    if output_reduction not in _REDUCTIONS:
+        raise ValueError(f'output_reduction is {output_reduction!r}: it may be None, "mean" or "sum"')
+    if grad_requiring_tensor_key not in {**kwargs_to_shard, **kwargs_to_pass}:
+        raise ValueError(f"grad_requiring_tensor_key: there is no argument {grad_requiring_tensor_key!r}")
+    cut = [name for name, value in kwargs_to_shard.items() if isinstance(value, Tensor)]
+    whole = [name for name, value in kwargs_to_pass.items() if isinstance(value, Tensor)]
+    given = {**kwargs_to_shard, **kwargs_to_pass}
+    others = {name: value for name, value in given.items() if name not in cut and name not in whole}
+
+    def call(tiles: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
+        return fn(**dict(zip(cut, tiles, strict=True)), **dict(zip(whole, passed, strict=True)), **others)
+
+    tiling = Tiling(call=call, dim=1, rows=chunk_rows(seqlen, shards), join=output_unshard_dimension)
+    output = tiled(
+        tiling,
+        [kwargs_to_shard[name] for name in cut],
+        [kwargs_to_pass[name] for name in whole],
+        compute_params or (),
+        may_read_others=True,
+    )
+    return _REDUCTIONS[output_reduction](output)
+
+
+def _parameters(owner: Any, compute_params: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    if compute_params:
+        return list(compute_params)
+    return list(owner.parameters()) if isinstance(owner, nn.Module) else []
+
+
+def _autocasts_to(tensor: Tensor, dtype: torch.dtype) -> bool:
+    kind = tensor.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype
+
+
+def _check_loss(x: Tensor, y: Tensor, mask: Tensor | None, reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'output_reduction is {reduction!r}: it may be "mean" or "sum"')
+    for name, tensor in (("x", x), ("y", y)):
+        if tensor.dim() < 2:
+            raise ValueError(f"{name} must be [batch, sequence, ...], and is {list(tensor.shape)}")
+    if x.shape[:2] != y.shape[:2]:
+        raise ValueError(f"x and y must have one batch and sequence: {list(x.shape)} and {list(y.shape)}")
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise ValueError(f"mask must be [batch, sequence] as x is: {list(mask.shape)} and {list(x.shape)}")

@@ -1,0 +1,201 @@
+"""A causal language model's loss without its logits: the head runs inside the loss, tile by tile.
+
+    model.forward       hidden -> head -> deferred logits -> model.loss_function
+    loss_function       head(a job) -> one pass through the head's hooks, with all tiles in it -> the sum of losses
+
+The head is called once for all tiles, so stage 3 gathers its weights once. What divides the sum (valid tokens, or
+Trainer's num_items_in_batch) comes after, as in transformers' ForCausalLMLoss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_zero.features import Progress, TrainingFeature
+from hf_zero.log import logger
+from hf_zero.tiling.compute import Tiling, chunk_rows, tiled
+from hf_zero.tiling.logits import DeferredLogits, Step
+
+# A tile has no more logits than these bytes of fp32, and no more tokens than the hidden width, or these.
+TILE_BYTES = 1 << 30
+TILE_TOKENS = 1024
+_LOSS = "ForCausalLMLoss"
+
+
+def loss_tile_tokens(width: int, hidden: int) -> int:
+    """Tokens of a tile, from the sizes of vocabulary and hidden states."""
+    return max(1, min(TILE_BYTES // (4 * width), max(TILE_TOKENS, hidden)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the head is to do in one call: the sum of the losses of all tokens."""
+
+    hidden: Tensor  # [tokens, hidden]
+    labels: Tensor  # [tokens]
+    width: int
+    ignore_index: int
+    steps: Sequence[Step]
+    eager: bool
+
+    def run(self, head: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        """Scalar fp32."""
+
+        def call(tiles: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
+            hidden, labels = tiles
+            logits = head(hidden)
+            for step in self.steps:
+                logits = step(logits)
+            return functional.cross_entropy(logits.float(), labels, ignore_index=self.ignore_index, reduction="sum")
+
+        tokens = len(self.labels)
+        size = loss_tile_tokens(self.width, self.hidden.shape[-1])
+        rows = chunk_rows(tokens, -(-tokens // size))
+        tiling = Tiling(call=call, dim=0, rows=rows, join=None, eager=self.eager)
+        return tiled(tiling, [self.hidden, self.labels], parameters=parameters)
+
+
+class TiledLoss(TrainingFeature):
+    """Head and loss of a model, tile by tile, in forwards of training that get labels."""
+
+    name = "tiled_loss"
+    waits_for_outcome = False
+
+    def __init__(self, model: Any) -> None:
+        """
+        Args:
+            model: one of transformers', not PEFT's around it.
+
+        Raises:
+            ValueError: head or loss are of another kind.
+        """
+        self._model = model
+        self._head, self._width = _head_of(model)
+        self._loss = _loss_of(model)
+        self._own = self._head.forward
+        self._had_loss = "_loss_function" in vars(model)
+        self._defers = False
+        self._said: set[str] = set()
+        self._was_deferred = False
+        vars(self._head)["forward"] = self._forward
+        self._model.loss_function = self._tiled
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        labels = (keywords.get("labels"), keywords.get("shift_labels"))
+        self._defers = progress.training and any(given is not None for given in labels)
+        self._was_deferred = False
+        if progress.training and not self._defers:
+            self._say("the model gets no labels, so that its logits are what is wanted (a loss of the trainer's own?)")
+        return keywords
+
+    def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        if self._defers and not self._was_deferred:
+            self._say(f"{type(self._model).__name__} computes its loss without calling its head")
+        self._defers = False
+        return output
+
+    def close(self) -> None:
+        vars(self._head).pop("forward", None)
+        if self._had_loss:
+            self._model.loss_function = self._loss
+        else:
+            vars(self._model).pop("_loss_function", None)
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            logger.warning("hf_zero.tiled_loss saves no memory here: %s", why)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the head, inside its hooks."""
+        if args and isinstance(args[0], _Job):
+            return args[0].run(self._own, list(self._head.parameters()))
+        if self._defers and len(args) == 1 and not kwargs and torch.is_grad_enabled():
+            self._was_deferred = True
+            return DeferredLogits.of(args[0], self._width, _dtype_of(args[0]), self._compute, self._on_use)
+        return self._own(*args, **kwargs)
+
+    def _compute(self, hidden: Tensor) -> Tensor:
+        defers, self._defers = self._defers, False
+        try:
+            logits: Tensor = self._head(hidden)
+        finally:
+            self._defers = defers
+        return logits
+
+    def _on_use(self, operation: str) -> None:
+        self._say(f"all logits are computed for {operation}()")
+
+    def _tiled(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' ForCausalLMLoss, of deferred logits or others."""
+        fits = isinstance(logits, DeferredLogits) and vocab_size == logits.shape[-1]
+        if not fits or labels is None and shift_labels is None:
+            return self._loss(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        assert isinstance(logits, DeferredLogits), "it fits"
+        if shift_labels is None:
+            assert labels is not None, "there is one of both"
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        targets = shift_labels.reshape(-1).to(hidden.device)
+        if len(targets) != len(hidden):
+            raise ValueError(f"labels and hidden states have {len(targets)} and {len(hidden)} tokens")
+        # In fp16 gradients of an unscaled loss would be lost: backward knows the scale.
+        eager = _dtype_of(hidden) != torch.float16
+        total = self._head(_Job(hidden, targets, self._width, ignore_index, tuple(logits.steps), eager))
+        return _divided(total, (targets != ignore_index).sum(), num_items_in_batch)
+
+
+def _divided(total: Tensor, num_valid: Tensor, num_items: Any) -> Tensor:
+    """The mean; without a valid token NaN, as transformers has it, and gradients of zero."""
+    if num_items is not None:
+        return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+    nothing = torch.where(num_valid > 0, 0.0, float("nan")).to(total.dtype)
+    return total / num_valid.clamp(min=1) + nothing
+
+
+def _dtype_of(hidden: Tensor) -> torch.dtype:
+    """What a linear layer makes of hidden states, here."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _head_of(model: Any) -> tuple[nn.Module, int]:
+    """The head and the size of its vocabulary."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    width = getattr(head, "out_features", None)
+    if not isinstance(head, nn.Module) or not isinstance(width, int):
+        raise ValueError(f"{type(model).__name__} has no linear layer as head (get_output_embeddings())")
+    return head, width
+
+
+def _loss_of(model: Any) -> Any:
+    loss = getattr(model, "loss_function", None)
+    if getattr(loss, "__name__", None) != _LOSS:
+        found = getattr(loss, "__name__", None) or type(loss).__name__
+        raise ValueError(
+            f"{type(model).__name__} computes its loss by {found}; only transformers' {_LOSS} is cut into tiles"
+        )
+    return loss
