@@ -144,7 +144,7 @@ NOTED: list[tuple[str, Any, int, str]] = [
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", True, 2, "used at stage 3"),
     ("zero_optimization.leaf_module", {"classes": "Block"}, 2, "used at stage 3"),
     ("zero_optimization.elastic_checkpoint", True, 2, "loads at any world size and stage"),
-    ("activation_checkpointing.partition_activations", True, 2, "gradient_checkpointing"),
+    ("activation_checkpointing.partition_activations", True, 2, "no two ranks have the same activations"),
     ("checkpoint.checkpoint_serialization", False, 2, "files are always in torch's zip format"),
     ("checkpoint.writer", {"type": "FAST"}, 2, "every rank streams its own files"),
     ("aio", {"block_size": 262144, "thread_count": 1}, 2, "nothing is offloaded to NVMe"),
