@@ -131,6 +131,18 @@ class TrialPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationsPolicy:
+    """What checkpointed calls keep for backward: where, and what is measured meanwhile."""
+
+    on_host: bool = False
+    partition: bool = False  # over ranks that have the same inputs
+    contiguous: bool = False  # in one buffer
+    number: int | None = None  # calls that it has room for; None: as many as layers are checkpointed
+    synchronize: bool = False
+    profile: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesPolicy:
     """What acts while a model trains."""
 
@@ -140,6 +152,7 @@ class FeaturesPolicy:
     packing: PackingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
     layer_drop: LayerDropPolicy | None = None
+    activations: ActivationsPolicy | None = None
     tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
     tiled_loss: bool = False  # head and loss do
     trial: TrialPolicy | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
+from hf_zero.config.features.activations import resolve_activations
 from hf_zero.config.features.packing import packing_of
 from hf_zero.config.features.policies import (
     DifficultyPolicy,
@@ -82,6 +83,7 @@ def resolve_features(config: Root) -> FeatureFindings:
         packing=packing_of(sampling, efficiency.seed, found.problems),
         random_ltd=_random_ltd(routing, efficiency.seed, found),
         layer_drop=_layer_drop(config),
+        activations=resolve_activations(config.activation_checkpointing, found.remarks),
         tiled_mlp=config.hf_zero is not None and config.hf_zero.tiled_mlp,
         tiled_loss=config.hf_zero is not None and config.hf_zero.tiled_loss,
         trial=_trial(config, found),
