@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.params.gathered_modules import find_gathered_modules
 from hf_zero.planning.model import load_model, trace
-from hf_zero.quantities import count_of
 from hf_zero.planning.repeat import NotAlike, stretch
 from hf_zero.planning.trace import Segment, Trace, trace_step
+from hf_zero.quantities import count_of
 from tests.planning.material import config_folder
 
 
