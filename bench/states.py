@@ -23,7 +23,7 @@ def _parameters(module: torch.nn.Module, store: Any) -> int:
         trained = {id(parameter) for parameter in store.parameters}
         frozen = sum(p.numel() * p.itemsize for p in module.parameters() if id(p) not in trained)
         return frozen + sum(bucket.flat.numel() * bucket.flat.itemsize for bucket in store.buckets)
-    rows = sum(part.kept.num_bytes for unit in store.units for part in unit.parts)
+    rows = sum(part.stored.num_bytes for unit in store.units for part in unit.parts)
     whole = sum(
         part.layout.full_numel * part.dtype.itemsize
         for unit in store.units

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.inputs import training_loader
+from hf_zero.api.inputs import deepspeed_io
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.checkpoint.deepspeed import keys as ds
@@ -234,11 +234,6 @@ def _reload_states(engine: Any, non_blocking: bool = False) -> None:
     engine.gradients.bring_back()
 
 
-def _deepspeed_io(engine: Any, dataset: Any, collate_fn: Any = None) -> Any:
-    """A DataLoader over this rank's part of `dataset`, in micro-batches."""
-    return training_loader(engine, dataset, collate_fn)
-
-
 def _get_type(engine: Any) -> list[Any]:
     """`type` of every param group."""
     return [group.get("type") for group in _optimizer(engine, "get_type").param_groups]
@@ -320,7 +315,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
-    "deepspeed_io": _deepspeed_io,
+    "deepspeed_io": deepspeed_io,
     "dynamic_loss_scale": lambda engine: _optimizer(engine, "dynamic_loss_scale").loss_scaler.dynamic,
     "empty_partition_cache": _empty_partition_cache,
     "fp16_enabled": lambda engine: engine.settings.resolved.precision.model == "fp16",

@@ -100,7 +100,7 @@ def initialize(
     if given is None and resolved.sequence_size > 1:
         given = SequenceGroups.of_size(resolved.sequence_size)
     sequences = None if given is None else given.partition
-    groups = parallel_groups(local_device(), resolved.zero.shard_size, sequences)
+    groups = parallel_groups(local_device(), resolved.zero.shard_size, sequences, resolved.zero.gather_size)
     AT_WORK.drop_abandoned()
     share_sequences(model, given, groups)
     with suspended():

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.activations.feature import activation_checkpointing_of
 from hf_zero.api.trial import trial_of
 from hf_zero.attention.feature import sparse_attention_of
 from hf_zero.compression.feature import compression_feature
@@ -34,6 +35,7 @@ MAKERS: tuple[Maker, ...] = (
     random_ltd_of,
     layer_drop_of,
     _compression,
+    activation_checkpointing_of,
     tiled_mlp_of,
     tiled_loss_of,
     trial_of,

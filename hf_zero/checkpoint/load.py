@@ -239,9 +239,10 @@ def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
         fill(whole, parts(0, handle.numel))
         handle.write(whole.view(handle.shape))
     else:
-        own = chunk_interval(handle.numel, handle.groups.shard.rank, handle.groups.shard.size)
-        with handle.opened(changes=True) as shard:
-            fill(shard.narrow(0, 0, own.numel), parts(own.start, own.stop))
+        for number, chunk in handle.chunks():
+            part = chunk_interval(handle.numel, number, handle.groups.shard.size)
+            with chunk.opened(changes=True) as values:
+                fill(values.narrow(0, 0, part.numel), parts(part.start, part.stop))
 
 
 def _write_masters(sub_group: SubGroup, plan: LoadPlan) -> None:

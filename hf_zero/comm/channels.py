@@ -37,11 +37,17 @@ class Channel(IntEnum):
 
 
 def collectives_for(
-    device: torch.device, channel: Channel = Channel.REDUCE, partition: Partition | None = None
+    device: torch.device,
+    channel: Channel = Channel.REDUCE,
+    partition: Partition | None = None,
+    reduced_over: Partition | None = None,
 ) -> Collectives:
     """The cheapest way to do collectives on `device` over this rank's group of `partition`, by default over all ranks.
 
     Collective at first use.
+
+    Args:
+        reduced_over: of gathers around use: the groups that gradients are reduced over meanwhile; default the same.
     """
     rank = get_rank()
     if partition is None:
@@ -53,7 +59,10 @@ def collectives_for(
     number = known.number_of(partition)
     collectives = known.collectives(device, channel, ranks, number)
     if channel is Channel.GATHER:
-        collectives.negotiation = known.negotiation(collectives, ranks, number, host_waits=device.type == "cpu")
+        crosses = any(known.hosts.crossed_by(group) for group in reduced_over or partition)
+        collectives.negotiation = known.negotiation(
+            collectives, ranks, number, host_waits=device.type == "cpu", can_attend=not crosses
+        )
     return collectives
 
 
@@ -111,7 +120,8 @@ class _Known:
         remember_ranks(gather_objects)
         self.hosts = Hosts.named(map(str, gather_objects(meeting.host_name())))
         self.partitions: list[Partition] = [(tuple(range(get_world_size())),)]
-        self.negotiations: dict[int, Negotiation] = {}  # all engines of a process take turns in them
+        # All engines of a process take turns in them. By number, and whether a rank in a reduction attends.
+        self.negotiations: dict[tuple[int, bool], Negotiation] = {}
         self._link: tuple[SharedMemoryLink | None, frozenset[int]] | None = None
         self._groups: dict[tuple[int, Channel | str], dist.ProcessGroup] = {}
 
@@ -150,17 +160,22 @@ class _Known:
         return NativeCollectives(self.native_group(number, channel), hosts)
 
     def negotiation(
-        self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool
+        self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool, can_attend: bool
     ) -> Negotiation:
-        """What all engines on these ranks share. Collective at first use."""
-        if number not in self.negotiations:
-            link = self.group_link(ranks, number) if isinstance(collectives, HostCollectives) else None
+        """What all engines on these ranks share. Collective at first use.
+
+        Args:
+            can_attend: a rank that waits for a reduction waits in shared memory, and looks after the others meanwhile.
+        """
+        if (number, can_attend) not in self.negotiations:
+            link = self.group_link(ranks, number) if can_attend and isinstance(collectives, HostCollectives) else None
             if link is not None:
-                self.negotiations[number] = HostNegotiation(link)
+                self.negotiations[number, can_attend] = HostNegotiation(link)
             else:
                 among_hosts = NativeCollectives(self.gloo_group(number, "negotiation"))
-                self.negotiations[number] = LockstepNegotiation(collectives, among_hosts, host_waits=host_waits)
-        return self.negotiations[number]
+                lockstep = LockstepNegotiation(collectives, among_hosts, host_waits=host_waits)
+                self.negotiations[number, can_attend] = lockstep
+        return self.negotiations[number, can_attend]
 
     def native_group(self, number: int, channel: Channel = Channel.REDUCE) -> dist.ProcessGroup | None:
         """This rank's, on the backend of the world. For the first channel of all ranks: that of the world itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +34,11 @@ class ParallelGroups:
         world: all ranks: what must be the same everywhere is agreed on here.
         shard: ranks that hold shards of the same states; gradients are reduced here, updated weights gathered.
         replicate: ranks that hold copies of this rank's shard; reduced gradients are summed here.
-        gather: the ranks of `shard` on a channel of their own, for stage 3's gathers around use.
+        gather: ranks among which stage 3 gathers around use, on a channel of their own: those of `shard`, or with hpZ
+            consecutive ones of these, which keep all rows of a unit between them. Shard number
+            `across_gather.rank * gather.size + gather.rank` is this rank's.
+        across_gather: the ranks of `shard` with the same place in their `gather` groups, which keep the same rows:
+            updated ones are gathered here. A group of one without hpZ.
         access: the ranks of `shard` on another one, for parameters that the user gathers.
         access_world: all ranks on that channel.
         sequence: ranks that see parts of the same sequences; a group of one without sequence parallelism.
@@ -51,6 +55,7 @@ class ParallelGroups:
     shard: Collectives
     replicate: Collectives
     gather: Collectives
+    across_gather: Collectives
     access: Collectives
     access_world: Collectives
     sequence: Collectives
@@ -84,6 +89,7 @@ class ParallelGroups:
             shard=world,
             replicate=lone,
             gather=channels[Channel.GATHER],
+            across_gather=lone,
             access=access,
             access_world=access,
             sequence=lone,
@@ -102,12 +108,15 @@ class Cut:
 
     shard: Partition
     replicate: Partition
+    gather: Partition
+    across_gather: Partition
     host: Partition
     across_hosts: Partition
 
     @classmethod
-    def of(cls, known: Hosts, shard_size: ShardSize = None) -> Cut:
-        """Shard groups of `shard_size` ranks ("host": those of a host; None: all), host by host.
+    def of(cls, known: Hosts, shard_size: ShardSize = None, gather_size: int | None = None) -> Cut:
+        """Shard groups of `shard_size` ranks ("host": those of a host; None: all), host by host, which gather among
+        `gather_size` consecutive ones of theirs (None, or as many as there are: among all).
 
         Raises:
             ValueError: when they do not come out even.
@@ -118,12 +127,24 @@ class Cut:
                 raise ValueError(f"hosts with {', '.join(map(str, known.sizes))} ranks cannot hold copies of one model")
             shard_size = known.common_size
         shard = everyone if shard_size is None else consecutive(known.in_order(), shard_size)
-        within = [_by_host(group, known) for group in shard]
+        within: list[Partition] = [_by_host(group, known) for group in shard]
         are_even = len({len(part) for parts in within for part in parts}) == 1
         if not are_even or any(sum(parts, ()) != group for parts, group in zip(within, shard, strict=True)):
             within = [(group,) for group in shard]
-        host = tuple(part for parts in within for part in parts)
-        return cls(shard, across(shard), host, tuple(group for parts in within for group in across(parts)))
+        size = len(shard[0])
+        second = [consecutive(group, size if gather_size is None else min(gather_size, size)) for group in shard]
+        return cls(
+            shard=shard,
+            replicate=across(shard),
+            gather=_joined(second),
+            across_gather=_joined(map(across, second)),
+            host=_joined(within),
+            across_hosts=_joined(map(across, within)),
+        )
+
+
+def _joined(partitions: Iterable[Partition]) -> Partition:
+    return tuple(group for partition in partitions for group in partition)
 
 
 def _by_host(group: tuple[int, ...], known: Hosts) -> Partition:
@@ -134,23 +155,29 @@ def _by_host(group: tuple[int, ...], known: Hosts) -> Partition:
 
 
 def parallel_groups(
-    device: torch.device, shard_size: ShardSize = None, sequences: Partition | None = None
+    device: torch.device,
+    shard_size: ShardSize = None,
+    sequences: Partition | None = None,
+    gather_size: int | None = None,
 ) -> ParallelGroups:
     """The groups of this rank, for collectives on `device`. Collective.
 
     Args:
         shard_size: ranks that share the states of one copy of the model; "host": those of a host; None: all.
         sequences: ranks that share sequences; None: each rank has whole ones.
+        gather_size: ranks among which stage 3 gathers around use (hpZ); None: those of `shard_size`.
 
     Raises:
         ValueError: when the ranks cannot be cut like that.
     """
     known = hosts()
-    cut = Cut.of(known, shard_size)
+    cut = Cut.of(known, shard_size, gather_size)
     whole: Partition = (tuple(range(len(known.of_rank))),)
 
-    def group(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
-        return collectives_for(device, channel, partition)
+    def group(
+        partition: Partition, channel: Channel = Channel.REDUCE, reduced_over: Partition | None = None
+    ) -> Collectives:
+        return collectives_for(device, channel, partition, reduced_over)
 
     world = group(whole)
     if sequences is None:
@@ -159,7 +186,8 @@ def parallel_groups(
         world=world,
         shard=group(cut.shard),
         replicate=group(cut.replicate),
-        gather=group(cut.shard, Channel.GATHER),
+        gather=group(cut.gather, Channel.GATHER, cut.shard),
+        across_gather=group(cut.across_gather),
         access=group(cut.shard, Channel.ACCESS),
         access_world=group(whole, Channel.ACCESS),
         sequence=group(sequences, Channel.SEQUENCE),

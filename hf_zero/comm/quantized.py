@@ -139,16 +139,16 @@ class QuantizedWire:
     def _take_messages(self, num_bytes: int) -> Tensor:
         return self._reduction.take(num_bytes, torch.uint8, self._device)
 
-    def receive(self, rows: Rows, sums: Tensor) -> None:
-        """Add up what has arrived into `sums` (count, row_numel)."""
+    def receive(self, hop: int, rows: Rows, sums: Tensor) -> None:
+        """Add up what has arrived in this hop into `sums` (count, row_numel)."""
         rows.wait()
         size = message_bytes(self._numel, self._reduction.bits)
         shape = (-1, sums.shape[0], size)
         if rows.flat is not None:
             sum_messages(rows.flat.view(shape), sums, self._reduction.bits)
         else:
-            world = self._reduction.size // sums.shape[0]
-            sum_messages([rows.row(rank).view(shape[1:]) for rank in range(world)], sums, self._reduction.bits)
+            num_ranks = self._reduction.hops[hop].size
+            sum_messages([rows.row(rank).view(shape[1:]) for rank in range(num_ranks)], sums, self._reduction.bits)
         rows.give_back()
         if rows.buffer is not None:
             self._reduction.give(rows.buffer)
@@ -165,7 +165,7 @@ class _QuantizedSum(Pending):
         self._wire = wire
         self._shard = shard
         reduction = wire._reduction
-        self._left = len(reduction.hops)
+        self._left, self._hop = len(reduction.hops), 0
         self.has_more_rounds = self._left > 1
         self._sent, self._rows = wire.send(0, flat.view(reduction.size, -1))
 
@@ -180,7 +180,7 @@ class _QuantizedSum(Pending):
         num_rows = reduction.hops[1].size
         sums = reduction.take(num_rows * self._shard.numel(), torch.float32, self._shard.device)
         self._receive(sums.view(num_rows, -1))
-        self._left = 1
+        self._left = self._hop = 1
         self._sent, self._rows = self._wire.send(1, sums.view(num_rows, -1))
         reduction.give(sums)
 
@@ -191,6 +191,6 @@ class _QuantizedSum(Pending):
             self._receive(self._shard.view(1, -1))
 
     def _receive(self, sums: Tensor) -> None:
-        self._wire.receive(self._rows, sums)
+        self._wire.receive(self._hop, self._rows, sums)
         self._wire._reduction.give(self._sent)
 

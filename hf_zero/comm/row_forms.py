@@ -36,12 +36,12 @@ class PlainRows:
         """(elements, dtype) of the buffers that a gather takes."""
         return [(layout.row_numel * layout.world, dtype)]
 
-    def sent(self, row: Tensor) -> Tensor:
-        """What is gathered of `row`, as this rank keeps it."""
-        return row
+    def sent(self, rows: Tensor) -> Tensor:
+        """What is gathered of `rows`, as this rank keeps them: (rows, elements), or one of them (1-D)."""
+        return rows
 
-    def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take) -> Rows:
-        """The rows that `rows` have brought, in the dtype and on the device of `like`."""
+    def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take, per_rank: int = 1) -> Rows:
+        """The rows that `rows` have brought, `per_rank` of each rank, in the dtype and on the device of `like`."""
         return rows
 
 
@@ -51,17 +51,17 @@ class StoredMessages(PlainRows):
     def buffers(self, layout: RowLayout, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
         return [*super().buffers(layout, dtype), (message_bytes(layout.row_numel, BITS) * layout.world, torch.uint8)]
 
-    def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take) -> Rows:
-        size, world = message_bytes(layout.row_numel, BITS), layout.world
-        buffer = take(world * layout.row_numel, like)
-        flat = buffer.narrow(0, 0, world * layout.row_numel)
-        values = flat.view(world, layout.row_numel)
+    def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take, per_rank: int = 1) -> Rows:
+        size, group = message_bytes(layout.row_numel, BITS), layout.world // per_rank
+        buffer = take(layout.world * layout.row_numel, like)
+        flat = buffer.narrow(0, 0, layout.world * layout.row_numel)
+        values = flat.view(layout.world, layout.row_numel)
         if rows.flat is not None:
-            read_messages(rows.flat.view(world, size), values, BITS)
+            read_messages(rows.flat.view(layout.world, size), values, BITS)
         else:
-            for rank in range(world):
-                read_messages(rows.row(rank).view(1, size), values[rank : rank + 1], BITS)
-        return FlatRows(buffer, flat, world, Pending())
+            for rank, place in enumerate(values.split(per_rank)):
+                read_messages(rows.row(rank).view(per_rank, size), place, BITS)
+        return FlatRows(buffer, flat, group, Pending())
 
 
 class RoundedRows(StoredMessages):
@@ -69,10 +69,11 @@ class RoundedRows(StoredMessages):
 
     is_exact = False
 
-    def sent(self, row: Tensor) -> Tensor:
-        message = new_messages(1, row.numel(), BITS, row.device)
-        write_messages(row.view(1, -1), message, BITS)
-        return message.view(-1)
+    def sent(self, rows: Tensor) -> Tensor:
+        values = torch.atleast_2d(rows)
+        messages = new_messages(values.shape[0], values.shape[1], BITS, rows.device)
+        write_messages(values, messages, BITS)
+        return messages.view(-1)
 
 
 def rounded(row: Tensor) -> Tensor:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_zero.comm import Collectives, collectives_for, is_initialized
 from hf_zero.data.indexed import fitting_dtype, write_rows
 
 PER_SAMPLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
@@ -92,20 +94,9 @@ class DataAnalyzer:
 
     def run_map(self) -> None:
         """Measure this worker's samples."""
-        first, last = _range(len(self._dataset), self._workers, self._worker)
-        threads = self._only or range(self._threads)
-        ranges = [_range(last - first, self._threads, thread) for thread in threads]
-        with ThreadPoolExecutor(len(ranges)) as pool:
-            parts = list(pool.map(lambda part: self._measure(first + part[0], first + part[1]), ranges))
-        for number, (name, _, kind) in enumerate(self._metrics):
+        for (name, _, _), (values, numbers) in zip(self._metrics, self._measured()):
             folder = self._folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            mine = [part[number] for part in parts if len(part[number])]
-            if kind == PER_SAMPLE:
-                values: Values = np.concatenate(mine) if mine else np.zeros(0, np.int64)
-            else:
-                values = np.sum(mine, axis=0) if mine else np.zeros(0, np.int64)
-            numbers = np.concatenate([self._ids(first + start, first + stop) for start, stop in ranges])
             np.savez(folder / f"worker{self._worker}.npz", values=values, numbers=numbers)
 
     def run_reduce(self) -> None:
@@ -114,24 +105,56 @@ class DataAnalyzer:
         Raises:
             FileNotFoundError: a worker has not run.
         """
-        for name, _, kind in self._metrics:
-            folder = self._folder / name
-            parts = [np.load(folder / f"worker{worker}.npz") for worker in range(self._workers)]
-            values = [part["values"] for part in parts if len(part["values"])]
-            if kind == PER_SAMPLE:
-                numbers = np.concatenate([part["numbers"] for part in parts])
-                write_metric(self._folder, name, np.concatenate(values), numbers)
-            else:
-                write_total(self._folder, name, np.sum(values, axis=0))
+        workers = []
+        for worker in range(self._workers):
+            parts = [np.load(self._folder / name / f"worker{worker}.npz") for name, _, _ in self._metrics]
+            workers.append([(part["values"], part["numbers"]) for part in parts])
+        self._write(workers)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Both, in one process that is all workers."""
+        """Both, in one process that is all workers; or, with several workers in a process group, by all its ranks."""
+        if self._workers > 1 and is_initialized():
+            self._run_together(collectives_for(torch.device("cpu")))
+            return
         mine = self._worker
         for worker in range(self._workers):
             self._worker = worker
             self.run_map()
         self._worker = mine
         self.run_reduce()
+
+    def _run_together(self, world: Collectives) -> None:
+        """Every rank is a worker, and rank 0 writes. Collective; returns when the files are there."""
+        self._workers, self._worker = world.size, world.rank
+        parts = world.gather_objects(self._measured())
+        if world.rank == 0:
+            self._write(parts)
+        world.gather_objects("written")
+
+    def _measured(self) -> list[tuple[Values, Values]]:
+        """Of every metric, what this worker's samples have, and their numbers."""
+        first, last = _range(len(self._dataset), self._workers, self._worker)
+        threads = self._only or range(self._threads)
+        ranges = [_range(last - first, self._threads, thread) for thread in threads]
+        with ThreadPoolExecutor(len(ranges)) as pool:
+            parts = list(pool.map(lambda part: self._measure(first + part[0], first + part[1]), ranges))
+        numbers = np.concatenate([self._ids(first + start, first + stop) for start, stop in ranges])
+        found = []
+        for number, (_, _, kind) in enumerate(self._metrics):
+            mine = [part[number] for part in parts if len(part[number])]
+            found.append((_joined(mine, summed=kind == ACCUMULATED), numbers))
+        return found
+
+    def _write(self, workers: Sequence[Any]) -> None:
+        """The index files; `workers`: what each of them has measured."""
+        for number, (name, _, kind) in enumerate(self._metrics):
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+            parts = [worker[number] for worker in workers]
+            values = [found for found, _ in parts if len(found)]
+            if kind == PER_SAMPLE:
+                write_metric(self._folder, name, np.concatenate(values), np.concatenate([ids for _, ids in parts]))
+            else:
+                write_total(self._folder, name, np.sum(values, axis=0))
 
     def _measure(self, first: int, last: int) -> list[Values]:
         found: list[list[Values]] = [[] for _ in self._metrics]
@@ -166,6 +189,49 @@ class DataAnalyzer:
         if self._numbers is None:
             return np.arange(first, last)
         return np.asarray([self._numbers[row] for row in range(first, last)], np.int64)
+
+
+class DistributedDataAnalyzer(DataAnalyzer):
+    """The same by all ranks of a process group at once: each measures its part, rank 0 writes.
+
+    Args:
+        comm_group: accepted as DeepSpeed's; all ranks take part.
+        device: accepted, without effect: metrics are computed where their function does it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int = 1,
+        num_threads: int = 1,
+        worker_id: int = 0,
+        batch_size: int = 1,
+        metric_names: Sequence[str] = (),
+        metric_functions: Sequence[Metric] = (),
+        metric_types: Sequence[str] = (),
+        save_path: str = "./",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: Any = None,
+        comm_group: Any = None,
+        sample_indices: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            num_workers,
+            worker_id,
+            num_threads,
+            batch_size=batch_size,
+            metric_names=metric_names,
+            metric_functions=metric_functions,
+            metric_types=metric_types,
+            save_path=save_path,
+            collate_fn=collate_fn,
+            sample_indices=sample_indices,
+        )
+
+    def run_map_reduce(self, comm_group: Any = None) -> None:
+        """Collective over all ranks; returns when the files are there."""
+        self._run_together(comm_group if isinstance(comm_group, Collectives) else collectives_for(torch.device("cpu")))
 
 
 def _joined(parts: list[Values], *, summed: bool) -> Values:

@@ -187,10 +187,19 @@ def sampler_for(raw: Mapping[str, Any], num_samples: int, batch_size: int) -> St
     """What a loader of the training data draws by; None where the config leaves it alone.
 
     Raises:
-        ConfigError: of the section; ValueError: the analyzer's files do not go with the data.
+        ConfigError: of the section; ValueError: the analyzer's files do not go with the data, or the loader is one of
+            a number of samples and the section asks for batches by tokens.
     """
     config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": raw.get("data_efficiency") or {}}
-    policy = resolve(config, world_size=1).features.sampling
+    features = resolve(config, world_size=1).features
+    if features.packing is not None:
+        raise ValueError(
+            "data_efficiency.data_sampling.dynamic_batching.enabled = True: Trainer's loader makes batches of a number "
+            "of samples. Switch it off and set TrainingArguments(train_sampling_strategy='group_by_length'), or train "
+            "in a loop of your own with get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed "
+            "(docs/data_efficiency.md)"
+        )
+    policy = features.sampling
     if policy is None or not policy.chooses_samples:
         return None
     return StreamSampler(SampleStream(policy, num_samples, batch_size))

@@ -26,6 +26,7 @@ class Sharding:
         alone: shards also where one rank has all of them: they are kept somewhere else.
         replica: which copy of the shards this rank has a part of.
         num_replicas: copies of the shards.
+        kept_rows: rows of stage 3's units that a rank keeps: more than its own with hpZ.
     """
 
     stage: int
@@ -34,6 +35,7 @@ class Sharding:
     alone: bool = False
     replica: int = 0
     num_replicas: int = 1
+    kept_rows: int = 1
 
     @property
     def num_ranks(self) -> int:

@@ -8,7 +8,7 @@
     stage 0                                     -           -           all-reduce                      -
     stages 1, 2                                 -           -           reduce-scatter (2: k times)     gather
     stage 3                                     k gathers   k gathers   k reduce-scatters               persistent ones
-    + zero_hpz_partition_size p                 1 of all, k - 1 in p    k in p
+    + zero_hpz_partition_size p                 k in p      k in p                                      1/p, across
     + zero_quantized_weights                    in 8 bits   in 8 bits
     + zero_quantized_gradients                                          k exchanges in a host, k across
     shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
@@ -56,7 +56,7 @@ class Wiring:
     Attributes:
         per_host: ranks of a host, which are consecutive.
         shard: ranks that share one copy of the state; None: all.
-        second_shard: ranks of hpZ's group; 1: there is none.
+        second_shard: ranks of hpZ's group, which gather among themselves; 1: all of `shard` do.
         quantized_weights, gradient_bits: as in ds.json; None: gradients travel as they are.
         accumulation: micro-batches of an update.
     """
@@ -134,22 +134,21 @@ def _transfers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
 
 
 def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
-    again = sizes.gathered - sizes.kept
-    shard, second, k = wiring.shard_ranks, wiring.second_shard, wiring.accumulation
-    if second <= 1 or second >= shard:
-        yield _gather("forward", sizes, sizes.gathered, shard, k, wiring)
-        yield _gather("backward", sizes, again, shard, k, wiring)
-        return
-    yield _gather("forward", sizes, sizes.gathered, shard, 1, wiring)
-    yield _gather("forward", sizes, sizes.gathered, second, k - 1, wiring)
-    yield _gather("backward", sizes, again, second, k, wiring)
+    shard, second = wiring.shard_ranks, wiring.second_shard
+    group = second if 1 < second < shard else shard
+    yield _gather("forward", sizes, sizes.gathered, group, wiring)
+    yield _gather("backward", sizes, sizes.gathered - sizes.kept, group, wiring)
+    if group < shard:  # updated rows go to the ranks that keep them, too
+        updated = sizes.trained * sizes.weight_bytes // group
+        yield _collective("step", "all_gather", updated, shard // group, group, wiring)
 
 
-def _gather(phase: str, sizes: Sizes, numel: int, group: int, times: int, wiring: Wiring) -> Transfer:
+def _gather(phase: str, sizes: Sizes, numel: int, group: int, wiring: Wiring) -> Transfer:
     payload = numel * sizes.weight_bytes
     if wiring.quantized_weights:
-        payload = message_bytes(-(-numel // group), WEIGHT_BITS) * group
-    return _collective(phase, "all_gather", payload * times, group, 1, wiring)
+        shard = wiring.shard_ranks
+        payload = message_bytes(-(-numel // shard), WEIGHT_BITS) * shard
+    return _collective(phase, "all_gather", payload * wiring.accumulation, group, 1, wiring)
 
 
 def _persistent(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:

@@ -41,6 +41,29 @@ class ShardSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Which rows of a unit a rank keeps: its own, and with hpZ those of the ranks with its place in the other groups.
+
+        world of 6, groups of 2     rows 0 1 | 2 3 | 4 5     rank 3 keeps rows 1, 3 and 5; its own is number 1 of these
+
+    Attributes:
+        group: ranks of a group, which keep all rows between them.
+        place: this rank's in its group.
+        own: which of the kept rows is its own.
+        count: rows that it keeps, and groups.
+    """
+
+    group: int
+    place: int
+    own: int = 0
+    count: int = 1
+
+    def row(self, kept: int) -> int:
+        """Number of a kept row among all rows of the unit."""
+        return kept * self.group + self.place
+
+
+@dataclass(frozen=True, slots=True)
 class RowLayout:
     """Parameters of one dtype that are gathered together.
 

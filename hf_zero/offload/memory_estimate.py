@@ -63,7 +63,8 @@ def estimate_memory(
     device: torch.device,
     sizes: Sizes,
 ) -> MemoryEstimate:
-    """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive."""
+    """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive, and
+    second shards of those that are trained."""
     parts = sharding.world if sharding.shards_optimizer else 1
     numel = sum(spec.numel for spec in specs) // parts
     weights = sum(spec.numel * _size(spec) for spec in specs) // parts
@@ -78,6 +79,9 @@ def estimate_memory(
     kept = states + weights  # gradients are as large as weights
     far = 0 if place is None else round(kept * place.ratio)
     near, host, disk = kept - far, 0, 0
+    rows = weights * sharding.kept_rows
+    if rest is None or (on_host and rest.device == "cpu"):
+        near += rows - weights
     if place is not None and place.device == "nvme":
         disk += far
         sub_group = FP32_BYTES * min(zero.sub_group_numel, sizes.longest // parts)
@@ -86,14 +90,15 @@ def estimate_memory(
     else:
         host += far
     if rest is not None and rest.device == "nvme":
-        share = min(1.0, rest.host_numel / max(1, numel))
-        disk += round(weights * (1 - share))
-        host += 0 if on_host else round(weights * share)
+        share = min(1.0, rest.host_numel / max(1, numel * sharding.kept_rows))
+        disk += round(rows * (1 - share))
+        host += 0 if on_host else round(rows * share)
         if share < 1.0:
-            allowed = min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), rest.buffer_count * bucket)
-            host += max(allowed, AT_ONCE * bucket)
+            row = bucket * sharding.kept_rows
+            allowed = min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), rest.buffer_count * row)
+            host += max(allowed, AT_ONCE * row)
     elif rest is not None:
-        host += 0 if on_host else weights
+        host += 0 if on_host else rows
     return MemoryEstimate(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
 
 

@@ -91,7 +91,7 @@ class Vector(ABC):
         finally:
             self.release(changed=changes)
             self.join()
-            if changes and self.leaves_late:
+            if self.leaves_late:  # whoever opened it inside may have changed it
                 self.flush()
 
 

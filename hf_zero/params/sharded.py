@@ -71,6 +71,9 @@ class ShardedParameters(ParameterStore):
         prefetcher = Prefetcher(self.units, self._order, placements, groups.gather)
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
         self._finished_at = sorted(self._first_uses(), reverse=True)
+        if groups.across_gather.size > 1:
+            # Second shards have come from ranks of other groups. Nobody gathers before all of its own know the units.
+            groups.shard.gather_objects(None)
         for unit in self.units:
             for member in unit.members:
                 member.groups, member.owner = groups, self
@@ -138,9 +141,17 @@ class ShardedParameters(ParameterStore):
         self.edits.remember_persistent()
 
     def all_gather_params(self, bucket: int) -> Pending:
-        """Gather updated persistent parameters again; all others wait as shards for their next use."""
+        """Gather updated persistent parameters again; all others wait as shards for their next use, with hpZ on all
+        ranks that keep the same ones."""
         unit, part = self._in_reduce_order[bucket]
-        return part.refill(self._groups.shard, self._buffers) if unit.is_persistent else Pending()
+        if unit.is_persistent:
+            return part.refill(self._groups.shard, self._buffers)
+        for sub_group in self.buckets[bucket].sub_groups:
+            if sub_group.stored is not None and sub_group.stored.lp_param is not None:
+                weights = sub_group.stored.lp_param
+                if part.rows.count > 1 and weights.leaves_late:
+                    weights.flush()  # updated on the device, and kept on the host
+        return part.renew()
 
     # Order
 

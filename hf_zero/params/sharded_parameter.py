@@ -8,7 +8,7 @@ ndim and numel are true, and what is computed from it where the class is not ask
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NoReturn, Protocol
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from hf_zero.comm import ParallelGroups
 from hf_zero.device.host_heap import HostHeap
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
-from hf_zero.offload.vector import Vector, absent
+from hf_zero.offload.vector import InMemoryVector, Vector, absent
 from hf_zero.params.released import READ_FIX, REPLACE_FIX, refusal, released_class
 from hf_zero.params.stand_ins import signature, signature_of, signed_nan
 
@@ -66,11 +68,13 @@ class ShardedParameter:
         shard: 1-D, ceil(numel / world) elements in the parameter's dtype: this rank's chunk, zero-padded at the end;
             NaN without memory where the chunk is kept elsewhere, see `opened`.
         kept: the chunk, where it is not always at hand.
+        beside: with hpZ, chunks of other ranks that this one keeps, too: (number of the shard, chunk).
         name: the parameter's name in its model, as far as known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: how many GatheredParameters contexts hold the parameter.
         owner: the store whose unit the parameter belongs to; None before initialize().
-        as_gathered: this rank's chunk as gathers bring it, where they do not bring it exactly.
+        as_gathered: the chunk with this number, which this rank keeps, as gathers bring it, where they do not bring it
+            exactly.
     """
 
     def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, groups: ParallelGroups) -> None:
@@ -79,6 +83,8 @@ class ShardedParameter:
         self._released_kind = released_class(self._kind) or self._kind
         self.shard = shard
         self.kept: Vector | None = None
+        self._memory: Memory | None = None  # that `shard` is in; None: its device's
+        self.beside: Sequence[tuple[int, Vector]] = ()
         self.shape = shape
         self.numel = shape.numel()
         self.groups = groups
@@ -87,7 +93,7 @@ class ShardedParameter:
         self._version = 0  # of the parameter, when it was shown
         self.unshard_count = 0
         self.owner: Owner | None = None
-        self.as_gathered: Callable[[], Tensor] | None = None
+        self.as_gathered: Callable[[int], Tensor] | None = None
         self._number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
@@ -133,7 +139,7 @@ class ShardedParameter:
         if not is_certain and self.parameter._version == self._version:
             return False
         self._version = self.parameter._version
-        self._take_over(self._written_chunk(self.unsharded))
+        self._take_over(self.unsharded, only_written=True)
         if self.owner is not None:
             self.owner.edits.note(self)
         return True
@@ -166,7 +172,7 @@ class ShardedParameter:
     def move(self, kept: Vector, device: torch.device) -> None:
         """Keep the chunk in `kept`, which holds the right values; the parameter is used on `device`."""
         at_hand, before = kept.tensor, self.kept
-        self.kept = kept if at_hand is None else None
+        self.kept, self._memory = kept if at_hand is None else None, kept.memory
         if before is not None:
             before.free()
         self.shard = absent(kept.numel, kept.dtype) if at_hand is None else at_hand
@@ -197,35 +203,35 @@ class ShardedParameter:
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
-        self._take_over(self._own_part(unsharded))
+        self._take_over(unsharded)
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)
             if self.owner is not None:
                 self.owner.edits.rewritten(self)
 
-
-    def _own_part(self, unsharded: Tensor) -> Tensor:
-        """This rank's chunk of `unsharded`, without padding."""
-        chunk = self.shard.numel()
-        return unsharded.detach().reshape(-1)[min(self.groups.shard.rank * chunk, self.numel) :][:chunk]
-
-    @torch.no_grad()
-    def _written_chunk(self, unsharded: Tensor) -> Tensor:
-        """The same, exact where nothing was written."""
-        mine = self._own_part(unsharded)
-        if self.as_gathered is None:
-            return mine
-        before = self.as_gathered()[: mine.numel()]
-        with self.opened() as own:
-            written = mine.to(own.device)
-            return torch.where(written == before, own[: mine.numel()], written)
+    def chunks(self) -> list[tuple[int, Vector]]:
+        """Every chunk that this rank keeps, with its number; its own first."""
+        own = self.kept if self.kept is not None else InMemoryVector(self.shard, self._memory)
+        return [(self.groups.shard.rank, own), *self.beside]
 
     @torch.no_grad()
-    def _take_over(self, mine: Tensor) -> None:
-        with self.opened(changes=True) as own:
-            own[: mine.numel()].copy_(mine)
-        if self.owner is not None:
-            self.owner.edits.write_master(self, mine)
+    def _take_over(self, unsharded: Tensor, *, only_written: bool = False) -> None:
+        """Into the kept chunks and the own one's master. With `only_written`, what is as a gather brings it stays as it
+        is kept: exact."""
+        for number, chunk in self.chunks():
+            if chunk.memory.is_host and self.device.type != "meta":
+                runtime_of(self.device).synchronize()  # the device may still read it, for a gather that is over here
+            part = chunk_interval(self.numel, number, self.groups.shard.size)
+            written = unsharded.detach().reshape(-1)[part.start : part.stop]
+            if only_written and self.as_gathered is not None:
+                before = self.as_gathered(number)[: part.numel]
+                with chunk.opened() as exact:
+                    written = written.to(exact.device)
+                    written = torch.where(written == before, exact[: part.numel], written)
+            with chunk.opened(changes=True) as place:
+                place[: part.numel].copy_(written)
+            if number == self.groups.shard.rank and self.owner is not None:
+                self.owner.edits.write_master(self, written)
 
 
 def of(parameter: Tensor) -> ShardedParameter | None:

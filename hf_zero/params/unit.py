@@ -1,6 +1,6 @@
 """A unit of stage 3: parameters that are gathered and released together, with one collective per dtype.
 
-    between uses    shard            one row per rank, this rank has its own
+    between uses    shard            one row per rank, this rank has its own (with hpZ: and some of other ranks')
     gathering       W rows           in one buffer from a pool, or each where its rank has put it
     in use          full             every parameter whole and aligned; `parameter.data` is a view of it
 
@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
-from hf_zero.comm.row_forms import PlainRows, StoredMessages, rounded
+from hf_zero.comm.collectives import LoneCollectives
+from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages, rounded
+from hf_zero.comm.rows import own_shard
 from hf_zero.kernels.rows import read_rows
 from hf_zero.layout import RowLayout
 from hf_zero.layout.units import ShardSlot
+from hf_zero.offload.kept_rows import Renewal, kept_rows
 from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector, part_of
@@ -75,22 +78,35 @@ class UnitPart:
         device: torch.device,
         on_device: Callable[[Vector], Vector] = lambda kept: kept,
         form: PlainRows | None = None,
+        across: Collectives | None = None,
     ) -> None:
-        """`members` stand in the order of `layout.slots`. Their chunks move into one vector of `store`, `kept`, and
-        come to where gathers start through `on_device`. `form`: what of them travels; None: all as it is."""
+        """Collective, where several ranks keep the same rows.
+
+        Args:
+            members: in the order of `layout.slots`. Their chunks move into one vector of `store`, with those of other
+                ranks that this one keeps.
+            on_device: through which it comes to where gathers start.
+            form: what of it travels; None: all as it is.
+            across: ranks that keep the same rows, each its own and those of the others; None: no others do.
+        """
         self.layout = layout
         self.members = tuple(members)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.device = device
         self.form = form or PlainRows()
-        name, row = f"weights of {members[0].name or 'a unit'} and following", self._joined()
-        is_stored = type(self.form) is StoredMessages
-        self.kept = QuantizedVector.adopt(name, row, store) if is_stored else store.adopt(name, row)
+        self._across = across or LoneCollectives()
+        self.rows = kept_rows(layout.world, members[0].groups.shard.rank, self._across)
+        name = f"weights of {members[0].name or 'a unit'} and following"
+        self.stored = store.adopt(name, self._rows_to_keep(self._joined()))
+        kept = [self._kept_row(index) for index in range(self.rows.count)]
+        self.kept = kept[self.rows.own]
         for slot, member in zip(layout.slots, members, strict=True):
-            member.move(part_of(self.kept, slot.offset, slot.chunk), device)
+            chunks = [(self.rows.row(i), part_of(row, slot.offset, slot.chunk)) for i, row in enumerate(kept)]
+            member.move(chunks.pop(self.rows.own)[1], device)
+            member.beside = chunks
             member.as_gathered = None if self.form.is_exact else partial(self._as_gathered, slot)
         self._make_room()
-        self._row = on_device(self.kept.message if isinstance(self.kept, QuantizedVector) else self.kept)
+        self._row = on_device(self.stored)
         self._is_fetched = False
         self._sent: Tensor | None = None  # what of this rank's row gathers bring, until it is put back
 
@@ -127,21 +143,39 @@ class UnitPart:
                 row.narrow(0, slot.offset, slot.chunk).copy_(chunk)
         return row
 
+    def _rows_to_keep(self, row: Tensor) -> Tensor:
+        """This rank's row and those of others that it keeps, as they are kept."""
+        own = RoundedRows().sent(row) if type(self.form) is StoredMessages else row
+        if self.rows.count == 1:
+            return own
+        rows = torch.empty(self.rows.count * own.numel(), dtype=own.dtype, device=self.device)
+        own_shard(rows, self.rows.own, self.rows.count).copy_(own)
+        self._across.all_gather(rows).wait()
+        return rows
+
+    def _kept_row(self, index: int) -> Vector:
+        """The values of one of the kept rows."""
+        numel = self.stored.numel // self.rows.count
+        row = self.stored if self.rows.count == 1 else part_of(self.stored, index * numel, numel)
+        if type(self.form) is StoredMessages:
+            return QuantizedVector(row, self.layout.row_numel, self.dtype)
+        return row
+
     def fetch(self) -> None:
-        """Bring this rank's row to where a gather can start from it."""
+        """Bring the rows that this rank keeps to where a gather can start from them."""
         if not self._is_fetched:
             self._is_fetched = True
             self._row.fetch()
 
     def open_row(self) -> Tensor:
-        """This rank's row on the device that gathers, as it travels, until `put_back`."""
+        """What this rank keeps on the device that gathers, as it travels (1-D), until `put_back`."""
         self.fetch()
         if self._sent is None:
-            self._sent = self.form.sent(self._row.take())
+            self._sent = self.form.sent(self._row.take().view(self.rows.count, -1)).view(-1)
         return self._sent
 
     def put_back(self) -> None:
-        """This rank's row is not needed any more."""
+        """What this rank keeps is not needed any more."""
         self._sent = None
         if self._is_fetched:
             self._is_fetched = False
@@ -152,7 +186,7 @@ class UnitPart:
         storage = self._full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._num_bytes)
-        opened = self.form.opened(rows, self.layout, self._full, buffers.take)
+        opened = self.form.opened(rows, self.layout, self._full, buffers.take, self.rows.count)
         self._unpack(opened)
         buffers.give(rows)
         if opened is not rows:
@@ -169,15 +203,22 @@ class UnitPart:
             row = self.open_row()
             return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
 
+    def renew(self) -> Pending:
+        """Bring what others have updated of the rows that this rank keeps. All ranks do it."""
+        return Pending() if self.rows.count == 1 else Renewal(self._row, self.rows, self.layout, self._across)
+
     def _unpack(self, rows: Rows) -> None:
+        group, count = self.rows.group, self.rows.count
         if rows.flat is None:
             self._by_row = self._by_row or [_RowPlan(self.layout, self._full, r) for r in range(self.layout.world)]
-            for rank, plan in enumerate(self._by_row):
-                plan.read(rows.row(rank))
+            for rank in range(group):
+                for plan, row in zip(self._by_row[rank::group], rows.row(rank).chunk(count), strict=True):
+                    plan.read(row)
             return
-        flat = rows.flat.view(self.layout.world, -1)
+        flat = rows.flat.view(group, count, -1)
         for slot, view in zip(self.layout.slots, self._views, strict=True):
-            read_rows(view.view(-1), flat[:, slot.offset : slot.offset + slot.chunk])
+            for index, values in enumerate(view.view(-1).split(group * slot.chunk)):
+                read_rows(values, flat[:, index, slot.offset : slot.offset + slot.chunk])
 
     def release(self) -> None:
         for member in self.members:
@@ -198,10 +239,10 @@ class UnitPart:
         """0-dim, of everything gathered."""
         return digest(self._full)
 
-    def _as_gathered(self, slot: ShardSlot) -> Tensor:
-        """This rank's chunk of a member as a gather brings it."""
-        with self.kept.opened() as row:
-            return rounded(row).narrow(0, slot.offset, slot.chunk)
+    def _as_gathered(self, slot: ShardSlot, row: int) -> Tensor:
+        """A kept chunk of a member as a gather brings it."""
+        with self._kept_row(row // self.rows.group).opened() as values:
+            return rounded(values).narrow(0, slot.offset, slot.chunk)
 
 
 class _Refill(Pending):

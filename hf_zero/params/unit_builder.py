@@ -151,7 +151,8 @@ class UnitBuilder:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
         store = self._placements.parameters if persistent_in is None else persistent_in
         form = self._form_of(parameters) if persistent_in is None else PlainRows()
-        part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form)
+        across = self._groups.across_gather if persistent_in is None else None
+        part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form, across)
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":

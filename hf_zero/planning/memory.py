@@ -90,7 +90,9 @@ class Setting:
     def sharding(self) -> Sharding:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
-        return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere)
+        gather = min(self.resolved.zero.gather_size or self.shard_ranks, self.shard_ranks)
+        kept = self.shard_ranks // gather
+        return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere, kept_rows=kept)
 
     @property
     def precision(self) -> Precision:
@@ -175,18 +177,19 @@ def _parameters(
         frozen = sum(p.numel() * p.itemsize for p in model.module.parameters() if not p.requires_grad)
         ledger.add("device", PARAMETERS, sum(b.numel * _size(b.dtype) for b in layout.buckets) + frozen)
         return
-    policy = setting.resolved.zero.offload_param
+    policy, count = setting.resolved.zero.offload_param, setting.sharding.kept_rows
+    rows = units.row_bytes * count
     ledger.add("device", PARAMETERS, units.persistent_bytes)
     if policy is None:
-        ledger.add("device", PARAMETERS, units.row_bytes)
+        ledger.add("device", PARAMETERS, rows)
     elif policy.device == "cpu":
-        ledger.add("host", PARAMETERS, units.row_bytes)
+        ledger.add("host", PARAMETERS, rows)
     else:  # as CappedStore has it: units go to host memory until one does not fit any more
-        share = min(1.0, policy.host_numel / max(1, units.row_numel))
-        ledger.add("host", PARAMETERS, units.row_bytes * share)
-        ledger.add("disk", PARAMETERS, units.row_bytes * (1 - share))
+        share = min(1.0, policy.host_numel / max(1, units.row_numel * count))
+        ledger.add("host", PARAMETERS, rows * share)
+        ledger.add("disk", PARAMETERS, rows * (1 - share))
         if share < 1:
-            longest = units.longest_row_bytes
+            longest = units.longest_row_bytes * count
             allowed = min(policy.buffer_numel * model.dtype.itemsize, policy.buffer_count * longest)
             ledger.add("host", BUFFERS, max(allowed, AT_ONCE * longest))
 
@@ -263,7 +266,7 @@ def _buffers(
         longest = units.longest_receive_bytes if setting.separate else units.longest_row_bytes
         ledger.add("device", BUFFERS, 2 * longest)
     if units is not None and setting.resolved.zero.offload_param is not None and setting.separate:
-        ledger.add("device", BUFFERS, STAGING_BUFFERS * units.longest_row_bytes)
+        ledger.add("device", BUFFERS, STAGING_BUFFERS * units.longest_row_bytes * sharding.kept_rows)
     if units is None and sharding.shards_optimizer and not setting.separate and setting.shard_ranks > 1:
         ledger.add("device", BUFFERS, owned)  # ranks of a host gather from memory that they share
 

@@ -29,6 +29,16 @@ class Schedule(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+def write_rates(optimizer: HasParamGroups, rates: Sequence[float]) -> None:
+    """One for each parameter group."""
+    # The groups are read anew each time: loading a state dict into a torch optimizer replaces them.
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # a captured or compiled update reads this very tensor
+        else:
+            group["lr"] = rate
+
+
 class StepSchedule:
     """Writes the rate of update number `last_batch_iteration` into every parameter group; -1: before the first."""
 
@@ -67,12 +77,7 @@ class StepSchedule:
         self.last_batch_iteration = state_dict["last_batch_iteration"]
 
     def _apply(self, rates: list[float]) -> None:
-        # The groups are read anew each time: loading a state dict into a torch optimizer replaces them.
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)  # a captured or compiled update reads this very tensor
-            else:
-                group["lr"] = rate
+        write_rates(self.optimizer, rates)
         self._last_lr = rates
 
     def _rates_at_start(self) -> list[float]:

@@ -72,6 +72,7 @@ class Plan:
             alone=is_kept_elsewhere(zero, self.device),
             replica=self.groups.replica,
             num_replicas=self.groups.replicate.size,
+            kept_rows=self.groups.across_gather.size,
         )
 
     @property

@@ -49,6 +49,16 @@ def test_groups_that_do_not_come_out_even_are_refused(hosts: Hosts, size: int) -
         Cut.of(hosts, size)
 
 
+def test_groups_that_gather_among_themselves_lie_in_shard_groups() -> None:
+    hosts = Hosts((0, 0, 0, 0, 1, 1, 1, 1))
+    cut = Cut.of(hosts, None, 2)
+    assert cut.gather == ((0, 1), (2, 3), (4, 5), (6, 7)) and cut.across_gather == ((0, 2, 4, 6), (1, 3, 5, 7))
+    cut = Cut.of(hosts, "host", 2)
+    assert cut.gather == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert cut.across_gather == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert Cut.of(hosts, None, 16).gather == Cut.of(hosts).gather == Cut.of(hosts).shard
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(1, 24))
 def test_every_rank_is_in_one_group_of_each_kind(named: list[int], size: int) -> None:
     hosts = Hosts.named(named)
@@ -56,7 +66,7 @@ def test_every_rank_is_in_one_group_of_each_kind(named: list[int], size: int) ->
     if num_ranks % size:
         return
     cut = Cut.of(hosts, size)
-    for partition in (cut.shard, cut.replicate, cut.host, cut.across_hosts):
+    for partition in (cut.shard, cut.replicate, cut.gather, cut.across_gather, cut.host, cut.across_hosts):
         assert sorted(rank for ranks in partition for rank in ranks) == list(range(num_ranks))
         assert len(set(map(len, partition))) == 1 and all(tuple(sorted(ranks)) == ranks for ranks in partition)
     for rank in range(num_ranks):

@@ -122,7 +122,7 @@ def test_an_outer_switch_that_says_false_switches_off_and_tells() -> None:
         (routing(random_ltd_schedule=None), "random_ltd_schedule.min_value"),
         ({**routing(), "progressive_layer_drop": {"enabled": True}}, "switch one off"),
         ({"progressive_layer_drop": {"enabled": True, "theta": 2}}, "progressive_layer_drop.theta"),
-        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}, "group_by_length"),
+        ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}, "max_tokens"),
         ({"eigenvalue": {"enabled": True}}, "periods of MoQ"),
         ({"sparse_attention": {"num_global_blocks": 3}}, "must divide num_local_blocks = 4"),
         ({"sparse_attention": {"num_different_global_patterns": 2}}, "different_layout_per_head to true"),

@@ -34,6 +34,44 @@ def test_which_ranks_share_the_states(given: dict[str, Any], size: object) -> No
     assert resolve_shard_size(given, 8, (4, 4)) == size
 
 
+HPZ = "zero_optimization.zero_hpz_partition_size"
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "hosts"),
+    [
+        (config(3), None, (4, 4)),
+        (config(3, zero_hpz_partition_size=1), None, (4, 4)),
+        (config(3, zero_hpz_partition_size=2), 2, (4, 4)),
+        (config(3, 4, zero_hpz_partition_size=2), 2, (2, 2, 2, 2)),
+        (config(3, "host", zero_hpz_partition_size=4), 4, (4, 4)),
+        (config(3, zero_hpz_partition_size=16), 16, (8,)),  # more than there are: all of them
+        (config(2, zero_hpz_partition_size=3), None, (4, 4)),
+    ],
+)
+def test_which_ranks_gather_among_themselves(given: dict[str, Any], size: int | None, hosts: tuple[int, ...]) -> None:
+    resolved = resolve(given, world_size=8, host_sizes=hosts)
+    assert resolved.zero.gather_size == size
+    assert bool(resolved.warnings) == (given["zero_optimization"]["stage"] == 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts", "words"),
+    [
+        (config(3, zero_hpz_partition_size=3), (8,), "groups of 3 ranks cannot be made of 8 ranks"),
+        (config(3, zero_hpz_partition_size=8), (4, 4), "within a host, and there is one with 4 ranks"),
+        (config(3, zero_hpz_partition_size=2), (5, 3), "cannot be made of hosts with 5, 3 ranks"),
+        (config(3, 2, zero_hpz_partition_size=4), (4, 4), "within a group of 2 ranks that share the states"),
+        (config(3, 4, zero_hpz_partition_size=3), (4, 4), "groups of 3 ranks cannot be made of 4 ranks"),
+    ],
+)
+def test_one_error_for_second_shards_that_cannot_be(given: dict[str, Any], hosts: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(given, world_size=8, host_sizes=hosts)
+    (problem,) = caught.value.problems
+    assert problem.path == HPZ and words in problem.rule and "1 switches" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("given", "hosts", "path", "words"),
     [

@@ -127,6 +127,17 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     },
     "stage 2 with CPU offload": {"zero_optimization": {**STAGE_2, "offload_optimizer": CPU}},
     "parameters offloaded at stage 2": {"zero_optimization": {**STAGE_2, "offload_param": CPU}},
+    "ZeRO++": {
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "zero_quantized_weights": True,
+            "zero_hpz_partition_size": 8,
+            "zero_quantized_gradients": True,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+        }
+    },
     "stage 3 with NVMe, aio in the wrong place": {
         "zero_optimization": {
             **STAGE_3,
@@ -139,19 +150,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 # config, key paths that the message must name
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "ZeRO++": (
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "reduce_bucket_size": "auto",
-                "zero_quantized_weights": True,
-                "zero_hpz_partition_size": 8,
-                "zero_quantized_gradients": True,
-                "contiguous_gradients": True,
-                "overlap_comm": True,
-            }
-        },
-        ["zero_optimization.zero_hpz_partition_size"],
+    "ZenFlow": (
+        {"zero_optimization": {**STAGE_2, "offload_optimizer": CPU, "zenflow": {"topk_ratio": 0.05}}},
+        ["zero_optimization.zenflow"],
     ),
 }
 

@@ -11,16 +11,12 @@ from hf_zero.config import ConfigError, ModelView, TrainingView, Views, examine,
 from tests.config.wild import FILES
 
 _ZERO = "zero_optimization."
-_ACTIVATIONS = "gradient_checkpointing"
 # file -> key -> words of the reason; all other files are silent
 WARNED: dict[str, dict[str, str]] = {
     "axolotl/zero1_torch_compile.json": {"compile": "the engine compiles nothing"},
     "axolotl/zero2_torch_compile.json": {"compile": "the engine compiles nothing"},
     "Qwen2-VL-Finetune/zero2_offload.json": {f"{_ZERO}offload_param": "used at stage 3"},
-    "LMFlow/ds_config_multimodal.json": {
-        "activation_checkpointing.partition_activations": _ACTIVATIONS,
-        "activation_checkpointing.contiguous_memory_optimization": _ACTIVATIONS,
-    },
+    "LMFlow/ds_config_multimodal.json": {"activation_checkpointing.partition_activations": "the same activations"},
     "DeepSpeed-Chat/get_train_ds_config stage 2": {
         f"{_ZERO}offload_param": "used at stage 3",
         f"{_ZERO}stage3_max_live_parameters": "used at stage 3",

@@ -370,10 +370,11 @@ def _refused(rank: int) -> None:
                 "zero_quantized_weights": True,
                 "zero_hpz_partition_size": 8,
                 "zero_quantized_gradients": True,
+                "zenflow": {"topk_ratio": 0.05},
             }
         }
     )
-    assert "zero_optimization.zero_hpz_partition_size" in said and "zero_quantized" not in said
+    assert "zero_optimization.zenflow" in said and "zero_quantized" not in said and "hpz" not in said
 
 
 def test_what_is_printed_and_not_built_is_named() -> None:

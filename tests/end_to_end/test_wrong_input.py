@@ -53,8 +53,8 @@ REFUSED = [
     pytest.param('{"train_micro_batch_size_per_gpu": 4,', r"ds\.json:1:38 .*\n.*never closed", id="not-json"),
     pytest.param(with_stage(7), r"stage", id="unknown-stage"),
     pytest.param(
-        {**GOOD, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-        r"zero_hpz_partition_size.*\n.*not supported",
+        {**GOOD, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.05}}},
+        r"zenflow.*\n.*not available",
         id="not-built",
     ),
     pytest.param(without_batch(), "batch", id="no-batch-size"),

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from tests.step.test_traffic_and_memory import CONTROL, DEPTH, NUM_PARAMETERS, ROWS, SMALL_BYTES, WIDTH
-from tests.support.memory import kept_bytes, live_bytes, shared_blocks
+from tests.support.memory import kept_bytes, live_bytes, most_allocated, profiled_memory, shared_blocks
 from tests.support.ranks import run_ranks
 
 LAYER_NUMEL = NUM_PARAMETERS // DEPTH
@@ -160,7 +159,7 @@ def run_memory(rank: int, num_steps: int) -> list[Step]:
     steps = []
     for _ in range(num_steps):
         resting = live_bytes(shared_blocks()) - before
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, without_scratch():
+        with profiled_memory() as profiled, without_scratch():
             micro_step(engine)
         steps.append(Step(resting, most_allocated(profiled), kept_bytes()))
     return steps
@@ -169,16 +168,6 @@ def run_memory(rank: int, num_steps: int) -> list[Step]:
 def without_scratch() -> AbstractContextManager[None]:
     """oneDNN, where it multiplies in bf16, takes memory for a copy of a weight: the processor's, not the engine's."""
     return torch.backends.mkldnn.flags(enabled=False)  # type: ignore[no-any-return]
-
-
-def most_allocated(profiled: profile) -> int:
-    """The largest sum of bytes allocated less bytes freed since the beginning."""
-    now = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize("world", [2, 4])

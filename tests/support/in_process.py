@@ -27,12 +27,14 @@ from torch import Tensor
 
 from hf_zero.api import engine, engine_gradients, entry
 from hf_zero.api.engines_at_work import EnginesAtWork
-from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups
+from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, groups
+from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.cpu.wires import Gone, Wires
+from hf_zero.comm.hosts import Partition, group_of
 from hf_zero.comm.process_group import Process
 
 T = TypeVar("T")
@@ -126,10 +128,12 @@ class InProcessWorld:
 
     Attributes:
         world: number of ranks.
+        hosts: which of them are told that they share one. They exchange everything in shared memory all the same.
     """
 
-    def __init__(self, world: int, schedule: Schedule | None = None) -> None:
+    def __init__(self, world: int, schedule: Schedule | None = None, hosts: Hosts | None = None) -> None:
         self.world = world
+        self.hosts = hosts or Hosts.one(world)
         self._schedule = schedule or InOrder()
         self._inboxes: dict[tuple[int, int], deque[tuple[bytes, int | None]]] = {
             (source, target): deque() for source in range(world) for target in range(world)
@@ -140,10 +144,16 @@ class InProcessWorld:
         self._deadlock: str | None = None
         self._turns = [threading.Semaphore(0) for _ in range(world)]
         self._local = threading.local()
-        self._exchanges: dict[tuple[int, int], dict[int, object]] = {}
-        self._num_exchanges: dict[tuple[int, int], int] = {}
-        self._links: dict[int, GroupLink] = {}
-        self._negotiations: dict[int, HostNegotiation] = {}
+        self._exchanges: dict[tuple[tuple[int, ...], int, int], dict[int, object]] = {}
+        self._num_exchanges: dict[tuple[tuple[int, ...], int, int], int] = {}
+        self._partitions: list[Partition] = [self._everyone]
+        self._shared: dict[int, SharedMemoryLink] = {}
+        self._links: dict[tuple[int, int], GroupLink] = {}  # by rank and number of the partition
+        self._negotiations: dict[tuple[int, int], HostNegotiation] = {}
+
+    @property
+    def _everyone(self) -> Partition:
+        return (tuple(range(self.world)),)
 
     @property
     def rank(self) -> int:
@@ -184,22 +194,46 @@ class InProcessWorld:
             raise next((error for error in errors.values() if isinstance(error, Deadlock)), first_cause(errors))
         return values
 
-    def collectives(self, channel: Channel = Channel.REDUCE) -> Collectives:
-        """Those of the calling rank."""
-        collectives = InProcessCollectives(self, self.link(), channel)
-        collectives.negotiation = self.negotiation()
+    def collectives(self, channel: Channel = Channel.REDUCE, partition: Partition | None = None) -> Collectives:
+        """Those of the calling rank's group; by default of all ranks."""
+        partition = partition or self._everyone
+        if len(group_of(self.rank, partition)) == 1:
+            return LoneCollectives(self.rank)
+        collectives = InProcessCollectives(self, self.link(partition), channel)
+        if channel is Channel.GATHER or partition == self._everyone:
+            collectives.negotiation = self.negotiation(partition)
         return collectives
 
-    def link(self) -> GroupLink:
-        if self.rank not in self._links:
-            link = SharedMemoryLink(InProcessWires(self, self.rank), timeout_s=1.0)
-            self._links[self.rank] = GroupLink(link, range(self.world), self.rank)
-        return self._links[self.rank]
+    def parallel_groups(self, *sizes: Any) -> ParallelGroups:
+        """Of the calling rank; `sizes` as `hf_zero.comm.parallel_groups` takes them."""
 
-    def negotiation(self) -> HostNegotiation:
-        if self.rank not in self._negotiations:
-            self._negotiations[self.rank] = HostNegotiation(self.link())
-        return self._negotiations[self.rank]
+        def collectives_for(_device: torch.device, channel: Channel, partition: Partition, *_: object) -> Collectives:
+            return self.collectives(channel, partition)
+
+        with (
+            mock.patch.object(groups, "collectives_for", collectives_for),
+            mock.patch.object(groups, "hosts", lambda: self.hosts),
+        ):
+            return groups.parallel_groups(torch.device("cpu"), *sizes)
+
+    def link(self, partition: Partition | None = None) -> GroupLink:
+        partition = partition or self._everyone
+        if partition not in self._partitions:
+            self._partitions.append(partition)
+        number, ranks = self._partitions.index(partition), group_of(self.rank, partition)
+        if self.rank not in self._shared:
+            self._shared[self.rank] = SharedMemoryLink(InProcessWires(self, self.rank), timeout_s=1.0)
+        if (self.rank, number) not in self._links:
+            link = GroupLink(self._shared[self.rank], ranks, ranks.index(self.rank), number)
+            self._links[self.rank, number] = link
+        return self._links[self.rank, number]
+
+    def negotiation(self, partition: Partition | None = None) -> HostNegotiation:
+        link = self.link(partition)
+        key = self.rank, link._number
+        if key not in self._negotiations:
+            self._negotiations[key] = HostNegotiation(link)
+        return self._negotiations[key]
 
     def leave(self) -> None:
         """The calling rank stops as one that has died does."""
@@ -226,14 +260,15 @@ class InProcessWorld:
     def is_gone(self, rank: int) -> bool:
         return self._is_gone[rank]
 
-    def exchange(self, channel: int, value: object) -> list[object]:
-        """Every rank's `value`, in rank order, once all have called."""
-        rank = self.rank
-        number = self._num_exchanges[rank, channel] = self._num_exchanges.get((rank, channel), 0) + 1
-        gathered = self._exchanges.setdefault((channel, number), {})
+    def exchange(self, channel: int, value: object, ranks: tuple[int, ...] | None = None) -> list[object]:
+        """The `value` of each of `ranks`, by default all, in this order, once all have called."""
+        rank, ranks = self.rank, ranks or self._everyone[0]
+        key = ranks, rank, channel
+        number = self._num_exchanges[key] = self._num_exchanges.get(key, 0) + 1
+        gathered = self._exchanges.setdefault((ranks, channel, number), {})
         gathered[rank] = value
-        self.block(rank, lambda: len(gathered) == self.world)
-        return [gathered[each] for each in range(self.world)]
+        self.block(rank, lambda: len(gathered) == len(ranks))
+        return [gathered[each] for each in ranks]
 
     # Whose turn it is
 
@@ -276,10 +311,13 @@ class InProcessWorld:
         self._ready = [_always] * self.world
 
     def _described(self, rank: int) -> str:
-        negotiation = self._negotiations.get(rank)
-        if self._is_done[rank] or negotiation is None:
+        negotiations = [found for (each, _), found in self._negotiations.items() if each == rank]
+        if self._is_done[rank] or not negotiations:
             return f"rank {rank} has ended" if self._is_done[rank] else f"rank {rank} waits"
-        queues = {each: [asked.request for asked in queue] for each, queue in negotiation._queues.items() if queue}
+        queues = [
+            {found._ranks[each]: [asked.request for asked in queue] for each, queue in found._queues.items() if queue}
+            for found in negotiations
+        ]
         return f"rank {rank} waits, knows of {queues}"
 
     def _take_turn(self, rank: int) -> None:
@@ -338,7 +376,7 @@ class InProcessCollectives(HostCollectives):
     """The real ones, but for what they leave to gloo."""
 
     def __init__(self, world: InProcessWorld, link: GroupLink, channel: Channel) -> None:
-        Collectives.__init__(self, world.rank, world.world)
+        Collectives.__init__(self, link.rank, len(link.ranks), link.ranks)
         self._world = world
         self._channel = channel
         self._link = link
@@ -348,10 +386,10 @@ class InProcessCollectives(HostCollectives):
         self._subject = ()
 
     def gather_objects(self, value: object) -> list[object]:
-        return self._world.exchange(self._channel, value)
+        return self._world.exchange(self._channel, value, self.ranks)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        values = self._world.exchange(self._channel, tensor.detach().clone())[source]
+        values = self._world.exchange(self._channel, tensor.detach().clone(), self.ranks)[source]
         assert isinstance(values, Tensor)
         tensor.copy_(values)
 
@@ -371,8 +409,8 @@ class _PerRank:
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     """Engines that the ranks of `world` make inside belong to it; gives `initialize`, as a rank calls it."""
 
-    def parallel_groups(_device: torch.device, _shard_size: object = None, _sequences: object = None) -> ParallelGroups:
-        return ParallelGroups.plain({channel: world.collectives(channel) for channel in Channel})
+    def parallel_groups(_device: torch.device, *sizes: object) -> ParallelGroups:
+        return world.parallel_groups(*sizes)
 
     def initialize(**arguments: Any) -> Any:
         return entry.initialize(**arguments, dist_init_required=False)
@@ -380,7 +418,7 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [
         (entry, "this_process", lambda: Process(world.rank, world.world)),
-        (entry, "hosts", lambda: Hosts.one(world.world)),
+        (entry, "hosts", lambda: world.hosts),
         (entry, "parallel_groups", parallel_groups),
         (entry, "local_device", lambda: torch.device("cpu")),
         *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),

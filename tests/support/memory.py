@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.comm import collectives_for
 
@@ -79,3 +81,23 @@ def shared_blocks() -> list[torch.Tensor]:
 def kept_bytes() -> int:
     """This rank's part of that."""
     return sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())
+
+
+def most_allocated(profiled: profile) -> int:
+    """The largest sum of bytes allocated less bytes freed since the beginning."""
+    return max(_running_sums(profiled), default=0)
+
+
+def still_allocated(profiled: profile) -> int:
+    """Bytes allocated less bytes freed, at the end."""
+    return _running_sums(profiled)[-1]
+
+
+def _running_sums(profiled: profile) -> list[int]:
+    events = profiled.profiler.kineto_results.events()
+    return list(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def profiled_memory() -> profile:
+    """What PyTorch's own allocator for host memory takes and gives back inside; for `most_allocated` and its kin."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)

@@ -81,7 +81,7 @@ class SimulatedWorld:
 def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
     """Engines that are made inside belong to `rank` of `world`."""
 
-    def parallel_groups(_device: torch.device, _shard_size: object = None, _sequences: object = None) -> ParallelGroups:
+    def parallel_groups(_device: torch.device, *_sizes: object) -> ParallelGroups:
         return ParallelGroups.plain({channel: SimulatedCollectives(rank, world) for channel in Channel})
 
     with ExitStack() as stack:

@@ -1,18 +1,32 @@
-"""An unmodified Trainer with tiled MLPs and loss, by ds.json alone, against plain PyTorch."""
+"""An unmodified Trainer with all that makes room for long sequences, by ds.json alone, against plain PyTorch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from tests.end_to_end.parity import Case, assert_parity, outcome, run_script
+from hf_zero.activations.calls import CheckpointedCalls
+from hf_zero.device.late import Late
+from hf_zero.device.registry import use
+from tests.end_to_end.parity import STEPS, Case, assert_parity, outcome, run_script
 from tests.support.ranks import run_ranks
 from tests.tiling.test_models import BOTH, small
 
 
-def run_in_small_tiles(rank: int, words: list[str]) -> None:
-    with small():
+def run_in_small_tiles(rank: int, words: list[str]) -> int:
+    """On a device whose copies are late; how many checkpointed calls there were."""
+    run, calls = CheckpointedCalls.run, []
+
+    def counted(self: CheckpointedCalls, *args: Any, **options: Any) -> Any:
+        calls.append(self)
+        return run(self, *args, **options)
+
+    with small(), use(Late()), mock.patch.object(CheckpointedCalls, "run", counted):
         run_script(rank, words)
+    assert all(one.policy.on_host and one.policy.contiguous for one in calls)
+    return len(calls)
 
 
 def test_ds_json_alone(tmp_path: Path) -> None:
@@ -20,6 +34,9 @@ def test_ds_json_alone(tmp_path: Path) -> None:
     case = Case(stage=3, processes=2, accumulation=2, clip=True, tied=True, checkpointing="not_reentrant")
     words = case.words(tmp_path)
     config = case.ds_config
-    (tmp_path / "ds.json").write_text(json.dumps({**config, "hf_zero": {**config.get("hf_zero", {}), **BOTH}}))
-    run_ranks(run_in_small_tiles, 2, words, init=False)
+    activations = {"cpu_checkpointing": True, "contiguous_memory_optimization": True}
+    config |= {"hf_zero": {**config.get("hf_zero", {}), **BOTH}, "activation_checkpointing": activations}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    num_calls = run_ranks(run_in_small_tiles, 2, words, init=False)
+    assert num_calls[0] >= 2 * STEPS and num_calls[0] == num_calls[1]
     assert_parity(case, outcome(tmp_path))

@@ -11,6 +11,7 @@ from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero
 
 MICS, SHARD_GROUP = "zero_optimization.mics_shard_size", "hf_zero.shard_group"
+HPZ = "zero_optimization.zero_hpz_partition_size"
 GROUP_KEYS = (MICS, SHARD_GROUP)
 
 
@@ -19,6 +20,11 @@ def shard_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
     if zero.stage == 0:
         return None
     return zero.mics_shard_size if zero.mics_shard_size > 0 else own.shard_group
+
+
+def gather_size_in(zero: Zero) -> int | None:
+    """Ranks that gather around use among themselves; None: all that share the states."""
+    return zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else None
 
 
 def group_problems(config: Root, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
@@ -39,7 +45,28 @@ def group_problems(config: Root, world_size: int, host_sizes: tuple[int, ...]) -
         if isinstance(size, int) and world_size % size:
             rule = f"groups of {size} ranks cannot be made of {world_size}"
             yield Problem(path, size, rule, f"give a divisor of {world_size}, or start another number of ranks")
+    yield from _second_shard_problems(zero, own, world_size, host_sizes)
     if ours == "host" and len(set(host_sizes)) > 1:
         counts = ", ".join(map(str, host_sizes))
         rule = f"each host is to hold a copy, and they have different numbers of ranks ({counts})"
         yield Problem(SHARD_GROUP, ours, rule, "start as many ranks on every host, or give a number of ranks")
+
+
+def _second_shard_problems(zero: Zero, own: HfZero, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
+    """hpZ's groups lie in one host and in one shard group. On one host, more than there are is all of them."""
+    size, shard = gather_size_in(zero), shard_size_in(zero, own)
+    if size is None:
+        return
+    smallest = min(host_sizes, default=world_size)
+    if len(host_sizes) > 1 and size > smallest:
+        rule = f"second shards are to lie within a host, and there is one with {smallest} ranks"
+        yield Problem(HPZ, size, rule, f"give {smallest} or a divisor of it; 1 switches them off")
+        return
+    within = smallest if shard == "host" else shard or world_size
+    if shard is not None and size > within:
+        rule = f"second shards are to lie within a group of {within} ranks that share the states"
+        yield Problem(HPZ, size, rule, f"give a divisor of {within}; 1 switches them off")
+    elif size < within and (within % size or any(each % size for each in host_sizes if len(host_sizes) > 1)):
+        counts = f"{within} ranks" if within % size else f"hosts with {', '.join(map(str, host_sizes))} ranks"
+        rule = f"groups of {size} ranks cannot be made of {counts}"
+        yield Problem(HPZ, size, rule, "give a divisor of the ranks of a host; 1 switches second shards off")

@@ -68,6 +68,35 @@ class SamplingPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackingPolicy:
+    """Batches by tokens."""
+
+    max_tokens: int  # of a pack
+    min_samples: int = 1
+    max_samples: int | None = None
+    order: str = "dataloader"  # or random, seqlen
+    scaling: str = "linear"  # of the learning rate with the number of samples; or sqrt, none
+    seed: int = 0
+    epoch: int = 0
+    metrics_path: str | None = None  # the analyzer's folder
+    num_workers: int = 0
+    pin_memory: bool = False
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        orders = ("dataloader", "random", "seqlen")
+        if self.order not in orders:
+            raise ValueError(f"sequence_picking_order {self.order!r}: must be {', '.join(orders)}")
+
+    @property
+    def limits(self) -> str:
+        """In words."""
+        most = f" and {self.max_samples} samples" if self.max_samples is not None else ""
+        least = f", at least {self.min_samples} samples" if self.min_samples > 1 else ""
+        return f"at most {self.max_tokens} tokens{most}{least}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLTDPolicy:
     """Tokens left out of some layers, fewer and fewer."""
 
@@ -102,14 +131,28 @@ class TrialPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationsPolicy:
+    """What checkpointed calls keep for backward: where, and what is measured meanwhile."""
+
+    on_host: bool = False
+    partition: bool = False  # over ranks that have the same inputs
+    contiguous: bool = False  # in one buffer
+    number: int | None = None  # calls that it has room for; None: as many as layers are checkpointed
+    synchronize: bool = False
+    profile: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FeaturesPolicy:
     """What acts while a model trains."""
 
     sparse_attention: SparseAttentionPolicy | None = None
     sequence_length: DifficultyPolicy | None = None  # of the older section, curriculum_learning
     sampling: SamplingPolicy | None = None
+    packing: PackingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
     layer_drop: LayerDropPolicy | None = None
+    activations: ActivationsPolicy | None = None
     tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
     tiled_loss: bool = False  # head and loss do
     trial: TrialPolicy | None = None

@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
+from hf_zero.config.features.activations import resolve_activations
+from hf_zero.config.features.packing import packing_of
 from hf_zero.config.features.policies import (
     DifficultyPolicy,
     FeaturesPolicy,
@@ -78,8 +80,10 @@ def resolve_features(config: Root) -> FeatureFindings:
         sparse_attention=_sparse_attention(config.sparse_attention, found),
         sequence_length=_sequence_length(config.curriculum_learning, found),
         sampling=_sampling(sampling, efficiency.seed, found),
+        packing=packing_of(sampling, efficiency.seed, found.problems),
         random_ltd=_random_ltd(routing, efficiency.seed, found),
         layer_drop=_layer_drop(config),
+        activations=resolve_activations(config.activation_checkpointing, found.remarks),
         tiled_mlp=config.hf_zero is not None and config.hf_zero.tiled_mlp,
         tiled_loss=config.hf_zero is not None and config.hf_zero.tiled_loss,
         trial=_trial(config, found),
@@ -114,6 +118,7 @@ def _switched_on(section: DataEfficiency, found: FeatureFindings) -> tuple[DataS
     inner: list[tuple[str, Any]] = []
     if sampling is not None:
         inner += [("data_sampling.curriculum_learning", sampling.curriculum_learning)]
+        inner += [("data_sampling.dynamic_batching", sampling.dynamic_batching)]
     if routing is not None:
         inner += [("data_routing.random_ltd", routing.random_ltd)]
     for path, part in inner:

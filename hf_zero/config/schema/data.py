@@ -14,22 +14,23 @@ from hf_zero.config.schema.fields import (
     PathText,
     Positive,
     PositiveNumber,
-    Refused,
     Section,
     Whole,
     check,
     detail,
     ignored,
     supported,
-    unsupported,
 )
 
 _MEMORY = "clusters are worked out from the index files by every rank, in memory"
-_WORKERS = "only dynamic batching reads it, in DeepSpeed, too"
 
 
 def _lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+def _scaling(value: object) -> object:
+    return "none" if value is None else _lowered(value)
 
 
 def _as_metrics(value: object) -> object:
@@ -44,6 +45,8 @@ Mode = Annotated[
 ]
 Direction = Annotated[Literal["unidirectional", "bidirectional"], BeforeValidator(_lowered)]
 Schedule = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+Scaling = Annotated[Literal["linear", "sqrt", "none"], BeforeValidator(_scaling)]
+PickingOrder = Annotated[Literal["dataloader", "random", "seqlen"], BeforeValidator(_lowered)]
 Metrics = Annotated[dict[str, Any], BeforeValidator(_as_metrics)]
 
 
@@ -117,19 +120,28 @@ class SampledCurriculum(Section):
     )
 
 
+class DynamicBatching(Section):
+    """Batches of about as many tokens, in loops of one's own: docs/data_efficiency.md names the call."""
+
+    enabled: Flag = supported(False, "Make batches by tokens.")
+    max_tokens: Positive | None = supported(None, "Most tokens of a pack; needed.", unit="tokens")
+    metrics_path: PathText | None = supported(None, "Folder with the analyzer's metric seqlen.")
+    lr_scaling_method: Scaling = supported("linear", "Of the learning rate, with an update's samples.")
+    min_batch_size: Positive = supported(1, "Fewest samples of a pack.", unit="samples")
+    max_batch_size: Positive | None = supported(None, "Most samples of a pack.", unit="samples")
+    sequence_picking_order: PickingOrder = supported("dataloader", "Of the samples; random draws anew per epoch.")
+    verbose: Flag = supported(False, "Log the learning rate of every update.")
+
+
 class DataSampling(Section):
     """Which samples are seen when."""
 
     enabled: Flag | None = supported(None, "false switches off all that is in the section.")
     num_epochs: Positive = supported(1000, "A loader of ours ends after so many times the data.", unit="epochs")
     num_workers: Count = supported(0, "Workers of a loader of ours.")
-    pin_memory: Flag = ignored(False, "Only for dynamic batching.", why=_WORKERS)
+    pin_memory: Flag = supported(False, "Of the loader of dynamic_batching; others decide by the device.")
     curriculum_learning: SampledCurriculum | None = detail(None, "By metrics.")
-    dynamic_batching: Refused | None = unsupported(
-        None,
-        "Batches by tokens.",
-        why="batches have a number of samples; train_sampling_strategy=group_by_length keeps their padding small",
-    )
+    dynamic_batching: DynamicBatching | None = detail(None, "Batches by tokens.")
 
 
 class LtdScheduleConfig(Section):

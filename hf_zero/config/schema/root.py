@@ -226,7 +226,9 @@ class Root(Section):
     data_types: DataTypes | None = detail(None, "Dtypes.")
     zero_optimization: Zero | None = detail(None, "Sharding.")
     aio: Aio | None = detail(None, "File access under NVMe offload.")
-    activation_checkpointing: ActivationCheckpointing | None = detail(None, "Recomputation of activations.")
+    activation_checkpointing: ActivationCheckpointing | None = detail(
+        None, "What checkpointed layers keep for backward."
+    )
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 
     flops_profiler: FlopsProfiler | None = detail(None, "Operation counts (docs/profiling.md).")

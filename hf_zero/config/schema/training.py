@@ -19,7 +19,10 @@ from hf_zero.config.schema.fields import (
 )
 
 _WRITER = "every rank streams its own files from a few threads, fsynced and checksummed"
-_ACTIVATIONS = "Hugging Face models recompute through gradient_checkpointing (--gradient_checkpointing true)"
+_PARTITION = (
+    "no two ranks have the same activations: tensor parallelism is not supported, and with sequence parallelism each "
+    "has its own; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
+)
 
 
 class Optimizer(Section):
@@ -77,14 +80,26 @@ class Checkpoint(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Only for models that call deepspeed.checkpointing themselves."""
+    """What gradient checkpointing (`gradient_checkpointing=True`) keeps for backward (docs/long_sequences.md)."""
 
-    partition_activations: Flag = ignored(False, "Shard saved activations.", why=_ACTIVATIONS)
-    cpu_checkpointing: Flag = ignored(False, "Keep them in host memory.", why=_ACTIVATIONS)
-    contiguous_memory_optimization: Flag = ignored(False, "Keep them in one buffer.", why=_ACTIVATIONS)
-    number_checkpoints: Count | None = ignored(None, "How many.", why=_ACTIVATIONS)
-    synchronize_checkpoint_boundary: Flag = ignored(False, "Synchronise at each.", why=_ACTIVATIONS)
-    profile: Flag = ignored(False, "Log times.", why=_ACTIVATIONS)
+    partition_activations: Flag = ignored(
+        False, "Each rank of a tensor-parallel group keeps a part of what they all have.", why=_PARTITION
+    )
+    cpu_checkpointing: Flag = supported(
+        False, "Keep the inputs of checkpointed layers in host memory, copied beside the computation."
+    )
+    contiguous_memory_optimization: Flag = supported(
+        False, "Copy them into one buffer, so that memory between them is not broken into pieces."
+    )
+    number_checkpoints: Count | None = supported(
+        None, "How many that buffer has room for; by default as many as the model has layers."
+    )
+    synchronize_checkpoint_boundary: Flag = supported(
+        False, "Wait for the device before and after each checkpointed layer, in forward and when it runs again."
+    )
+    profile: Flag = supported(
+        False, "Log how long the checkpointed layers of a micro-batch took, in forward and when they ran again."
+    )
 
 
 class Aio(Section):

@@ -26,7 +26,6 @@ from hf_zero.config.schema.fields import (
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
 _SHARDED = (1, 2, 3)
-_PLUS_PLUS = "ZeRO++ is not supported"
 
 
 _INTERNAL = "the update always has all of the CPU's threads"
@@ -207,8 +206,12 @@ class Zero(Section):
     leaf_module: LeafModule | None = supported(None, "Modules gathered as one unit.", stages=_THREE)
     save_muon_momentum_buffer_in_memory: Flag = supported(False, "Muon under NVMe.", stages=_THREE)
 
-    zero_hpz_partition_size: Count = unsupported(
-        1, "Secondary shards inside groups of ranks.", why=_PLUS_PLUS, stages=_THREE, off=(0, 1)
+    zero_hpz_partition_size: Count = supported(
+        1,
+        "hpZ: groups of this many ranks of a host keep second shards, and gather among themselves; 0 and 1: none do.",
+        why="every rank has all parameters",
+        unit="ranks",
+        stages=_THREE,
     )
     zero_quantized_weights: Flag = supported(
         False, "qwZ: gathers around use bring weights rounded to int8; shards and masters stay exact.", stages=_THREE

@@ -1,37 +1,27 @@
-"""`deepspeed.checkpointing`: recomputation of activations in backward, as torch.utils.checkpoint does it."""
+"""`deepspeed.checkpointing`: recomputation of activations in backward, as torch.utils.checkpoint does it.
+
+Where the inputs of a checkpointed call lie until then is what `configure` says; `hf_zero.activations` keeps them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.torch_backend import NativeCollectives
+from hf_zero.config.features.activations import read_activations
+from hf_zero.config.features.policies import ActivationsPolicy
 from hf_zero.config.reading.load import load_config
-from hf_zero.device.kinds import current_device
-from hf_zero.device.registry import runtime_of
 from hf_zero.integration.compat.logs import warning_once
+from hf_zero.integration.compat.random_states import with_named_states
 
-_MODEL_PARALLEL = "model-parallel-rng"
-# What DeepSpeed does with saved activations, by argument and by key of the section activation_checkpointing.
-_KEYS = {
-    "partition_activations": "partition_activations",
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
-    "profile": "profile",
-}
-
-
-@dataclass
-class _Settings:
-    is_configured: bool = False
-
-
-_settings = _Settings()
+_UNCONFIGURED = CheckpointedCalls(ActivationsPolicy())
 
 
 def configure(
@@ -44,43 +34,60 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how activations are kept: they are recomputed from each call's inputs, which stay where they are.
+    """Say where `checkpoint` keeps what it needs for backward, for the whole process.
 
-    What would partition, move or merge the inputs has no effect, on results neither: a warning names it.
+    Args:
+        mpu_: says which ranks have the same activations (get_tensor_model_parallel_* or get_model_parallel_*), or None.
+        deepspeed_config: path or dict, of which the section activation_checkpointing counts where an argument is None.
+        partition_activations: each rank of that group keeps a part; gathered again in backward.
+        contiguous_checkpointing: in one buffer with room for `num_checkpoints` calls.
+        checkpoint_in_cpu: in host memory, copied beside the computation.
+        synchronize: wait for the device before and after each call.
+        profile: log how long the calls of a forward and of its backward took.
+
+    Raises:
+        ConfigError: for values in the section that cannot be.
+        ValueError: one buffer for nobody knows how many calls.
     """
-    given = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
+    given: dict[str, Any] = {
+        "partition": partition_activations,
+        "contiguous": contiguous_checkpointing,
+        "number": num_checkpoints,
+        "on_host": checkpoint_in_cpu,
         "synchronize": synchronize,
         "profile": profile,
     }
-    section = load_config(deepspeed_config).get("activation_checkpointing") if deepspeed_config is not None else None
-    from_file = section if isinstance(section, dict) else {}
-    idle = [name for name, value in given.items() if (from_file.get(_KEYS[name]) if value is None else value)]
-    if idle:
-        warning_once(
-            f"deepspeed.checkpointing.configure: no effect of {', '.join(idle)}: inputs of checkpointed calls stay "
-            "whole and on their device"
+    policy = read_activations({} if deepspeed_config is None else load_config(deepspeed_config))
+    policy = replace(policy, **{name: value for name, value in given.items() if value is not None})
+    if policy.contiguous and not policy.number:
+        raise ValueError(
+            "contiguous_checkpointing (contiguous_memory_optimization) is on, and nobody says how many calls its "
+            "buffer has to hold: set num_checkpoints (number_checkpoints) to the number of calls of a forward"
         )
-    _settings.is_configured = True
+    group, why = _tensor_group(mpu_)
+    if policy.partition and group is None:
+        warning_once(f"deepspeed.checkpointing.configure: partition_activations has no effect, {why}")
+    CONFIGURED.tensor_rank = 0 if group is None else group.rank
+    _use(CheckpointedCalls(policy, group=group))
 
 
 def is_configured() -> bool:
-    return _settings.is_configured
+    return CONFIGURED.calls is not None
 
 
 def reset() -> None:
-    """Nothing is kept between iterations."""
+    """Give memory that nothing is kept in back; called between iterations that have no backward."""
+    if CONFIGURED.calls is not None:
+        CONFIGURED.calls.release()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function` without saving what is inside; backward runs it again, with the same random numbers."""
-    return torch_checkpoint(function, *args, use_reentrant=not kwargs, **kwargs)
+    return _run(function, *args, use_reentrant=not kwargs, **kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return torch_checkpoint(function, *args, use_reentrant=False)
+    return _run(function, *args, use_reentrant=False)
 
 
 class CheckpointFunction:
@@ -88,90 +95,71 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        outputs = torch_checkpoint(run_function, *args, use_reentrant=True)
+        outputs = _run(run_function, *args, use_reentrant=True)
         all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
         return outputs
 
 
-class CudaRNGStatesTracker:
-    """Random states by name, for code whose ranks must draw different numbers; on the default device's generator."""
-
-    def __init__(self) -> None:
-        self.states_: dict[str, torch.Tensor] = {}
-        self.seeds_: set[int] = set()
-
-    def reset(self) -> None:
-        self.states_, self.seeds_ = {}, set()
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        return dict(self.states_)
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        self.states_ = states
-
-    def add(self, name: str, seed: int) -> None:
-        """
-        Raises:
-            Exception: for a name or a seed that is there already (the type is DeepSpeed's).
-        """
-        if seed in self.seeds_:
-            raise Exception(f"seed {seed} already exists")
-        if name in self.states_:
-            raise Exception(f"cuda rng state {name} already exists")
-        self.seeds_.add(seed)
-        with _kept_state():
-            torch.manual_seed(seed)
-            self.states_[name] = _state()
-
-    @contextlib.contextmanager
-    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the state `name` inside, and go on with the old one after."""
-        if name not in self.states_:
-            raise Exception(f"cuda rng state {name} is not added")
-        with _kept_state():
-            _set_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = _state()
-
-
-_tracker = CudaRNGStatesTracker()
-
-
-def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    return _tracker
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device, and the tracker's state as the only rank of a model-parallel group does."""
-    _tracker.reset()
-    torch.manual_seed(seed)
-    _tracker.add(_MODEL_PARALLEL, seed + 2718)
-
-
 def set_num_layers(nlayers: int) -> None:
-    """Accepted: nothing is planned by the number of layers."""
+    """How many calls the one buffer of contiguous_checkpointing holds."""
+    _change(number=nlayers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    if partition_activation:
-        warning_once("partition_activations_in_checkpoint(True): no effect, inputs of checkpointed calls stay whole")
+    """As `configure`'s partition_activations, from now on."""
+    if partition_activation and _calls().group is None:
+        warning_once(
+            "partition_activations_in_checkpoint(True) has no effect: deepspeed.checkpointing.configure has been given "
+            "no mpu whose ranks have the same activations"
+        )
+    _change(partition=partition_activation)
 
 
-def _state() -> torch.Tensor:
-    return runtime_of(current_device()).random_state()
+def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
+    """Each tensor without its graph, on `device`, wanting a gradient if it did.
+
+    Raises:
+        RuntimeError: `inputs` is no tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(f"detach_variable takes a tuple, not {type(inputs).__name__}")
+    return tuple(_detached(value, device) if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _set_state(state: torch.Tensor) -> None:
-    runtime_of(current_device()).set_random_state(state)
+def _detached(tensor: Tensor, device: Any) -> Tensor:
+    moved = tensor if device is None else tensor.to(device=device)
+    return moved.detach().requires_grad_(tensor.requires_grad)
 
 
-@contextlib.contextmanager
-def _kept_state() -> Iterator[None]:
-    kept, host = _state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        _set_state(kept)
-        torch.set_rng_state(host)
+def _run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return _calls().run(torch_checkpoint, with_named_states(function), *args, **options)
+
+
+def _calls() -> CheckpointedCalls:
+    return CONFIGURED.calls or _UNCONFIGURED
+
+
+def _change(**changes: Any) -> None:
+    """Settings of later calls; what earlier ones have kept stays where it is."""
+    if CONFIGURED.calls is not None:
+        _use(CheckpointedCalls(replace(CONFIGURED.calls.policy, **changes), group=CONFIGURED.calls.group))
+
+
+def _use(calls: CheckpointedCalls) -> None:
+    if CONFIGURED.calls is not None:
+        CONFIGURED.calls.close()
+    CONFIGURED.calls = calls
+
+
+def _tensor_group(mpu: Any) -> tuple[Collectives | None, str]:
+    """The ranks that have the same activations, or why there are none."""
+    if mpu is None:
+        return None, "there is no mpu that says which ranks have the same activations"
+    kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
+    size = int(getattr(mpu, f"get_{kind}_parallel_world_size")())
+    if size == 1:
+        return None, "the tensor-parallel group of its mpu has one rank"
+    if hasattr(mpu, "get_sequence_parallel_world_size") and kind == "model":
+        # Ulysses' module calls its sequence group a model-parallel one.
+        return None, "ranks of a sequence-parallel group have activations of their own"
+    return NativeCollectives(getattr(mpu, f"get_{kind}_parallel_group")()), ""

@@ -73,7 +73,10 @@ ALTERNATIVES = {
     "pipe": _PIPELINE,
     "profiling": "profiling.flops_profiler has FlopsProfiler and get_model_profile; ds.json the section flops_profiler",
     "runtime": "this is the inside of DeepSpeed's engine; hf_zero's is another one",
-    "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint, or model.gradient_checkpointing_enable()",
+    "runtime.activation_checkpointing": (
+        "deepspeed.checkpointing.checkpoint, or model.gradient_checkpointing_enable(), whose layers the section "
+        "activation_checkpointing reaches"
+    ),
     "runtime.compiler": _COMPILER,
     "runtime.checkpoint_engine": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
     "runtime.data_pipeline": _DATA,

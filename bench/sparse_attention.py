@@ -1,0 +1,153 @@
+"""Time and memory of sparse attention against the density of its pattern, on one CPU process.
+
+    python -m bench.sparse_attention --name 8k
+
+Forward and backward of one layer's attention in fp32, all patterns in turn, and torch's scaled_dot_product_attention
+over all tokens beside them. Memory is counted, not sampled: the allocator's own record (torch.profiler) of the most
+that was taken at once. Density: blocks that are computed, of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from bench.surroundings import RESULTS, machine, public
+from hf_zero.attention.gathered import Rules, gathered_attention
+from hf_zero.attention.plan import make_plan
+from hf_zero.attention.sparsity import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+)
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+WHOLE = "scaled_dot_product_attention"
+
+
+def patterns(heads: int, block: int) -> dict[str, SparsityConfig]:
+    """From sparse to dense."""
+    both = {"attention": "bidirectional"}
+    windows = {
+        f"window of {2 * near + 1} blocks": LocalSlidingWindowSparsityConfig(
+            heads, block=block, num_sliding_window_blocks=2 * near + 1, **both
+        )
+        for near in (1, 4, 8, 16, 32)
+    }
+    others = {
+        "bslongformer": BSLongformerSparsityConfig(heads, block=block, **both),
+        "bigbird": BigBirdSparsityConfig(heads, block=block, **both),
+        "fixed": FixedSparsityConfig(heads, block=block, num_local_blocks=8, **both),
+    }
+    return {**windows, **others, "dense": DenseSparsityConfig(heads, block=block)}
+
+
+def attention_of(config: SparsityConfig, tokens: int) -> tuple[Attention, float]:
+    """Attention by the pattern, and its density."""
+    found = config.make_layout(tokens)
+    layouts = [tuple(tuple(row.nonzero().flatten().tolist()) for row in head) for head in found]
+    plan = make_plan(layouts, config.num_heads, config.block)
+    kept: dict[int, Tensor | None] = {}
+    return lambda q, k, v: gathered_attention(q, k, v, plan, Rules(kept=kept)), plan.density
+
+
+def once(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
+    """CPU seconds of forward and backward."""
+    for tensor in inputs:
+        tensor.grad = None
+    began = time.process_time()
+    attention(*inputs).square().sum().backward()
+    return time.process_time() - began
+
+
+def peak_bytes(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        once(attention, inputs)
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    torch.manual_seed(0)
+    shape = (1, options.heads, options.tokens, options.head_size)
+    inputs = tuple(torch.randn(shape, requires_grad=True) for _ in range(3))
+    ways: dict[str, tuple[Attention, float]] = {WHOLE: (functional.scaled_dot_product_attention, 1.0)}
+    for name, config in patterns(options.heads, options.block).items():
+        ways[name] = attention_of(config, options.tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(options.rounds + 1):
+        for name, (attention, _) in ways.items():
+            taken = once(attention, inputs)  # type: ignore[arg-type]
+            if turn:  # the first warms up
+                seconds[name].append(taken)
+    return {
+        name: {"density": density, "seconds": seconds[name], "peak_bytes": peak_bytes(attention, inputs)}  # type: ignore[arg-type]
+        for name, (attention, density) in ways.items()
+    }
+
+
+def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
+    """The table, as it is."""
+    lines = [
+        f"Forward and backward of attention over {options.tokens} tokens, {options.heads} heads of "
+        f"{options.head_size}, blocks of {options.block}, fp32, one CPU core; medians of {options.rounds} rounds with "
+        "their range. Shares are of the dense pattern.\n",
+        "| pattern | density | CPU seconds | range | of dense | most memory at once, MiB | of dense |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    dense = found["dense"]
+    base = statistics.median(dense["seconds"])
+    for name, one in sorted(found.items(), key=lambda item: (item[0] == WHOLE, item[1]["density"])):
+        taken = statistics.median(one["seconds"])
+        cells = [
+            name,
+            f"{one['density']:.3f}",
+            f"{taken:.2f}",
+            f"{min(one['seconds']):.2f}-{max(one['seconds']):.2f}",
+            f"{taken / base:.3f}",
+            f"{one['peak_bytes'] / 2**20:.0f}",
+            f"{one['peak_bytes'] / dense['peak_bytes']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure(options)
+    content = {"command": public(sys.argv), "machine": machine(), "torch": torch.__version__, "patterns": found}
+    stem = f"{datetime.date.today()}-sparse-attention-{options.name}"
+    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = report(found, options)
+    (RESULTS / f"{stem}.md").write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

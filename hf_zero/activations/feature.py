@@ -1,0 +1,97 @@
+"""The section `activation_checkpointing` of ds.json, put into transformers' own gradient checkpointing.
+
+transformers gives every layer the function that checkpoints it, before the first forward or at any later time; ours
+stands around that one for as long as the engine lives.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
+from hf_zero.config import Resolved
+from hf_zero.features import Progress, TrainingFeature
+from hf_zero.log import logger
+
+_FUNCTION = "_gradient_checkpointing_func"
+_SECTION = "activation_checkpointing"
+
+
+def activation_checkpointing_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for anything."""
+    policy = resolved.features.activations
+    if policy is None:
+        return None
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    return ActivationCheckpointing(layers, CheckpointedCalls(policy, num_slots=len(layers)))
+
+
+class ActivationCheckpointing(TrainingFeature):
+    """See above."""
+
+    name = _SECTION
+    waits_for_outcome = False
+
+    def __init__(self, layers: list[nn.Module], calls: CheckpointedCalls) -> None:
+        """`layers`: modules that transformers may checkpoint."""
+        self._layers = layers
+        self.calls = calls
+        self._has_said = False
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        for layer in self._layers:
+            function = vars(layer).get(_FUNCTION)
+            if function is not None and not isinstance(function, _Around):
+                vars(layer)[_FUNCTION] = _Around(function, self.calls)
+        return keywords
+
+    def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        if progress.training and not self._has_said:
+            self._has_said = True
+            if not self.calls.num_calls and CONFIGURED.calls is None:
+                logger.warning(
+                    "%s has no effect: no layer of the model is checkpointed. Set gradient_checkpointing=True in "
+                    "TrainingArguments, call model.gradient_checkpointing_enable(), or, where the model calls "
+                    "deepspeed.checkpointing.checkpoint itself, deepspeed.checkpointing.configure(mpu, ds_config)",
+                    _SECTION,
+                )
+        return output
+
+    def close(self) -> None:
+        for layer in self._layers:
+            if isinstance(function := vars(layer).get(_FUNCTION), _Around):
+                vars(layer)[_FUNCTION] = function.original
+        self.calls.close()
+
+
+class _Around:
+    """What a layer calls in place of its checkpointing function; copied and pickled, it is that function."""
+
+    def __init__(self, original: Any, calls: CheckpointedCalls) -> None:
+        self.original = original
+        self._calls = calls
+        self._checkpoint = _without_offload(original) if calls.policy.on_host else original
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._calls.run(self._checkpoint, function, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.original,)
+
+
+def _itself(function: Any) -> Any:
+    return function
+
+
+def _without_offload(function: Any) -> Any:
+    """transformers' checkpoint that saves on the host (`offload`) would take inputs before we do, and wait for each
+    copy: with cpu_checkpointing it is the checkpoint without."""
+    inner = getattr(function, "func", None)
+    where = getattr(inner, "__module__", ""), getattr(inner, "__name__", "")
+    if not isinstance(function, partial) or where != ("transformers.modeling_utils", "checkpoint_func"):
+        return function
+    return partial(torch_checkpoint, *function.args, **function.keywords)

@@ -1,0 +1,166 @@
+"""`deepspeed.checkpointing`: what `configure` is told is done, partitioned over a tensor-parallel group, too."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_zero.activations.calls import CONFIGURED
+from hf_zero.comm import ledger
+from hf_zero.config import ConfigError
+from hf_zero.device.late import Late
+from hf_zero.device.registry import use
+from hf_zero.integration.compat import activation_checkpointing as checkpointing
+from tests.activations.test_calls import LAYERS, ROWS, WIDTH, net, train
+from tests.activations.test_feature import EVERYTHING, llama
+from tests.activations.test_feature import train as train_llama
+from tests.step.test_stage3_traffic_and_memory import counted
+from tests.support.memory import profiled_memory, still_allocated
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def unconfigured() -> Iterator[None]:
+    yield
+    CONFIGURED.calls, CONFIGURED.tensor_rank = None, 0
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def plain(*args: Any) -> Any:
+    return checkpoint(*args, use_reentrant=True)
+
+
+def test_the_section_is_read_and_arguments_go_first() -> None:
+    config = {"train_batch_size": 1, "activation_checkpointing": {**EVERYTHING, "profile": False, "unknown": 1}}
+    checkpointing.configure(None, config, synchronize=False, num_checkpoints=LAYERS)
+    assert CONFIGURED.calls is not None
+    policy = CONFIGURED.calls.policy
+    assert (policy.on_host, policy.contiguous, policy.number) == (True, True, LAYERS)
+    assert not policy.synchronize and not policy.profile
+    expected = train(net(), plain)
+    with use(Late()):
+        assert same(train(net(), checkpointing.checkpoint), expected)
+        checkpointing.reset()
+        assert same(train(net(), checkpointing.non_reentrant_checkpoint), expected)
+    checkpointing.set_num_layers(3)
+    assert CONFIGURED.calls.policy.number == 3 and CONFIGURED.calls.policy.on_host
+
+
+def test_what_cannot_be_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints"):
+        checkpointing.configure(None, {"activation_checkpointing": {"number_checkpoints": -1}})
+    with pytest.raises(ValueError, match="set num_checkpoints"):
+        checkpointing.configure(None, contiguous_checkpointing=True)
+    ulysses = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_model_parallel_world_size=lambda: 2)
+    with caplog.at_level(logging.WARNING, logger="hf_zero"):
+        checkpointing.configure(None, partition_activations=True)
+        checkpointing.configure(ulysses, partition_activations=True)
+        checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 1), partition_activations=True)
+        checkpointing.partition_activations_in_checkpoint(True)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [part in text for part, text in zip(("no mpu", "of their own", "one rank", "given no mpu"), texts)] == [
+        True
+    ] * 4
+    assert same(train(net(), checkpointing.checkpoint), train(net(), plain))
+
+
+def test_named_states_draw_the_same_again() -> None:
+    """Dropout inside of tracker.fork(), as Megatron's: without care the second run draws what comes next."""
+
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with checkpointing_names.get_cuda_rng_tracker().fork():
+                return nn.functional.dropout(x, 0.5)
+
+    checkpointing_names = importlib.import_module("deepspeed").checkpointing
+    checkpointing_names.model_parallel_cuda_manual_seed(7)
+    x, layer = torch.ones(ROWS, WIDTH, requires_grad=True), Dropping()
+    outputs = [checkpointing_names.checkpoint(layer, x) for _ in range(2)]
+    tracker = checkpointing_names.get_cuda_rng_tracker()
+    after = tracker.get_states()
+    for output in outputs:
+        x.grad = None
+        output.sum().backward()
+        assert x.grad is not None and torch.equal(output, x.grad)
+    assert not torch.equal(*outputs)
+    assert all(torch.equal(state, after[name]) for name, state in tracker.get_states().items())
+    checkpointing_names.model_parallel_reconfigure_tp_seed(7)
+    again = layer(x)
+    assert torch.equal(again, outputs[0])
+    tracker.reset()
+
+
+def test_detached_variables() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    detached, other, number = checkpointing.detach_variable((x, torch.ones(1), 3))
+    assert detached.is_leaf and detached.requires_grad and not other.requires_grad and number == 3
+    with pytest.raises(RuntimeError, match="takes a tuple, not list"):
+        checkpointing.detach_variable([x])  # type: ignore[arg-type]
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+def run_partitioned(rank: int) -> dict[str, Any]:
+    """Both ranks compute the same, as ranks of a tensor-parallel group do."""
+    group = dist.new_group([0, 1])
+    mpu = SimpleNamespace(
+        get_model_parallel_world_size=lambda: 2,
+        get_model_parallel_rank=lambda: rank,
+        get_model_parallel_group=lambda: group,
+    )
+    found: dict[str, Any] = {}
+    expected = train(net(), plain)
+    for name, more in (
+        ("parts", {}),
+        ("host", {"checkpoint_in_cpu": True}),
+        ("buffer", {"contiguous_checkpointing": True}),
+    ):
+        with use(Late()):
+            checkpointing.configure(mpu, None, partition_activations=True, num_checkpoints=LAYERS, **more)
+            found[name] = same(train(net(), checkpointing.checkpoint), expected)
+    found["kept"] = {}
+    for partition in (False, True):
+        checkpointing.configure(mpu, None, partition_activations=partition)
+        y: Tensor = torch.ones(512, WIDTH, requires_grad=True) * 1
+        layers, shared = net(), torch.zeros(1)
+        with profiled_memory() as forward:
+            for layer in layers:
+                y = checkpointing.checkpoint(layer, y, shared)
+        found["kept"][partition] = still_allocated(forward) / (512 * WIDTH * 4)
+        y.sum().backward()
+    names = importlib.import_module("deepspeed").checkpointing
+    names.model_parallel_cuda_manual_seed(5)
+    found["seeds"] = names.get_cuda_rng_tracker().seeds_
+    # And a sharded model, whose gathers must stay what they are.
+    for section in (None, {"cpu_checkpointing": True}):
+        ledger.reset()
+        with use(Late()):
+            losses, weights = train_llama(llama(), section, 3)
+        found[f"stage 3 {section is not None}"] = losses, weights, counted()
+    return found
+
+
+def test_two_ranks() -> None:
+    """Each keeps half of what both have; gathered again it is what it was, to the bit."""
+    for rank, found in enumerate(run_ranks(run_partitioned, 2)):
+        assert found["parts"] and found["host"] and found["buffer"]
+        # Of the plain run the first input is older than the measurement; both count the output.
+        whole, parts = found["kept"][False], found["kept"][True]
+        assert whole == pytest.approx(LAYERS, abs=0.25) and parts == pytest.approx(LAYERS / 2 + 1, abs=0.25)
+        assert found["seeds"] == {5 + 2718 + rank}
+        (losses, weights, calls), expected = found["stage 3 True"], found["stage 3 False"]
+        assert calls == expected[2] and all(map(torch.equal, losses, expected[0]))
+        assert all(torch.equal(value, expected[1][name]) for name, value in weights.items())

@@ -1,0 +1,124 @@
+"""The section activation_checkpointing in transformers' gradient checkpointing: the bits of a training without it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_zero.activations.feature import ActivationCheckpointing
+from hf_zero.api.entry import initialize
+from hf_zero.device.late import Late
+from hf_zero.device.registry import use
+from tests.support.architectures import LLAMA
+
+EVERYTHING = {
+    "cpu_checkpointing": True,
+    "contiguous_memory_optimization": True,
+    "number_checkpoints": 2,
+    "synchronize_checkpoint_boundary": True,
+    "profile": True,
+}
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def llama() -> Any:
+    """With dropout in its attention."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 3}, attention_dropout=0.2)).train()
+
+
+def train(model: Any, section: dict[str, Any] | None, stage: int = 0, **more: Any) -> tuple[list[Tensor], Any]:
+    """Two updates of two micro-batches: losses and the engine's weights; `more` goes to transformers' checkpointing."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0},
+    }
+    if section is not None:
+        config["activation_checkpointing"] = section
+    engine, _, _, _ = initialize(model=model, config=config)
+    # As Trainer does it, after the engine is there.
+    model.activation_checkpointing_enable(**more)
+    torch.manual_seed(3)
+    losses = []
+    for _ in range(4):
+        ids = torch.randint(3, 90, (2, 16))
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    feature = engine.training_features.named("activation_checkpointing")
+    assert (feature is None) == (section is None)
+    if feature is not None:
+        assert feature.calls.num_calls == 4 * 3
+    engine.destroy()
+    assert not any("_Around" in repr(vars(module).get(_FUNCTION)) for module in model.modules())
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "more"),
+    [
+        (0, {"cpu_checkpointing": True}, {}),
+        (2, {"contiguous_memory_optimization": True}, {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+        (3, EVERYTHING, {}),
+        (3, EVERYTHING, {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+        (0, {"cpu_checkpointing": True}, {"offload": True}),  # transformers' own offload, which ours does instead
+    ],
+)
+def test_the_same_bits(stage: int, section: dict[str, Any], more: dict[str, Any]) -> None:
+    """Dropout draws the same, stage 3 gathers as it did; on a device whose copies are as late as they may be."""
+    plain = {name: value for name, value in more.items() if name != "offload"}
+    expected = train(llama(), None, stage, **plain)
+    with use(Late()) if section.get("cpu_checkpointing") else nullcontext():
+        found = train(llama(), section, stage, **more)
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(value, expected[1][name]) for name, value in found[1].items())
+
+
+def test_transformers_own_offload_is_left_alone_unless_we_keep_inputs_on_the_host() -> None:
+    """Without the key it stays; with it, ours copies in its place, once and without waiting."""
+    for section, stays in (({"profile": True}, True), ({"cpu_checkpointing": True}, False)):
+        model = llama()
+        model.activation_checkpointing_enable(offload=True)
+        config = {"train_micro_batch_size_per_gpu": 2, "activation_checkpointing": section}
+        engine, _, _, _ = initialize(model=model, config=config)
+        feature: ActivationCheckpointing = engine.training_features.named("activation_checkpointing")
+        feature.before_forward(None, {})  # type: ignore[arg-type]
+        around = vars(model.model.layers[0])[_FUNCTION]
+        assert (around._checkpoint.func.__name__ == "checkpoint_func") == stays
+        copied = copy.deepcopy(model.model.layers[0])  # a reference model: it goes on by itself
+        assert type(vars(copied)[_FUNCTION]) is type(around.original)
+        engine.destroy()
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def test_without_gradient_checkpointing_it_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": True, "number_checkpoints": 3},
+    }
+    with caplog.at_level(logging.INFO, logger="hf_zero"):
+        engine, _, _, _ = initialize(model=llama(), config=config)
+        ids = torch.randint(3, 90, (2, 16))
+        for _ in range(2):
+            engine(input_ids=ids, labels=ids)
+        engine.destroy()
+    text = messages(caplog)
+    assert text.count("activation_checkpointing has no effect: no layer of the model is checkpointed") == 1
+    assert "partition_activations" in text and "no two ranks have the same activations" in text
+    everything = "\n".join(record.getMessage() for record in caplog.records)
+    assert "no effect without contiguous_memory_optimization" in everything
