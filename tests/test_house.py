@@ -54,6 +54,7 @@ SMALL_FILES = {
     "kernels/message.py": "imported from layout, which knows no torch",
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
+    "quantities.py": _LEAF,
     "versions.py": _LEAF,
 }
 
