@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-
 _SHAPES = "meta"
 
 
