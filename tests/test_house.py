@@ -45,12 +45,16 @@ SMALL_FILES = {
     "integration/huggingface/output_folder.py": "no part of the patch that asks it",
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
+    "integration/patches/accelerate_data_loader.py": _PER_MODULE,
     "integration/patches/peft_utils_other.py": _PER_MODULE,
+    "integration/patches/torch_distributed_nn_functional.py": _PER_MODULE,
     "integration/patches/transformers_generation_utils.py": _PER_MODULE,
+    "integration/patches/transformers_masking_utils.py": _PER_MODULE,
     "kernels/gpu/norm.py": _PER_KERNEL,
     "kernels/message.py": "imported from layout, which knows no torch",
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
+    "quantities.py": _LEAF,
     "versions.py": _LEAF,
 }
 

@@ -15,7 +15,10 @@ PACKAGE = "hf_zero"
 
 # Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
 LADDER = (
-    ("errors", "last_words", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
+    (
+        *("errors", "last_words", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
+        "quantities",
+    ),
     ("kernels", "config"),
     ("layout", "device"),
     ("comm",),

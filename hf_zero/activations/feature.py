@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -73,11 +74,12 @@ class _Around:
 
     def __init__(self, original: Any, calls: CheckpointedCalls) -> None:
         self.original = original
-        self._calls = calls
+        # torch's compiler would trace what counts and pools, and compile it anew whenever a count has changed.
+        self._run = torch.compiler.disable(calls.run)
         self._checkpoint = _without_offload(original) if calls.policy.on_host else original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._calls.run(self._checkpoint, function, *args, **kwargs)
+        return self._run(self._checkpoint, function, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return _itself, (self.original,)

@@ -33,7 +33,7 @@ from hf_zero.params.sharded import ShardedParameters
 from hf_zero.precision import precision_from
 from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.schedules import build_scheduler
-from hf_zero.sequence import SequenceGroups, groups_given, use_groups
+from hf_zero.sequence import SequenceGroups, groups_given, share_sequences, use_groups
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -102,6 +102,7 @@ def initialize(
     sequences = None if given is None else given.partition
     groups = parallel_groups(local_device(), resolved.zero.shard_size, sequences, resolved.zero.gather_size)
     AT_WORK.drop_abandoned()
+    share_sequences(model, given, groups)
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)

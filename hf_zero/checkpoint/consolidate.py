@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ from hf_zero.checkpoint.files.safetensors_file import write_safetensors
 from hf_zero.checkpoint.files.stream import Streamed, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.view import CheckpointView
+from hf_zero.quantities import bytes_of
 
 Progress = Callable[[int], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 # What a Hugging Face model needs beside its weights; Trainer keeps it in the checkpoint's folder.
 _MODEL_FILES = ("config.json", "generation_config.json")
 
@@ -94,9 +92,7 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ValueError: for anything that is not a positive number with a known unit.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = found[2].upper() if found else "?"
-    size = int(float(found[1]) * _UNITS[unit]) if found and unit in _UNITS else 0
+    size = int(bytes_of(str(text)) or 0)
     if size < 1:
         raise ValueError(f"max shard size {text!r} is not a size: write a positive number and a unit, such as 5GB")
     return size

@@ -11,7 +11,7 @@ from hf_zero.comm.channels import (
     set_timeout,
     watching_collectives,
 )
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives
 from hf_zero.comm.groups import ParallelGroups, ShardSize, parallel_groups
 from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger

@@ -156,7 +156,8 @@ class _Known:
             of_group = channel if channel is Channel.SEQUENCE else Channel.REDUCE
             link, group = self.group_link(ranks, number), self.native_group(number, of_group)
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
-        hosts = self.gloo_group(number, "hosts") if channel is Channel.REDUCE and device.type != "cpu" else None
+        asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE) and device.type != "cpu"
+        hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
         return NativeCollectives(self.native_group(number, channel), hosts)
 
     def negotiation(

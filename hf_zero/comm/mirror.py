@@ -96,6 +96,17 @@ def get_all_ranks_from_group(group: _torch.ProcessGroup | None = None) -> list[i
     return list(_torch.get_process_group_ranks(group or _torch.group.WORLD))
 
 
+def scatter_all_to_all(group: Any, received: Sequence[Tensor], sent: Sequence[Tensor]) -> bool:
+    """`sent[r]` to rank r of a gloo group, by one scatter for each; False where the group has another backend."""
+    if _torch.get_backend(group) != "gloo":
+        return False
+    own = _torch.get_rank(group)
+    for rank, place in enumerate(received):
+        parts = [tensor.contiguous() for tensor in sent] if rank == own else None
+        _torch.scatter(place, parts, group=group, group_src=rank)
+    return True
+
+
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor],
     input_tensors: Sequence[Tensor],

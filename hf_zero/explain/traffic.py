@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,10 +10,9 @@ from hf_zero.config.checks import model_dtype
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero
 from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of, within_bytes
+from hf_zero.quantities import count_of
 
 THIS = "this config"
-_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
-_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _UNIT_NUMEL = 1 << 30  # of a model whose size is not known: everything is in proportion
 
 
@@ -43,10 +41,10 @@ class Sent:
 
 def number_of(text: str, flag: str) -> float:
     """7b, 350M, 40G, 1.5e9."""
-    found = _COUNT.fullmatch(text.strip())
+    found = count_of(text)
     if found is None:
         raise ConfigError(Problem(flag, text, "must be a number, as 7b, 350M or 1.5e9", "correct it"))
-    return float(found[1]) * _FACTORS[found[2].lower()]
+    return found
 
 
 def traffic_rows(findings: Findings, per_host: int | None, parameters: float | None, links: Links) -> tuple[Sent, ...]:

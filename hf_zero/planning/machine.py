@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +13,8 @@ from hf_zero.config import ConfigError, Problem
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.device.limits import disk_available
 from hf_zero.planning.event_model import Machine
+from hf_zero.quantities import bytes_of
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 CPU = "cpu"
 CONTEXT_BYTES = 1.5e9  # of a GPU: the driver's context, the buffers of NCCL, the libraries' workspaces
 FRAGMENTS = 0.04  # of a GPU's memory, which an allocator cannot give out in the sizes that are asked for
@@ -114,13 +112,10 @@ def parse_bytes(text: str, key: str = "") -> float:
     Raises:
         ConfigError: naming `key`.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found:
-        return float(found[1]) * (1024.0 if found[3] else 1000.0) ** _POWERS[found[2].lower()]
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(Problem(key, text, "must be a number of bytes", "write 80G, 1.5T or 24GiB")) from None
+    found = bytes_of(text)
+    if found is None:
+        raise ConfigError(Problem(key, text, "must be a number of bytes", "write 80G, 1.5T or 24GiB"))
+    return found
 
 
 def hardware(given: Mapping[str, object]) -> Hardware:

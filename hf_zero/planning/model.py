@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,8 @@ from hf_zero.explain.views import config_file
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning.repeat import FEW, NotAlike, stretch
 from hf_zero.planning.trace import Segment, Trace, trace_step
+from hf_zero.quantities import count_of
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", re.IGNORECASE)
-_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _VOCABULARY = 32_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,7 +73,7 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> Plan
     Raises:
         ConfigError: for a source that is none of these, or a model that cannot be built from its config.
     """
-    count = parameter_count(source)
+    count = count_of(source)
     config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
     try:
         module = _build(config, _DTYPES[precision], lora_rank)
@@ -86,12 +84,6 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> Plan
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     gathered = tuple(find_gathered_modules(module))
     return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes))
-
-
-def parameter_count(text: str) -> float | None:
-    """7e9, 7b, 350M, 7000000000; None for anything else."""
-    found = _COUNT.fullmatch(text.strip())
-    return float(found[1]) * _FACTORS[found[2].lower()] if found else None
 
 
 def trace(model: PlannedModel, *, micro_batch: int, length: int, checkpointing: bool) -> Trace:

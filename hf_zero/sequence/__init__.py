@@ -2,3 +2,4 @@
 # ruff: noqa: F401  (what other rooms import from here)
 
 from hf_zero.sequence.groups import SequenceGroups, current_groups, groups_given, process_group_of, use_groups
+from hf_zero.sequence.registration import share_sequences

@@ -35,11 +35,13 @@ class SequenceGroups:
 
     Attributes:
         partition: the ranks of every sequence group.
+        skips_evaluation: in eval mode each rank has whole sequences.
     """
 
     def __init__(self, partition: Partition) -> None:
         """Collective."""
         self.partition = partition
+        self.skips_evaluation = False
         self._process = this_process()
         self._ranks = group_of(self._process.rank, partition)
         self._group = process_group(partition)

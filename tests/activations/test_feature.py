@@ -34,7 +34,9 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 3}, attention_dropout=0.2)).train()
 
 
-def train(model: Any, section: dict[str, Any] | None, stage: int = 0, **more: Any) -> tuple[list[Tensor], Any]:
+def train(
+    model: Any, section: dict[str, Any] | None, stage: int = 0, *, compiled: bool = False, **more: Any
+) -> tuple[list[Tensor], Any]:
     """Two updates of two micro-batches: losses and the engine's weights; `more` goes to transformers' checkpointing."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -47,6 +49,8 @@ def train(model: Any, section: dict[str, Any] | None, stage: int = 0, **more: An
     engine, _, _, _ = initialize(model=model, config=config)
     # As Trainer does it, after the engine is there.
     model.activation_checkpointing_enable(**more)
+    if compiled:
+        engine.compile(backend="aot_eager")
     torch.manual_seed(3)
     losses = []
     for _ in range(4):
@@ -84,6 +88,16 @@ def test_the_same_bits(stage: int, section: dict[str, Any], more: dict[str, Any]
     for one, other in zip(found[0], expected[0], strict=True):
         assert torch.equal(one, other)
     assert all(torch.equal(value, expected[1][name]) for name, value in found[1].items())
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    """The layers run outside of what is compiled; nothing is compiled twice for them."""
+    expected = train(llama(), None)
+    with use(Late()):
+        model = llama()
+        found = train(model, {"cpu_checkpointing": True}, compiled=True)
+    torch.testing.assert_close(found, expected)
 
 
 def test_transformers_own_offload_is_left_alone_unless_we_keep_inputs_on_the_host() -> None:

@@ -15,7 +15,7 @@ T runtime.bf16_optimizer: BF16_Optimizer
 T runtime.fp16.fused_optimizer: FP16_Optimizer
 W checkpointing: configure checkpoint is_configured reset get_cuda_rng_tracker
 W runtime.activation_checkpointing.checkpointing: configure checkpoint is_configured reset get_cuda_rng_tracker
-L runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+W runtime.sequence_parallel.ulysses_sp: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
 W runtime.sequence_parallel.ulysses_sp: TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute
 W utils.groups: _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank
 W utils.groups: _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
@@ -23,7 +23,7 @@ W utils.groups: _get_sequence_data_parallel_group _get_sequence_data_parallel_wo
 W utils.groups: _get_model_parallel_world_size get_tensor_model_parallel_world_size get_tensor_model_parallel_rank
 W utils.groups: _get_expert_parallel_world_size _get_expert_parallel_group_dict _get_max_expert_size
 W utils.groups: _create_expert_and_data_parallel _clone_world_group _get_broadcast_src_rank
-L sequence.layer: DistributedAttention
+W sequence.layer: DistributedAttention
 L : tp_model_init
 L module_inject.layers: GatherReplacedLayerParams
 E module_inject.auto_tp: AutoTP

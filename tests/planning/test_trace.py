@@ -10,9 +10,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.params.gathered_modules import find_gathered_modules
-from hf_zero.planning.model import load_model, parameter_count, trace
+from hf_zero.planning.model import load_model, trace
 from hf_zero.planning.repeat import NotAlike, stretch
 from hf_zero.planning.trace import Segment, Trace, trace_step
+from hf_zero.quantities import count_of
 from tests.planning.material import config_folder
 
 
@@ -78,7 +79,7 @@ def test_layers_that_differ_are_not_stretched() -> None:
 
 
 def test_numbers_of_parameters() -> None:
-    counts = [parameter_count(text) for text in ("7b", "1.5e9", "350M", "llama", "7b-x")]
+    counts = [count_of(text) for text in ("7b", "1.5e9", "350M", "llama", "7b-x")]
     assert counts == [7e9, 1.5e9, 350e6, None, None]
     for count in (2e6, 25e6, 1.1e9, 70e9):
         assert load_model(str(int(count))).num_parameters == pytest.approx(count, rel=0.01)

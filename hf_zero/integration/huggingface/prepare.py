@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from hf_zero.config.canonical import normalise
 from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.integration.huggingface.objects import object_problems
 from hf_zero.integration.huggingface.upstream_errors import stepped_aside
-from hf_zero.integration.huggingface.views import accelerator_view, is_dummy
+from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size
 
 _TRAINING_ONLY = ("optimizer", "scheduler")
 
@@ -31,17 +31,32 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
             world_size=accelerator.num_processes,
             accelerator=accelerator_view(accelerator, objects, optimizer, scheduler),
             model=model_view(model),
+            sequence_size=sequence_size(getattr(accelerator, "parallelism_config", None), {}),
         )
     except AttributeError as error:  # an Accelerator of a shape that we do not know: it fills its own autos
         stepped_aside("Accelerator._prepare_deepspeed", error)
         return
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
+    problems += _other_ranks(accelerator)
     problems += examine(config, views).problems
     if problems:
         raise ConfigError(problems)
     apply(config, fill(config, views))
     drop_unfilled(config)
     normalise(config)
+
+
+def _other_ranks(accelerator: Any) -> Iterator[Problem]:
+    """Accelerate counts samples by a ParallelismConfig that need not fit the ranks."""
+    parallelism, world = getattr(accelerator, "parallelism_config", None), accelerator.num_processes
+    size = sequence_size(parallelism, {})
+    if parallelism is None or size is None or world % size:
+        return  # the second is a problem of its own
+    replicas, shards = parallelism.dp_replicate_size, parallelism.dp_shard_size
+    if replicas * shards * size != world:
+        equation = f"{world} != {replicas} x {shards} x {size}"
+        rule = f"world size = dp_replicate_size x dp_shard_size x sp_size does not hold: {equation}"
+        yield Problem("ParallelismConfig.sp_size", size, rule, f"give dp_shard_size={world // size} beside it")
 
 
 def is_schedule(thing: Any) -> bool:

@@ -155,6 +155,18 @@ def _rate(optimizer: Any) -> float | None:
     return rate if isinstance(rate, (int, float)) else None
 
 
+def sequence_size(parallelism: Any, environment: Mapping[str, str]) -> int | None:
+    """Ranks per sequence that a ParallelismConfig asks for, or where there is none the launcher's variables; None: it
+    leaves sequences to the config."""
+    if parallelism is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        text = environment.get("PARALLELISM_CONFIG_SP_SIZE", "1")
+        return int(text) if text.isdecimal() and int(text) > 1 else None
+    if getattr(parallelism, "sp_backend", None) != "deepspeed":
+        return None
+    size = getattr(parallelism, "sp_size", None)
+    return size if isinstance(size, int) and size > 1 else None
+
+
 def is_dummy(thing: Any, name: str) -> bool:
     """Whether this is accelerate's stand-in of that name."""
     return type(thing).__name__ == name and hasattr(thing, "kwargs")

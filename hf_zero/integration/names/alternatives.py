@@ -12,8 +12,8 @@ _EXPERTS = (
     "(utils.set_z3_leaf_modules marks their blocks)"
 )
 _SEQUENCE = (
-    "sequence parallelism is not supported yet: gradient checkpointing and "
-    '"hf_zero": {"tiled_mlp": true, "tiled_loss": true} are what makes room for long sequences'
+    "ranks share sequences by runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF, or around an attention of the "
+    "model's own by sequence.layer.DistributedAttention"
 )
 _TENSOR = "tensor parallelism is not supported yet: stage 3 shards the same matrices over all ranks"
 _COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"

@@ -25,7 +25,7 @@ from hf_zero.device.host_heap import trim
 from hf_zero.integration.huggingface.output_folder import check_output_folder
 from hf_zero.integration.huggingface.packed_experts import in_one_go
 from hf_zero.integration.huggingface.upstream_errors import raise_both, stand_in_model, stepped_aside
-from hf_zero.integration.huggingface.views import is_dummy, launch_view, training_view
+from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
 from hf_zero.integration.patches import MARK, Patches
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED
 from hf_zero.log import logger
@@ -58,6 +58,7 @@ def around_process(original: Callable[..., None]) -> Callable[..., None]:
                 world_size=args.world_size,
                 training=training_view(args, batch_size_may_vary=auto_find_batch_size),
                 accelerator=launch_view(os.environ),
+                sequence_size=_sequence_size(args),
             )
             timeout = args.ddp_timeout_delta
         except AttributeError as error:  # TrainingArguments of a shape that we do not know
@@ -73,6 +74,10 @@ def around_process(original: Callable[..., None]) -> Callable[..., None]:
         self._dtype = _dtype(self)
 
     return trainer_config_process
+
+
+def _sequence_size(args: Any) -> int | None:
+    return sequence_size(getattr(args, "parallelism_config", None), os.environ)
 
 
 def _take_elastic_sizes(config: dict[str, Any], args: Any) -> None:
@@ -159,6 +164,7 @@ def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
                 world_size=args.world_size,
                 training=dataclasses.replace(training, steps_only=True),
                 model=model_view(model),
+                sequence_size=_sequence_size(args),
             )
         except AttributeError as error:  # arguments or a model of a shape that we do not know
             stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)

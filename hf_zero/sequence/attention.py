@@ -1,0 +1,183 @@
+"""Ulysses attention for models of transformers: heads travel, so that each rank attends over whole sequences.
+
+    q, k, v [b, H, l, d]    --exchange-->    [b, H / n, n * l, d]    --attention-->    --exchange-->    [b, l, H, d]
+
+It stands around the functions by which transformers attends; models that are not attached pass through.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.sequence.exchange import HEADS, POSITIONS, exchange, gather
+from hf_zero.sequence.forwards import after_forward, before_forward
+from hf_zero.sequence.masks import MARK, install_masks
+from hf_zero.sequence.shared import (
+    MODULES,
+    Shared,
+    check_heads,
+    copies_of_key_heads,
+    text_config,
+    unwrapped,
+    with_groups_of_heads,
+)
+
+_HANDLES = "_hf_zero_sequence_hooks"
+_EAGER = "eager_attention_forward"
+
+
+def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> None:
+    """`model` sees parts of sequences from now on, and attends over the whole of them.
+
+    Args:
+        group: the ranks that have the other parts.
+        skips_evaluation: in eval mode it sees whole sequences.
+
+    Raises:
+        ValueError: its attention cannot be reached, or its heads cannot be dealt out to so many ranks.
+    """
+    base = unwrapped(model)
+    check_model(base, group.size)
+    detach(model)
+    shared = Shared(group, text_config(base), skips_evaluation)
+    for module in _of_text(base, shared.config):
+        MODULES[module] = shared
+    MODULES[model] = shared
+    hooks = (
+        model.register_forward_pre_hook(before_forward, with_kwargs=True),
+        model.register_forward_hook(after_forward, always_call=True),
+    )
+    vars(model)[_HANDLES] = hooks
+    install(shared.config._attn_implementation or "eager", base.modules())
+
+
+def detach(model: nn.Module) -> None:
+    """Each rank sees whole sequences again."""
+    for handle in vars(model).pop(_HANDLES, ()):
+        handle.remove()
+    for module in model.modules():
+        MODULES.pop(module, None)
+
+
+def is_attached(model: nn.Module) -> bool:
+    return model in MODULES and _HANDLES in vars(model)
+
+
+def check_model(model: Any, size: int) -> None:
+    """
+    Raises:
+        ValueError: the model cannot share sequences among `size` ranks.
+    """
+    takes = getattr(model, "_can_set_attn_implementation", None)
+    if takes is None or not takes():
+        raise ValueError(
+            f"{type(model).__name__} does not call its attention by name (transformers' attention interface), so heads "
+            "cannot be exchanged around it: use a model that does, or deepspeed.sequence.layer.DistributedAttention"
+        )
+    check_config(text_config(model), size)
+
+
+def check_config(config: Any, size: int) -> None:
+    """The same of a configuration alone."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError("encoder-decoder models cannot share sequences: their two sequences have lengths of their own")
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        check_heads(heads, size)
+
+
+def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
+    """The modules of a model without those of parts with another configuration (images, sound)."""
+    found, waiting = [], [model]
+    while waiting:
+        module = waiting.pop()
+        own: Any = getattr(module, "config", None)
+        inner = own.get_text_config() if hasattr(own, "get_text_config") else own
+        if own is not None and type(inner) is not type(config):
+            continue
+        found.append(module)
+        waiting.extend(module.children())
+    return found
+
+
+def install(name: str, modules: Iterable[nn.Module]) -> None:
+    """The attention function `name` looks whether a module shares sequences; for good, in this process."""
+    from transformers import AttentionInterface
+
+    install_masks(name)
+    if name == "eager":  # every modeling file has its own
+        for file in {sys.modules[type(module).__module__] for module in modules}:
+            original = getattr(file, _EAGER, None)
+            if original is not None and not hasattr(original, MARK):
+                setattr(file, _EAGER, _around(original))
+        return
+    original = AttentionInterface._global_mapping[name]
+    if not hasattr(original, MARK):
+        AttentionInterface.register(name, _around(original))
+
+
+def _around(core: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(core)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **more: Any
+    ) -> Any:
+        shared = MODULES.get(module)
+        if shared is None or not shared.is_on(module):
+            return core(module, query, key, value, attention_mask, *args, **more)
+        return _attend(core, shared.group, module, query, key, value, attention_mask, *args, **more)
+
+    setattr(attention, MARK, core)
+    return attention
+
+
+def _attend(
+    core: Callable[..., Any],
+    group: Collectives,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    heads = query.shape[HEADS]
+    check_heads(heads, group.size)
+    copies = copies_of_key_heads(key.shape[HEADS], group.size)
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=HEADS), value.repeat_interleave(copies, dim=HEADS)
+    query, key, value = exchange(group, [query, key, value], split=HEADS, join=POSITIONS)
+    _check_mask(attention_mask, key)
+    more = _for_whole(group, more, heads)
+    with with_groups_of_heads(module, query.shape[HEADS] // key.shape[HEADS]):
+        output, weights = core(module, query, key, value, attention_mask, *args, **more)
+    # Attention gives [b, positions, heads, d].
+    (output,) = exchange(group, [output], split=1, join=2)
+    return output, weights
+
+
+def _check_mask(mask: Any, key: Tensor) -> None:
+    if isinstance(mask, Tensor) and mask.shape[-1] != key.shape[POSITIONS]:
+        raise NotImplementedError(
+            f"the model made an attention mask {tuple(mask.shape)} of this rank's positions by itself; whole sequences "
+            f"have {key.shape[POSITIONS]}: it cannot share sequences"
+        )
+
+
+def _for_whole(group: Collectives, more: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Arguments of an attention function that speak of positions or heads."""
+    if more.get("position_bias") is not None:
+        raise NotImplementedError("attention with a bias of positions (position_bias) cannot share sequences")
+    told, positions, sinks = dict(more), more.get("position_ids"), more.get("s_aux")
+    if isinstance(positions, Tensor) and positions.dim() == 2:  # flash attention finds documents in them
+        told["position_ids"] = gather(group, positions.contiguous(), dim=1)
+    if isinstance(sinks, Tensor) and sinks.numel() == heads:
+        each = heads // group.size
+        told["s_aux"] = sinks.narrow(0, group.rank * each, each)
+    return told

@@ -1,0 +1,132 @@
+"""Batches of whole sequences, dealt out to the ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_zero.comm import Collectives, NativeCollectives
+
+IGNORED = -100
+_PADDED_WITH = {"labels": IGNORED, "shift_labels": IGNORED}
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Each rank's batches become batches of all ranks of its group, one after the other, a part of every sequence each.
+
+        rank 0 loads A, rank 1 loads B       both train on A, then on B: rank 0 on the left halves, rank 1 on the right
+
+    Labels become `shift_labels` (moved left by one, so that a position and its label stay together); position ids are
+    made where there are none, and sequences are padded on the right to a multiple of the ranks. What the adapter does
+    not have itself is the loader's (`dataset`, `sampler`, `set_epoch`, ...). The arguments are DeepSpeed's.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
+        self.device = device
+        self._num_skipped = 0
+        self._collectives: Collectives = NativeCollectives(sp_group)
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size - self._num_skipped
+
+    def around(self, dl: Any, skipped: int = 0) -> UlyssesSPDataLoaderAdapter:
+        """The same around another loader, leaving out its first `skipped` batches (of all ranks)."""
+        found = type(self)(dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
+        found._num_skipped = skipped
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dl":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.dl, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """
+        Raises:
+            RuntimeError: on all ranks of the group, when the loader of one has failed.
+        """
+        batches, to_skip = iter(self.dl), self._num_skipped
+        while True:
+            told = [_Told(*found) for found in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
+            failed = [f"rank {rank}: {one.error}" for rank, one in zip(self._ranks, told, strict=True) if one.error]
+            if failed:
+                raise RuntimeError(f"a loader of ranks that share sequences failed: {'; '.join(failed)}")
+            if all(one.batch is None for one in told):
+                return
+            for one in told:
+                if one.batch is None:
+                    continue
+                if to_skip:
+                    to_skip -= 1
+                else:
+                    yield part_of(one.batch, self.sp_rank, self.sp_world_size, self.device)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return self._collectives.ranks
+
+
+class _Told:
+    """What a rank says of its next batch."""
+
+    def __init__(self, batch: Any, error: str | None) -> None:
+        self.batch = batch
+        self.error = error
+
+
+def _next(batches: Iterator[Any]) -> tuple[Any, str | None]:
+    """(batch on the host or None at the end, error)."""
+    try:
+        batch = next(batches, None)
+        return (None if batch is None else _on(batch, torch.device("cpu"))), None
+    except Exception as error:  # told to the others, who would wait for this rank
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _on(batch: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any) -> dict[str, Any]:
+    """The `rank`-th of `size` equal parts of every sequence in `batch`.
+
+    Args:
+        batch: `input_ids` or `inputs_embeds`, [samples, positions, ...]; tensors with the same first two extents are
+            cut with them, everything else stays whole.
+    """
+    batch = dict(batch)
+    whole = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(whole, Tensor) or whole.dim() < 2:
+        raise ValueError(f"sequences are cut along input_ids [samples, positions]; the batch has {sorted(batch)}")
+    shape = whole.shape[:2]
+    if batch.get("position_ids") is None:
+        batch["position_ids"] = torch.arange(shape[1], device=whole.device).repeat(shape[0], 1)
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == shape:
+        shifted = batch.get("shift_labels")
+        batch["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
+        del batch["labels"]
+    length = -(-shape[1] // size)
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            value = _padded(name, value, size * length - shape[1])
+            batch[name] = value.narrow(1, rank * length, length).contiguous()
+    return _on(batch, device)
+
+
+def _padded(name: str, values: Tensor, num: int) -> Tensor:
+    """`num` positions more, on the right, which nobody attends to and no loss counts."""
+    if not num:
+        return values
+    if name == "position_ids":  # they go on, lest they look like another document
+        more = values[:, -1:] + torch.arange(1, num + 1, device=values.device)
+        return torch.cat([values, more], dim=1)
+    return pad(values, (0, 0) * (values.dim() - 2) + (0, num), value=_PADDED_WITH.get(name, 0))

@@ -1,0 +1,87 @@
+"""Around the forward of a model that shares sequences: what a part alone cannot know is made known.
+
+    every rank has      input_ids [b, l], maybe position_ids, attention_mask, labels     of its own positions
+    forward gets        position_ids that go on where the rank before ends, if there were none
+                        shift_labels with the first label of the next rank, if labels were not shifted yet
+    masks are made of   the position ids and attention masks of all ranks (`RUNNING.sight`)
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.sequence.exchange import gather, told_by_all
+from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor, unwrapped
+
+IGNORED = -100
+
+
+def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A forward pre-hook, with keywords. Collective."""
+    shared, seen = MODULES.get(model), first_tensor(args, keywords)
+    RUNNING.sights.append(None)
+    if shared is None or seen is None or not shared.is_on(model):
+        return None
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    keywords = {**dict(zip(parameters, args, strict=False)), **keywords}
+    _check_parts(shared, seen)
+    length = seen.shape[1]
+    if keywords.get("position_ids") is None and "position_ids" in parameters:
+        first = shared.group.rank * length
+        keywords["position_ids"] = torch.arange(first, first + length, device=seen.device).unsqueeze(0)
+    _shift_labels(shared, model, keywords, seen)
+    RUNNING.sights[-1] = _sight(shared, keywords, length)
+    return (), keywords
+
+
+def after_forward(model: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook that is always called."""
+    if RUNNING.sights:
+        RUNNING.sights.pop()
+
+
+def _check_parts(shared: Shared, seen: Tensor) -> None:
+    """
+    Raises:
+        ValueError: on all ranks, when their parts are not of one shape.
+    """
+    told = told_by_all(shared.group, seen.shape[:2], seen.device)
+    if any(shape != told[0] for shape in told):
+        shown = ", ".join(f"{batch} x {length}" for batch, length in told)
+        raise ValueError(
+            f"ranks {', '.join(map(str, shared.group.ranks))} share sequences, and their parts are of different shapes "
+            f"(samples x positions): {shown}. All parts of a sequence have the same length: sequence length = "
+            f"{shared.group.size} x n. Pad sequences to a multiple of {shared.group.size}, as "
+            "UlyssesSPDataLoaderAdapter does"
+        )
+
+
+def _shift_labels(shared: Shared, model: nn.Module, keywords: dict[str, Any], seen: Tensor) -> None:
+    """A causal loss compares a position with the label of the next one, which the next rank may have."""
+    labels = keywords.get("labels")
+    if not isinstance(labels, Tensor) or keywords.get("shift_labels") is not None or labels.shape != seen.shape[:2]:
+        return
+    if getattr(getattr(unwrapped(model), "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return
+    firsts = gather(shared.group, labels[:, :1].contiguous(), dim=1)
+    ending = torch.full_like(labels[:, :1], IGNORED)
+    following = torch.cat([firsts, ending], dim=1)[:, shared.group.rank + 1 :][:, :1]
+    keywords["shift_labels"] = torch.cat([labels[:, 1:], following], dim=1)
+
+
+def _sight(shared: Shared, keywords: dict[str, Any], length: int) -> Sight:
+    positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
+    whole_positions = padding = None
+    if isinstance(positions, Tensor) and positions.dim() == 2:
+        whole_positions = gather(shared.group, positions.contiguous(), dim=1)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length:
+        padding = gather(shared.group, mask.to(torch.uint8), dim=1).bool()
+        if getattr(shared.config, "is_causal", True) and bool((padding[:, 1:] <= padding[:, :-1]).all()):
+            padding = None
+        elif getattr(shared.config, "attention_chunk_size", None) and not bool(padding[:, 0].all()):
+            raise NotImplementedError("chunked attention with padding on the left: pad on the right")
+    return Sight(shared.config, length, shared.group.size * length, padding, whole_positions)

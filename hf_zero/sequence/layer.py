@@ -1,0 +1,140 @@
+"""Ulysses around an attention of one's own: DeepSpeed's `DistributedAttention`, for models outside transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives, LoneCollectives, NativeCollectives
+from hf_zero.sequence.exchange import exchange
+from hf_zero.sequence.shared import check_heads, copies_of_key_heads
+
+
+class DistributedAttention(nn.Module):
+    """Attention over whole sequences of which each rank has a part.
+
+    `local_attention(query, key, value, *args, **kwargs)` sees all positions and some of the heads; what it returns has
+    the layout of `query`.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor],
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        """
+        Args:
+            local_attention: a module or function.
+            sequence_process_group: torch's group of the ranks that share sequences; None: this rank alone.
+            scatter_idx: where the heads are.
+            gather_idx: accepted and not needed: `batch_dim_idx` of the forward says where the positions are.
+            sp_stream: not needed.
+            num_kv_heads: the number of key heads, where it cannot be read from `key`.
+        """
+        super().__init__()
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
+        self.num_kv_heads = num_kv_heads
+        alone = sequence_process_group is None
+        self._group: Collectives = LoneCollectives() if alone else NativeCollectives(sequence_process_group)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int = 1,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Collective.
+
+        Args:
+            query, key, value: [positions, batch, heads, d] with `batch_dim_idx` 1, [batch, positions, heads, d] with
+                0; positions of this rank, as many as the others have. `key` and `value` may have fewer heads.
+
+        Raises:
+            ValueError: heads that cannot be dealt out: their number is no multiple of the ranks, and there are fewer
+                key heads than ranks.
+        """
+        if rotary_pos_emb is not None:
+            raise NotImplementedError("rotary_pos_emb: apply it to query and key before, by positions in whole rows")
+        size, heads, positions = self._group.size, self.scatter_idx, 1 - batch_dim_idx
+        num_heads, num_key_heads = query.shape[heads], key.shape[heads]
+        if num_heads % size and num_key_heads >= size:
+            return self._uneven(query, key, value, positions, *args, **kwargs)
+        check_heads(num_heads, size)
+        copies = copies_of_key_heads(num_key_heads, size)
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, dim=heads), value.repeat_interleave(copies, dim=heads)
+        whole = exchange(self._group, [query, key, value], split=heads, join=positions)
+        output = self.local_attn(*whole, *args, **kwargs)
+        (own,) = exchange(self._group, [output], split=positions, join=heads)
+        return own
+
+    def _uneven(self, query: Tensor, key: Tensor, value: Tensor, positions: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Every rank gets whole key heads with their query heads; the first ranks get one more."""
+        group, heads, num_key_heads = self._group, self.scatter_idx, key.shape[self.scatter_idx]
+        shares = [num_key_heads // group.size + (rank < num_key_heads % group.size) for rank in range(group.size)]
+        per_key = query.shape[heads] // num_key_heads
+        of_query = [share * per_key for share in shares]
+        whole = [
+            _Uneven.apply(group, heads, positions, of_rank, tensor)
+            for tensor, of_rank in ((query, of_query), (key, shares), (value, shares))
+        ]
+        output = self.local_attn(*whole, *args, **kwargs)
+        own: Tensor = _UnevenBack.apply(group, heads, positions, of_query, output)
+        return own
+
+
+class _Uneven(torch.autograd.Function):
+    """Heads for positions, where ranks get different numbers of heads."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, heads: int, positions: int, shares: list[int], tensor: Tensor) -> Tensor:
+        ctx.group, ctx.heads, ctx.positions, ctx.shares = group, heads, positions, shares
+        return _to_heads(group, heads, positions, shares, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, None, None, _to_positions(ctx.group, ctx.heads, ctx.positions, ctx.shares, grad)
+
+
+class _UnevenBack(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, heads: int, positions: int, shares: list[int], tensor: Tensor) -> Tensor:
+        ctx.group, ctx.heads, ctx.positions, ctx.shares = group, heads, positions, shares
+        return _to_positions(group, heads, positions, shares, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, None, None, _to_heads(ctx.group, ctx.heads, ctx.positions, ctx.shares, grad)
+
+
+def _to_heads(group: Collectives, heads: int, positions: int, shares: Sequence[int], tensor: Tensor) -> Tensor:
+    sent = list(tensor.split(list(shares), dim=heads))
+    return _swapped(group, sent, [sent[group.rank].shape] * group.size, positions)
+
+
+def _to_positions(group: Collectives, heads: int, positions: int, shares: Sequence[int], tensor: Tensor) -> Tensor:
+    sent = list(tensor.chunk(group.size, dim=positions))
+    shapes = [torch.Size([*part.shape[:heads], share, *part.shape[heads + 1 :]]) for part, share in zip(sent, shares)]
+    return _swapped(group, sent, shapes, heads)
+
+
+def _swapped(group: Collectives, sent: Sequence[Tensor], shapes: Sequence[torch.Size], join: int) -> Tensor:
+    received = [sent[0].new_empty(shape.numel()) for shape in shapes]
+    group.all_to_all(received, [part.reshape(-1) for part in sent])
+    return torch.cat([part.view(shape) for part, shape in zip(received, shapes, strict=True)], dim=join)

@@ -1,0 +1,119 @@
+"""Which modules see only parts of sequences: models that are attached, and what their forward is about to see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How a model shares sequences.
+
+    Attributes:
+        group: the ranks that see parts of the same sequences, in the order of positions.
+        config: of the model's text part.
+        skips_evaluation: in eval mode each rank is on its own, with whole sequences.
+    """
+
+    group: Collectives
+    config: Any
+    skips_evaluation: bool
+
+    def is_on(self, module: nn.Module) -> bool:
+        return module.training or not self.skips_evaluation
+
+
+@dataclass(slots=True)
+class Sight:
+    """What all ranks together see in one forward.
+
+    Attributes:
+        length, whole_length: positions on this rank and on all.
+        padding: attention mask of the whole sequences, bool [batch, whole_length], False where padded; None: nowhere,
+            or only behind the last token of causal attention, which nothing attends to.
+        positions: position ids of the whole sequences, [batch or 1, whole_length]; None where they are not 2-D.
+        asks_for_documents: transformers has looked for packed documents since it last made a mask.
+    """
+
+    config: Any
+    length: int
+    whole_length: int
+    padding: Tensor | None
+    positions: Tensor | None
+    asks_for_documents: bool = False
+
+
+class _Running:
+    """The forwards under way in this process, outermost first."""
+
+    def __init__(self) -> None:
+        self.sights: list[Sight | None] = []
+
+    @property
+    def sight(self) -> Sight | None:
+        return self.sights[-1] if self.sights else None
+
+
+MODULES: WeakKeyDictionary[nn.Module, Shared] = WeakKeyDictionary()  # every module of an attached model
+RUNNING = _Running()
+
+
+@contextmanager
+def with_groups_of_heads(module: nn.Module, num_groups: int) -> Iterator[None]:
+    """`module` believes that so many query heads share a key head."""
+    before = getattr(module, "num_key_value_groups", None)
+    if before is None or before == num_groups:
+        yield
+        return
+    module.num_key_value_groups = num_groups  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+def copies_of_key_heads(num_key_heads: int, size: int) -> int:
+    """How often every key head is sent, so that `size` ranks get the same number of them.
+
+    With H query heads, a multiple of `size`, H / copies is still a multiple of the number of key heads.
+    """
+    return size // math.gcd(num_key_heads, size)
+
+
+def check_heads(num_heads: int, size: int) -> None:
+    """
+    Raises:
+        ValueError: heads cannot be dealt out evenly.
+    """
+    if num_heads % size:
+        divisors = [divisor for divisor in range(2, num_heads + 1) if num_heads % divisor == 0]
+        raise ValueError(
+            f"attention heads = ranks per sequence x heads per rank does not hold: {num_heads} != {size} x n; take a "
+            f"sequence_parallel_size (sp_size) that divides {num_heads}: {', '.join(map(str, divisors)) or 'only 1'}"
+        )
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers in PEFT's."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def text_config(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def first_tensor(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
+    """What has the batch and the positions of a forward as its first two extents."""
+    found = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
+    return next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)

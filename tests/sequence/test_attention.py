@@ -1,0 +1,171 @@
+"""The exchange around attention: what arrives where, what travels, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.masking_utils import AttentionMaskInterface
+
+import hf_zero.sequence.forwards as forwards
+import hf_zero.sequence.masks as masks
+import hf_zero.sequence.shared as shared
+from hf_zero.comm import Channel, Collectives, LoneCollectives, collectives_for, ledger
+from hf_zero.sequence.attention import attach, detach, install, is_attached
+from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter, part_of
+from hf_zero.sequence.exchange import HEADS, POSITIONS, exchange
+from hf_zero.sequence.layer import DistributedAttention
+from hf_zero.sequence.registration import UlyssesSPAttentionHF, share_sequences
+from tests.sequence.training import Rows, batches, model_of, packed, padded
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_alone_nothing_travels() -> None:
+    tensors = [torch.randn(2, 4, 6, 3, requires_grad=True), torch.randn(2, 2, 6, 3)]
+    swapped = exchange(LoneCollectives(), tensors, split=HEADS, join=POSITIONS)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, swapped, strict=True))
+    model = model_of("llama").eval()
+    attach(model, LoneCollectives(), skips_evaluation=False)
+    batch = packed(batches(1)[0])
+    with torch.no_grad():
+        loss = model(**batch).loss
+        detach(model)
+        assert not is_attached(model) and torch.equal(model(**batch).loss, loss)
+    assert not shared.RUNNING.sights and forwards.IGNORED == -100
+
+
+def test_key_heads_are_copied_as_little_as_possible() -> None:
+    assert [shared.copies_of_key_heads(heads, 4) for heads in (8, 4, 2, 1, 6)] == [1, 1, 2, 4, 2]
+    with pytest.raises(ValueError, match=r"does not hold: 12 != 8 x n; take .* divides 12: 2, 3, 4, 6, 12"):
+        shared.check_heads(12, 8)
+
+
+def test_models_that_cannot_share_say_why() -> None:
+    def register(model: Any, attention: str | None = None, size: int = 2, **more: Any) -> Any:
+        return UlyssesSPAttentionHF.register_with_transformers(model, attention, size, 1, **more)
+
+    assert register(model_of("llama"), size=1) is None
+    with pytest.raises(ValueError, match="does not hold: 4 != 3 x n"):
+        register(model_of("llama"), size=3)
+    with pytest.raises(ValueError, match="attends by 'sdpa', and core_attn_implementation is 'eager'"):
+        register(model_of("llama"), "eager")
+    with pytest.raises(ValueError, match="'swift' is not known to transformers: eager, "):
+        register(model_of("llama"), "swift")
+    with pytest.raises(ValueError, match="needs seq_length="):
+        register(model_of("llama"), seq_length_is_variable=False)
+    with pytest.raises(ValueError, match="sequence length = .* does not hold: 9 != 2 x n"):
+        register(model_of("llama"), seq_length=9, seq_length_is_variable=False)
+    with pytest.raises(ValueError, match="Linear does not call its attention by name"):
+        register(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="world size = data ranks x sequence_parallel_size does not hold: 1 != n x 2"):
+        register(model_of("llama"))
+    crossed = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9))
+    crossed.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="encoder-decoder models cannot share"):
+        register(crossed)
+    share_sequences(nn.Linear(2, 2), None, groups=None)  # type: ignore[arg-type]  # nothing to undo
+
+
+def test_a_batch_is_dealt_out() -> None:
+    batch = {**padded(packed(batches(1, length=5)[0], first=3), right=1), "name": "x", "weights": torch.ones(3)}
+    left, right = (part_of(batch, rank, 2, CPU) for rank in range(2))
+    whole = torch.cat([left["input_ids"], right["input_ids"]], dim=1)
+    assert torch.equal(whole[:, :5], batch["input_ids"]) and whole.shape == (2, 6)
+    labels = torch.cat([left["shift_labels"], right["shift_labels"]], dim=1)
+    assert torch.equal(labels[:, :4], batch["labels"][:, 1:]) and (labels[:, 4:] == -100).all()
+    assert "labels" not in left and left["name"] == "x" and torch.equal(right["weights"], batch["weights"])
+    assert right["position_ids"][0].tolist() == [0, 1, 2] and right["attention_mask"][1].tolist() == [1, 0, 0]
+    plain = part_of({"input_ids": torch.ones(1, 4, dtype=torch.int64)}, 1, 2, CPU)
+    assert plain["position_ids"].tolist() == [[2, 3]] and "shift_labels" not in plain
+    with pytest.raises(ValueError, match=r"input_ids \[samples, positions\]; the batch has \['labels'\]"):
+        part_of({"labels": torch.ones(2, 2)}, 0, 2, CPU)
+
+
+class _Broken(Rows):
+    def __iter__(self) -> Any:
+        yield self.rows[0]
+        raise OSError("the disk is gone")
+
+
+def _two_ranks(rank: int) -> None:
+    group = collectives_for(CPU, Channel.SEQUENCE, ((0, 1),))
+    _check_layers(rank, group)
+    _check_traffic(rank, group)
+    _check_forwards(rank, group)
+    loader = (_Broken if rank else Rows)([batches(1)[0], batches(1)[0]])
+    adapter = UlyssesSPDataLoaderAdapter(loader, rank, torch.distributed.group.WORLD, 2, CPU)
+    assert len(adapter) == 4 and adapter.rows is loader.rows
+    with pytest.raises(RuntimeError, match="rank 1: OSError: the disk is gone"):
+        list(adapter)
+
+
+def _check_layers(rank: int, group: Collectives) -> None:
+    """`DistributedAttention` with even, few and uneven heads, gradients included."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
+
+    torch.manual_seed(3)
+    layer = DistributedAttention(attend, torch.distributed.group.WORLD)
+    for heads, key_heads in ((4, 4), (4, 1), (6, 3), (3, 3)):
+        whole = [torch.randn(6, 2, number, 5, requires_grad=True) for number in (heads, key_heads, key_heads)]
+        parts = [tensor.detach()[rank * 3 :][:3].requires_grad_() for tensor in whole]
+        expected, found = attend(*whole), layer(*parts)
+        torch.testing.assert_close(found, expected[rank * 3 :][:3])
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        for tensor, part in zip(whole, parts, strict=True):
+            assert tensor.grad is not None
+            torch.testing.assert_close(part.grad, tensor.grad[rank * 3 :][:3])
+    with pytest.raises(ValueError, match="does not hold: 3 != 2 x n"):
+        layer(*(torch.randn(3, 1, number, 5) for number in (3, 1, 1)))
+
+
+def _check_traffic(rank: int, group: Collectives) -> None:
+    """Two messages per layer and direction, of queries, keys, values and outputs, and nothing else of that size."""
+    model = model_of("qwen2")  # 4 heads of 8, 1 key head, 2 layers
+    attach(model, group, skips_evaluation=False)
+    ledger.reset()
+    part = part_of(batches(1)[0], rank, 2, CPU)
+    model(**part, labels=part["shift_labels"]).loss.backward()
+    calls = [tally for (_, operation), tally in ledger.tallies.items() if operation == "all_to_all"]
+    rows = 2 * 6 * 8 * 4  # samples x positions x extent of a head, fp32
+    assert sum(tally.calls for tally in calls) == 2 * 2 * 2
+    assert sum(tally.num_bytes for tally in calls) == 2 * 2 * rows * (4 + 2 + 2 + 4)
+    detach(model)
+
+
+def _check_forwards(rank: int, group: Collectives) -> None:
+    """What a part cannot know: positions and the next label; and parts that do not fit."""
+    batch = batches(1)[0]
+    model = model_of("gpt2").eval()
+    with torch.no_grad():
+        expected = model(**batch).logits
+    attach(model, group, skips_evaluation=False)
+    assert is_attached(model) and shared.MODULES[model].group is group
+    half = slice(rank * 6, rank * 6 + 6)
+    with torch.no_grad():
+        found = model(input_ids=batch["input_ids"][:, half], labels=batch["labels"][:, half])
+        torch.testing.assert_close(found.logits, expected[:, half])
+        with pytest.raises(ValueError, match=r"parts are of different shapes .*: 2 x 5, 2 x 6"):
+            model(input_ids=batch["input_ids"][:, : 5 + rank])
+        counted = 2 * (6 if rank == 0 else 5)
+        logits = model(input_ids=batch["input_ids"][:, half]).logits.flatten(0, 1)
+    following = torch.cat([batch["labels"][:, 1:], torch.full((2, 1), -100)], dim=1)[:, half].flatten()
+    assert (following != -100).sum() == counted
+    torch.testing.assert_close(found.loss, nn.functional.cross_entropy(logits, following))
+    detach(model)
+    install("sdpa", ())  # a second time: nothing is wrapped twice
+    original = getattr(AttentionMaskInterface._global_mapping["sdpa"], masks.MARK)
+    assert not hasattr(original, masks.MARK) and not masks.asked_for_documents()
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(_two_ranks, 2)

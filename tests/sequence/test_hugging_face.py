@@ -1,0 +1,99 @@
+"""`ParallelismConfig(sp_size=..., sp_backend="deepspeed")` under an unmodified Trainer and Accelerator, on CPUs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from hf_zero.config import ConfigError
+from hf_zero.integration.huggingface.views import sequence_size
+from tests.sequence.hugging_face import Samples, by_accelerator, by_trainer, parallelism, rows_of
+from tests.sequence.training import Trained, in_one_process, model_of
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-5
+
+
+def fresh() -> None:
+    """Accelerate and transformers keep their state in globals."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    unset_hf_deepspeed_config()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+
+
+def largest_difference(found: Trained, losses: list[float], plain: Trained) -> float:
+    weights = [(found.weights[name] - plain.weights[name]).abs().max().item() for name in plain.weights]
+    return max(*weights, *(abs(one - other) for one, other in zip(found.losses, losses, strict=True)))
+
+
+def _two_ranks(rank: int, folder: str) -> dict[str, float]:
+    """Several Trainers and an Accelerator, one after the other in one process."""
+    found, rows = {}, rows_of(6)
+    for stage, accumulation in ((2, 1), (3, 3)):
+        plain = in_one_process(model_of("llama"), rows, data_ranks=1, accumulation=accumulation)
+        trained, trainer = by_trainer(rows, Path(folder) / str(stage), stage=stage, size=2, accumulation=accumulation)
+        means = [sum(plain.losses[at : at + accumulation]) / accumulation for at in range(0, 6, accumulation)]
+        found[f"Trainer, stage {stage}"] = largest_difference(trained, means, plain)
+        if stage == 2:
+            found["evaluation"] = abs(trainer.evaluate()["eval_loss"] - _evaluated(plain, rows[:4]))
+        del trainer
+        fresh()
+    rows = rows_of(8)
+    plain = in_one_process(model_of("llama"), rows, data_ranks=1)
+    saved: dict[str, Any] = {"stage": 2, "size": 2, "save_strategy": "steps", "save_steps": 5}
+    by_trainer(rows, Path(folder) / "saved", max_steps=5, **saved)
+    fresh()
+    trained, _ = by_trainer(rows, Path(folder) / "saved", max_steps=8, resume=True, **saved)
+    found["resumed within an epoch"] = largest_difference(trained, plain.losses, plain)
+    fresh()
+    trained = by_accelerator(rows, stage=1, size=2)
+    found["Accelerator"] = largest_difference(trained, plain.losses, plain)
+    return found
+
+
+def _evaluated(trained: Trained, rows: list[dict[str, torch.Tensor]]) -> float:
+    model = model_of("llama").eval()
+    model.load_state_dict(trained.weights, strict=False)
+    with torch.no_grad():
+        losses = [model(**row).loss.item() for row in rows]
+    return sum(losses) / len(losses)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(_two_ranks, 2, str(tmp_path), init=False):
+        assert {name: difference for name, difference in found.items() if difference > TOLERANCE} == {}
+
+
+def _four_ranks(rank: int, folder: str) -> float:
+    rows = rows_of(8)
+    # accelerate deals batch i to rank i % 4; ranks 0 and 1 train on 0, 1, 4, 5 together, ranks 2 and 3 on the others.
+    plain = in_one_process(model_of("llama"), [rows[i] for i in (0, 2, 1, 3, 4, 6, 5, 7)], data_ranks=2)
+    trained, trainer = by_trainer(rows, Path(folder) / "four", stage=2, size=2, data_ranks=2)
+    assert trainer.model_wrapped.train_batch_size() == 4
+    means = [sum(plain.losses[at : at + 2]) / 2 for at in range(0, 8, 2)]
+    del trainer
+    fresh()
+    with pytest.raises(ConfigError, match="dp_shard_size x sp_size does not hold: 4 != 1 x 1 x 2") as caught:
+        by_accelerator(rows, stage=1, size=2, data_ranks=1)
+    assert "give dp_shard_size=2 beside it" in str(caught.value)
+    return largest_difference(trained, means, plain)
+
+
+def test_two_groups_of_two_ranks(tmp_path: Path) -> None:
+    """torch's own gather has no backward over gloo in a group without rank 0, and Trainer's recipe is made of it."""
+    assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < TOLERANCE
+
+
+def test_who_says_how_many_ranks_share_sequences() -> None:
+    assert sequence_size(parallelism(4), {}) == 4 and sequence_size(None, {}) is None
+    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+    assert sequence_size(None, launched) == 2
+    assert len(Samples(rows_of(2))) == 4

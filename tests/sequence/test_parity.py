@@ -1,0 +1,69 @@
+"""Ranks that share sequences train as one plain process does: losses and weights, whatever the stage and the model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.sequence.training import compare, packed, padded
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-5
+# model, stage, and what else is special
+SELECTION: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("llama", 0, {}),
+    ("llama", 1, {"accumulation": 3, "steps": 2}),
+    ("llama", 2, {"length": 11}),  # padded by the adapter
+    ("llama", 3, {"attention": "eager"}),
+    ("qwen2", 2, {"change": packed}),
+    ("qwen2", 3, {"change": packed, "attention": "eager"}),
+    ("qwen2", 1, {"change": lambda batch: padded(batch, left=7)}),
+    ("gpt2", 3, {"change": lambda batch: padded(batch, right=7)}),
+    ("gpt2", 2, {"change": lambda batch: padded(batch, left=2, right=1), "attention": "eager"}),
+    ("mixtral", 3, {}),
+)
+
+
+def _selection(rank: int) -> dict[str, tuple[float, float]]:
+    return {
+        f"{kind}, stage {stage}, {[*more]}": compare(rank, kind, stage, 2, world=2, **more)
+        for kind, stage, more in SELECTION
+    }
+
+
+def test_two_ranks_train_as_one_process() -> None:
+    for found in run_ranks(_selection, 2):
+        assert {name: pair for name, pair in found.items() if max(pair) > TOLERANCE} == {}
+
+
+def _several_groups(rank: int) -> dict[str, tuple[float, float]]:
+    return {
+        "2 x 2": compare(rank, "qwen2", 2, 2, steps=2, world=4, change=packed),
+        "1 x 4": compare(rank, "llama", 3, 4, steps=1, world=4),
+    }
+
+
+def test_four_ranks_train_as_one_process() -> None:
+    for found in run_ranks(_several_groups, 4):
+        assert {name: pair for name, pair in found.items() if max(pair) > TOLERANCE} == {}
+
+
+def _sweep(rank: int, size: int, world: int, kind: str) -> dict[str, tuple[float, float]]:
+    cases = itertools.product(range(4), (1, 3))
+    return {
+        f"stage {stage}, accumulation {accumulation}": compare(
+            rank, kind, stage, size, steps=20 if accumulation == 1 else 4, accumulation=accumulation, world=world
+        )
+        for stage, accumulation in cases
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize(("size", "world"), [(2, 2), (2, 4), (4, 4), (4, 8)])
+def test_sweep(size: int, world: int, kind: str) -> None:
+    for found in run_ranks(_sweep, world, size, world, kind, timeout_s=900):
+        assert {name: pair for name, pair in found.items() if max(pair) > TOLERANCE} == {}
