@@ -39,10 +39,6 @@ class Collectives(ABC):
         self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
-    def _call(self, operation: str, *sizes: int) -> Call:
-        """Count a call of this group."""
-        return ledger.call(operation, *sizes, num_ranks=self.size, num_beside=self.num_beside)
-
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer (1-D) to fill and reduce from, which saves a copy where data change hands in shared memory.
 
@@ -63,7 +59,7 @@ class Collectives(ABC):
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks, in place."""
-        with self._call("all_reduce", num_bytes(flat)) as call:
+        with _counted(self, "all_reduce", num_bytes(flat)) as call:
             return call.follow(self._all_reduce(flat), flat)
 
     def new_subject(self) -> int:
@@ -76,12 +72,12 @@ class Collectives(ABC):
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
-        with self._call("reduce_scatter", num_bytes(flat)) as call:
+        with _counted(self, "reduce_scatter", num_bytes(flat)) as call:
             return call.follow(self._reduce_scatter(shard, flat), flat)
 
     def all_gather(self, flat: Tensor) -> Pending:
         """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already right."""
-        with self._call("all_gather", num_bytes(flat)) as call:
+        with _counted(self, "all_gather", num_bytes(flat)) as call:
             return call.follow(self._all_gather(flat), flat)
 
     def gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
@@ -90,7 +86,7 @@ class Collectives(ABC):
         Args:
             take: gives a buffer of at least so many elements; not asked where none is needed.
         """
-        with self._call("all_gather", num_bytes(row) * self.size) as call:
+        with _counted(self, "all_gather", num_bytes(row) * self.size) as call:
             return call.follow_rows(self._gather_rows(row, take), row)
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
@@ -109,7 +105,7 @@ class Collectives(ABC):
         Returns:
             What every rank has sent to this one.
         """
-        with self._call("all_to_all", num_bytes(flat)) as call:
+        with _counted(self, "all_to_all", num_bytes(flat)) as call:
             return call.follow_rows(self._exchange_rows(flat, take), flat)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
@@ -117,19 +113,19 @@ class Collectives(ABC):
 
         Sizes must agree between sender and receiver; empty tensors travel nowhere. The own part is copied.
         """
-        with self._call("all_to_all", sum(num_bytes(tensor) for tensor in sent)):
+        with _counted(self, "all_to_all", sum(num_bytes(tensor) for tensor in sent)):
             received[self.rank].copy_(sent[self.rank])
             self._all_to_all(received, sent)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors` with the values of rank `source`; returns when done."""
         for tensor in tensors:
-            with self._call("broadcast", num_bytes(tensor)):
+            with _counted(self, "broadcast", num_bytes(tensor)):
                 self._broadcast(tensor, source)
 
     def sum_small(self, values: Tensor) -> None:
         """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
-        with ledger.phase("control"), self._call("all_reduce", num_bytes(values)):
+        with ledger.phase("control"), _counted(self, "all_reduce", num_bytes(values)):
             self._sum_small(values)
 
     def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -139,7 +135,7 @@ class Collectives(ABC):
         themselves, and wait for no device.
         """
         size = num_bytes(values) + len(facts) * values.element_size()
-        with ledger.phase("control"), self._call("all_reduce", size):
+        with ledger.phase("control"), _counted(self, "all_reduce", size):
             return self._sum_with_facts(values, facts)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -178,6 +174,10 @@ class Collectives(ABC):
 
     @abstractmethod
     def _sum_small(self, values: Tensor) -> None: ...
+
+
+def _counted(group: Collectives, operation: str, *sizes: int) -> Call:
+    return ledger.call(operation, *sizes, num_ranks=group.size, num_beside=group.num_beside)
 
 
 class LoneCollectives(Collectives):
