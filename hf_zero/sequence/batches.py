@@ -95,12 +95,13 @@ def _on(batch: Mapping[str, Any], device: Any) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any) -> dict[str, Any]:
+def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) -> dict[str, Any]:
     """The `rank`-th of `size` equal parts of every sequence in `batch`.
 
     Args:
         batch: `input_ids` or `inputs_embeds`, [samples, positions, ...]; tensors with the same first two extents are
             cut with them, everything else stays whole.
+        device: where to; None: where they are.
     """
     batch = dict(batch)
     whole = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -119,7 +120,7 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any) -> dict
         if isinstance(value, Tensor) and value.shape[:2] == shape:
             value = _padded(name, value, size * length - shape[1])
             batch[name] = value.narrow(1, rank * length, length).contiguous()
-    return _on(batch, device)
+    return batch if device is None else _on(batch, device)
 
 
 def _padded(name: str, values: Tensor, num: int) -> Tensor:
