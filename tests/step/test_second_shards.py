@@ -163,7 +163,7 @@ WIRES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
 ]
 
 
-def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, int]], list[Tensor]]:
+def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int, int, int]]], list[Tensor]]:
     """On hosts that share no memory: bytes; a training that is saved, and loaded into one without second shards and the
     other way round."""
     counted = []
@@ -175,7 +175,8 @@ def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, int]], lis
             ledger.reset()
             train(engine, rank, range(2, 4))
             tallies = ledger.tallies.items()
-            counted.append({f"{phase} {name}": t.num_bytes for (phase, name), t in tallies if phase != "control"})
+            of_data = [(f"{phase} {name}", tally) for (phase, name), tally in tallies if phase != "control"]
+            counted.append({name: (tally.num_bytes, tally.within, tally.across) for name, tally in of_data})
             engine.destroy()
         weights: list[Tensor] = []
         for first, then in (({}, {}), (HPZ, {}), ({}, HPZ), (HPZ, HPZ)):
@@ -200,8 +201,9 @@ def test_between_hosts(tmp_path: Path) -> None:
         for seen, (_, wiring, crossing) in zip(counted, WIRES, strict=True):
             sizes = Sizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
             on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, second_shard=SIZE, accumulation=2, **wiring))
-            found: Counter[str] = Counter()
-            for each in on_paper:
-                found[f"{each.phase} {each.operation}"] += each.payload
-            assert seen == pytest.approx(found, rel=0.01)
+            for number, of in enumerate(("payload", "within", "across")):
+                found: Counter[str] = Counter()
+                for each in on_paper:
+                    found[f"{each.phase} {each.operation}"] += getattr(each, of)
+                assert {name: sent[number] for name, sent in seen.items()} == pytest.approx(found, rel=0.01)
             assert across_bytes(on_paper) / (sizes.gathered * 2 // 2) == pytest.approx(crossing, rel=0.01)
