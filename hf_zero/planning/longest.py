@@ -177,8 +177,8 @@ def show_longest(found: Sequence[Reach], model: PlannedModel, hardware: Hardware
         console.print("nothing fits, of any length: name a drive with --nvme-path, or more devices")
         return
     console.print(table)
-    for line in sums(found[0], hardware):
-        console.print(escape(line), soft_wrap=True)
+    for term in sums(found[0], hardware):
+        console.print(escape(term), soft_wrap=True)
     console.print(f"\n[bold]{found[0].name}[/], ds.json:")
     console.print(escape(config_text(found[0])), soft_wrap=True)
     flags = f"{training.flags(found[0].candidate)}"
