@@ -277,7 +277,8 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
         shard_size=shard_size_in(zero, own),
-        gather_size=gather_size_in(zero),
+        gather_size=gather_size_in(zero, own),
+        hops=own.hops,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
         sparse_gradients=root.sparse_gradients,
