@@ -72,7 +72,7 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
         ConfigError: when no candidate is a config that hf_zero takes; with what is wrong with the first.
     """
     traces: dict[bool, Trace] = {}
-    size = _optimizer_size(training)
+    size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
     for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
@@ -184,7 +184,7 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def _optimizer_size(training: Training) -> OptimizerSize:
+def optimizer_size(training: Training) -> OptimizerSize:
     """Of the optimizer itself, made for one number."""
     params = {"lr": 1e-3} if training.optimizer.lower() != "adafactor" else {}
     policy = OptimizerPolicy(type=training.optimizer, params=params)
