@@ -20,9 +20,9 @@ def across(**keys: object) -> float:
 
 
 def test_the_papers_table() -> None:
-    """Between hosts, per update: 3M; second shards take away both gathers but for one of updated rows, which a host gets
-    once (the paper's first forward brings M to every rank); int8 takes half of a gather, int4 three quarters of the
-    reduction, of which only sums of hosts travel."""
+    """Between hosts, per update: 3M; second shards take away both gathers but for one of updated rows, which a host
+    gets once (the paper's first forward brings M to every rank); int8 takes half of a gather, int4 three quarters of
+    the reduction, of which only sums of hosts travel."""
     message, codes = 1 / 2 + 1 / 128, 1 / 4 + 1 / 128
     assert across() == pytest.approx(3 * SHARE)
     assert across(second_shard=LOCAL) == pytest.approx((1 + 1 / LOCAL) * SHARE)
