@@ -240,8 +240,7 @@ def resolve_shard_size(
     wrong = [problem for problem in findings.problems if problem.path in GROUP_KEYS]
     if wrong:
         raise ConfigError(wrong)
-    config = findings.config
-    return shard_size_in(config.zero_optimization or Zero(), config.hf_zero or HfZero())
+    return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
 
 
 def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
