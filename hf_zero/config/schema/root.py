@@ -143,7 +143,8 @@ class HfZero(Section):
         "a whole sequence (docs/long_sequences.md).",
     )
     tiled_mlp: Flag = supported(
-        False, "Compute dense MLPs over a few tokens at a time, and in backward once more (docs/long_sequences.md)."
+        False,
+        "Compute dense MLPs and norms over a few tokens at a time, in backward once more (docs/long_sequences.md).",
     )
     shard_group: ShardGroup | None = supported(
         None,
