@@ -151,7 +151,7 @@ class ZeroEngine(nn.Module):
         with self.phases.phase("step"):
             optimizer.step()
             if resolved.compatibility.broadcast_buffers:
-                broadcast_buffers(self.module, self.groups.world)
+                broadcast_buffers(self.module, self.groups.lane)
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size()
         outcome = parts.step.outcome

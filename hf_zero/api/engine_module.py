@@ -33,6 +33,7 @@ class ModuleView:
     ) -> None:
         self.store = store
         self._world = groups.world
+        self._is_cut = groups.tensor.size > 1
         self._module = module
         self._device = device
         self._zero = zero
@@ -62,8 +63,9 @@ class ModuleView:
         return self._zero.stage == 3 and self._zero.gather.whole_on_save
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict with whole weights, on every rank. Collective at stage 3."""
-        if self._zero.stage < 3:
+        """The model's state dict with whole weights, on every rank. Collective at stage 3, and among ranks that hold
+        parts of matrices."""
+        if self._zero.stage < 3 and not self._is_cut:
             frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
             dropped = frozen if exclude_frozen_parameters else set()
             return {name: value for name, value in self._module.state_dict().items() if name not in dropped}

@@ -34,6 +34,7 @@ class Channel(IntEnum):
     GATHER = 1  # parameters of stage 3, gathered around their use
     ACCESS = 2  # parameters that the user gathers
     SEQUENCE = 3  # parts of sequences, in forward and backward
+    TENSOR = 4  # what parts of matrices have computed, in forward and backward
 
 
 def collectives_for(
@@ -152,10 +153,10 @@ class _Known:
 
     def collectives(self, device: torch.device, channel: Channel, ranks: tuple[int, ...], number: int) -> Collectives:
         if device.type == "cpu" and "gloo" in backend_name():
-            of_group = channel if channel is Channel.SEQUENCE else Channel.REDUCE
+            of_group = channel if channel in (Channel.SEQUENCE, Channel.TENSOR) else Channel.REDUCE
             link, group = self.group_link(ranks, number), self.native_group(number, of_group)
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
-        asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE) and device.type != "cpu"
+        asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE, Channel.TENSOR) and device.type != "cpu"
         hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
         return NativeCollectives(self.native_group(number, channel), hosts)
 

@@ -14,6 +14,7 @@ from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions,
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
+from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
 from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.features.elasticity import elastic_sizes
@@ -44,6 +45,7 @@ def resolve(
     world_size: int,
     host_sizes: tuple[int, ...] = (),
     sequence_size: int | None = None,
+    tensor_size: int | None = None,
 ) -> policies.Resolved:
     """Answer every question that the config leaves open.
 
@@ -55,6 +57,7 @@ def resolve(
         world_size: number of ranks.
         host_sizes: how many of them each host has, where that is known.
         sequence_size: how many of them share a sequence, where an mpu or a mesh says so; default: the config's key.
+        tensor_size: how many hold parts of the same matrices, where a program says so; default: the config's key.
 
     Raises:
         ConfigError: with all problems at once.
@@ -66,6 +69,7 @@ def resolve(
         accelerator=accelerator_view,
         model=model,
         sequence_size=sequence_size,
+        tensor_size=tensor_size,
     )
     findings = examine(raw, views)
     if findings.problems:
@@ -88,6 +92,7 @@ class Findings:
     autos: frozenset[str]  # what still says "auto"
     world_size: int
     sequence_size: int  # ranks per sequence
+    tensor_size: int  # ranks that hold parts of the same matrices
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -119,10 +124,12 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += [finding for finding in findings if isinstance(finding, Problem)]
     sequence_size = views.sequence_size or config.sequence_parallel_size
     problems += contradictions(config, views.world_size, sequence_size)
+    tensor_size = views.tensor_size or tensor_size_in(config)
+    problems += tensor_problems(config, views.world_size, sequence_size, tensor_size)
     problems += group_problems(config, views.world_size, views.host_sizes)
     broken = {problem.path for problem in problems}
-    batch, wrong = _batch(config, translated, views.world_size, sequence_size, broken)
-    elastic = elastic_sizes(config, views.world_size // sequence_size or 1, origins.is_written)
+    batch, wrong = _batch(config, translated, (views.world_size, sequence_size, tensor_size), broken)
+    elastic = elastic_sizes(config, views.world_size // (sequence_size * tensor_size) or 1, origins.is_written)
     if elastic.is_on:
         drops_last = config.dataloader_drop_last
         batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
@@ -151,6 +158,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         autos=frozenset(translated.autos),
         world_size=views.world_size,
         sequence_size=sequence_size,
+        tensor_size=tensor_size,
     )
 
 
@@ -171,10 +179,11 @@ def _as_problem(remark: Remark) -> Problem:
 
 
 def _batch(
-    config: Root, translated: Translated, world_size: int, sequence_size: int, broken: set[str]
+    config: Root, translated: Translated, sizes: tuple[int, int, int], broken: set[str]
 ) -> tuple[policies.BatchPolicy | None, list[Problem]]:
-    if broken & {*_BATCH_KEYS, SEQUENCE}:
+    if broken & {*_BATCH_KEYS, SEQUENCE, TENSOR}:
         return None, []  # the equation would only repeat what is wrong
+    world_size, sequence_size, tensor_size = sizes
     try:
         batch = resolve_batch(
             config.train_batch_size,
@@ -182,6 +191,7 @@ def _batch(
             config.gradient_accumulation_steps,
             world_size=world_size,
             sequence_size=sequence_size,
+            tensor_size=tensor_size,
             autos=translated.autos,
         )
     except ConfigError as error:
@@ -209,6 +219,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         compression=compression_policy(config),
         profiling=profiling_policy(config),
         sequence_size=findings.sequence_size,
+        tensor_size=findings.tensor_size,
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
