@@ -297,6 +297,7 @@ class ZeroEngine(nn.Module):
             config=self.config,
             client_state=client_state or {},
             features=self.training_features.state_dict(),
+            tensor_size=self.groups.tensor.size,
         )
         with self.phases.phase("save"):
             policy = self.settings.resolved.checkpoint

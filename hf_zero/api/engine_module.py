@@ -59,8 +59,9 @@ class ModuleView:
             )
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether saving the model at stage 3 writes whole weights; below it every rank has them anyway."""
-        return self._zero.stage == 3 and self._zero.gather.whole_on_save
+        """Whether saving the model writes whole weights where no rank has them: at stage 3 if the config says so, and
+        always where ranks hold parts of matrices; elsewhere every rank has them anyway."""
+        return (self._zero.stage == 3 and self._zero.gather.whole_on_save) or (self._zero.stage < 3 and self._is_cut)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict with whole weights, on every rank. Collective at stage 3, and among ranks that hold
@@ -79,6 +80,10 @@ class ModuleView:
         """
         if not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(WHOLE_WEIGHTS_ARE_OFF)
+        return self.consolidated(exclude_frozen_parameters)
+
+    def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights in host memory of rank 0; None on the others. Collective."""
         keeps = self._world.rank == 0
         found = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
         return found if keeps else None

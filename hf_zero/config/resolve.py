@@ -11,6 +11,7 @@ from typing import Literal, cast
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
+from hf_zero.config.choices.offload import file_policy, optimizer_offload, parameter_offload
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
@@ -27,7 +28,7 @@ from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import Aio, Checkpoint
-from hf_zero.config.schema.zero import LeafModule, OffloadOptimizer, OffloadParam, Zero
+from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
 from hf_zero.config.verdicts import judge
@@ -240,7 +241,7 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffloa
     """Only where parameters are kept, from a config that may still have open ends."""
     config = examine(raw, Views(world_size=1), complete=False).config
     zero = config.zero_optimization or Zero()
-    return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
+    return parameter_offload(zero.offload_param if zero.stage == 3 else None), file_policy(config.aio or Aio())
 
 
 def resolve_shard_size(
@@ -297,9 +298,9 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         gather=_gather(zero, zero.leaf_module or LeafModule()),
         wire=_wire(zero, own),
         optimizer_sees=own.optimizer_sees,
-        offload_optimizer=_optimizer_offload(zero.offload_optimizer),
-        offload_param=_parameter_offload(zero.offload_param if zero.stage == 3 else None),
-        files=_file_policy(aio),
+        offload_optimizer=optimizer_offload(zero.offload_optimizer),
+        offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
+        files=file_policy(aio),
     )
 
 
@@ -324,42 +325,6 @@ def _gather(zero: Zero, leaf: LeafModule) -> policies.GatherPolicy:
         leaf_names=tuple(leaf.names),
         leaf_suffixes=tuple(leaf.name_suffixes),
         whole_on_save=zero.stage3_gather_16bit_weights_on_model_save,
-    )
-
-
-def _optimizer_offload(section: OffloadOptimizer | None) -> policies.OptimizerOffload | None:
-    if section is None or section.device in (None, "none"):
-        return None
-    return policies.OptimizerOffload(
-        device="nvme" if section.device == "nvme" else "cpu",
-        folder=section.nvme_path,
-        pinned=section.pin_memory,
-        buffer_count=section.buffer_count,
-        reads_ahead=section.pipeline_read is not False,
-        writes_behind=section.pipeline_write is not False,
-        writes_first=not section.fast_init,
-        ratio=section.ratio,
-    )
-
-
-def _parameter_offload(section: OffloadParam | None) -> policies.ParameterOffload | None:
-    if section is None or section.device in (None, "none"):
-        return None
-    return policies.ParameterOffload(
-        device="nvme" if section.device == "nvme" else "cpu",
-        folder=section.nvme_path,
-        pinned=section.pin_memory,
-        buffer_count=section.buffer_count,
-        buffer_numel=section.buffer_count * section.buffer_size,
-        host_numel=section.max_in_cpu,
-    )
-
-
-def _file_policy(section: Aio) -> policies.FilePolicy:
-    return policies.FilePolicy(
-        block_bytes=section.block_size,
-        queue_depth=section.queue_depth,
-        thread_groups=max(section.intra_op_parallelism, section.thread_count),
     )
 
 

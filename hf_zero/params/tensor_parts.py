@@ -82,3 +82,9 @@ def whole_value(parameter: Tensor, values: Tensor) -> Tensor:
     """`values` of this rank's `parameter`, with those of the ranks that hold the rest of it. Collective."""
     part = part_of(parameter)
     return values if part is None else part.whole(values)
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Of all its parts together."""
+    part = part_of(parameter)
+    return tuple(parameter.shape) if part is None else part.shape
