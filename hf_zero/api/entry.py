@@ -44,7 +44,7 @@ from hf_zero.step.assemble import (
     synchronise_unmanaged,
 )
 from hf_zero.step.loss_factors import StepRules
-from hf_zero.tensor import TensorGroups, check_first_batch, shard_model, tensor_groups_given
+from hf_zero.tensor import TensorGroups, check_first_batch, shard_model, tensor_groups_given, use_tensor_groups
 from hf_zero.versions import announcement
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -124,7 +124,9 @@ def initialize(
         forward_only = functools.partial(_forward_only, resolved, groups)
         seen = weakref.proxy(engine)
         features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
-    engine.mpu = mpu if tensors is None else tensors
+    vars(engine)["mpu"] = mpu if tensors is None else tensors
+    if tensors is not None:
+        use_tensor_groups(engine, tensors)
     use_groups(engine, given)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)

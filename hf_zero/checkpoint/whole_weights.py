@@ -12,8 +12,8 @@ from hf_zero.checkpoint.files.durable import into_place
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
+from hf_zero.comm.tensor_parts import whole_shape
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values
-from hf_zero.params.tensor_parts import whole_shape
 
 
 def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, *, exclude_frozen: bool) -> None:

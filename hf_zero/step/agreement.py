@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, ParallelGroups, ledger
+from hf_zero.comm.tensor_parts import part_of
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.kernels.norm import sum_of_squares
@@ -23,7 +24,6 @@ from hf_zero.layout import Interval
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements
 from hf_zero.params.store import ParameterStore
-from hf_zero.params.tensor_parts import part_of
 
 MAX_NAMES = 8  # of parameters in a message
 MARK_UNIT = 1 << 16  # more than there are ranks: multiples of it are differences of edit marks, the rest failed drives

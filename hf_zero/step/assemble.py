@@ -187,10 +187,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
-    runs_ahead = is_at_hand and host_runs_ahead(plan.device)
-    step = ShardedStep(
-        store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead, groups=plan.groups
-    )
+    options = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
+    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
 

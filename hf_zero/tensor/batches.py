@@ -5,16 +5,26 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 
 
 def check_first_batch(model: nn.Module, group: Collectives) -> None:
-    """The first forward of `model` compares what the ranks of `group` give it. Collective then."""
+    """The first forward of `model` compares what the ranks of `group` give it, and with dropout their random seeds.
+    Collective then."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         handle.remove()
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        seeds = group.gather_objects(torch.initial_seed() if drops and model.training else 0)
+        if len(set(seeds)) > 1:
+            shown = ", ".join(f"rank {rank}: {seed}" for rank, seed in zip(group.ranks, seeds, strict=True))
+            raise ValueError(
+                "ranks that hold parts of the same matrices must drop the same activations, and their random numbers "
+                f"start from different seeds ({shown}): call transformers.set_seed(n) with the same n on all of them"
+            )
         told = group.gather_objects(digest((args, keywords)))
         if any(theirs != told[0] for theirs in told):
             shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in zip(group.ranks, told, strict=True))

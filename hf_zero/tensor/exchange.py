@@ -42,10 +42,11 @@ def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
 def summed(group: Collectives, tensor: Tensor) -> Tensor:
     """A new tensor: the sum over ranks. Collective."""
     numel = tensor.numel()
-    flat = tensor.new_zeros(-(-numel // group.size) * group.size)
+    flat: Tensor = tensor.new_zeros(-(-numel // group.size) * group.size)
     flat[:numel] = tensor.reshape(-1)
     group.all_reduce(flat).wait()
-    return flat[:numel].view(tensor.shape)
+    total: Tensor = flat[:numel].view(tensor.shape)
+    return total
 
 
 @torch.compiler.disable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -66,6 +67,20 @@ class TensorGroups:
 
     def get_data_parallel_rank(self) -> int:
         return group_of(self._rank, across(self.partition)).index(self._rank)
+
+
+_ENGINES: list[tuple[weakref.ref[Any], TensorGroups]] = []  # what `deepspeed.utils.groups` answers from
+
+
+def use_tensor_groups(engine: Any, groups: TensorGroups) -> None:
+    """They are this engine's from now on."""
+    _ENGINES.append((weakref.ref(engine), groups))
+
+
+def current_tensor_groups() -> TensorGroups | None:
+    """Those of the latest engine that has some; None: there is none."""
+    _ENGINES[:] = [(engine, groups) for engine, groups in _ENGINES if engine() is not None]
+    return _ENGINES[-1][1] if _ENGINES else None
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:

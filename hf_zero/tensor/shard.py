@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
+from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of
 from hf_zero.log import logger
-from hf_zero.params.tensor_parts import TensorPart, keep_part, part_of
 from hf_zero.tensor import layers
 from hf_zero.tensor.exchange import enter
 from hf_zero.tensor.extents import Heads, Intervals, even, heads
@@ -34,6 +34,11 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
         if before != group.ranks:
             raise ValueError(f"the model has already been cut for ranks {before}, and now is to be for {group.ranks}")
         return
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            "tensor parallelism cuts models without adapters only: PEFT's layers stand around matrices that are cut; "
+            "remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
+        )
     plan = plan_of(model)
     _send_values(model, group, device)
     _Sharder(model, plan, group).run()
@@ -80,6 +85,14 @@ class _Sharder:
             else:
                 owner, _, own = name.rpartition(".")
                 self._cut_bare(self._modules[owner], own, style)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """What every rank adds to its part of the output would be added as often as there are ranks."""
+        for name in (name for name, style in self._plan.items() if style == "moe_tp_experts"):
+            whole = [own for own, p in self._modules[name].named_parameters() if part_of(p) is None]
+            if whole:
+                raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
 
     def _check_heads(self) -> None:
         config: Any = getattr(self._model, "config", None)
@@ -160,7 +173,7 @@ class _Sharder:
         if own not in ("q_proj", "k_proj", "v_proj", "o_proj"):
             return None
         if owner not in self._heads:
-            attention = self._modules[owner]
+            attention: Any = self._modules[owner]
             extent = getattr(attention, "head_dim", None)
             shapes = [getattr(attention, each, None) for each in ("q_proj", "k_proj", "v_proj", "o_proj")]
             if not isinstance(extent, int) or not all(isinstance(each, nn.Linear) for each in shapes):
@@ -174,11 +187,11 @@ class _Sharder:
             found = heads(_outputs(query) // extent, _outputs(key) // extent, self._group.size)
             self._heads[owner] = found
             if found.key is not None:
-                attention.num_key_value_groups = found.groups[self._group.rank]  # type: ignore[assignment]
+                attention.num_key_value_groups = found.groups[self._group.rank]
         return self._heads[owner]
 
     def _head_extent(self, name: str) -> int:
-        return int(self._modules[name.rpartition(".")[0]].head_dim)  # type: ignore[arg-type]
+        return int(self._modules[name.rpartition(".")[0]].head_dim)
 
     def _whole_key_heads(self, name: str, module: nn.Module, found: Heads) -> None:
         """There is no way to deal them out: every rank has all, and takes those that its query heads want."""
@@ -188,7 +201,8 @@ class _Sharder:
         layers.sum_gradients(module, self._group)
 
         def take(output: Tensor) -> Tensor:
-            return output.unflatten(-1, (-1, extent))[..., list(wanted), :].flatten(-2)
+            chosen: Tensor = output.unflatten(-1, (-1, extent))[..., list(wanted), :]
+            return chosen.flatten(-2)
 
         layers.change_output(module, take)
 
@@ -258,7 +272,8 @@ class _Sharder:
 
 
 def _summed(group: Collectives, gradient: Tensor) -> Tensor:
-    return layers.summed(group, gradient)
+    total: Tensor = layers.summed(group, gradient)
+    return total
 
 
 def _sizes(intervals: Intervals) -> list[int]:

@@ -25,7 +25,7 @@ class Samples(Dataset[Batch]):
         return self.rows[index]
 
 
-def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: bool = False, **more: Any) -> Trained:
+def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: Path | None = None, **more: Any) -> Trained:
     """With "auto" batch sizes, a checkpoint after every second update, and the model saved at the end."""
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
@@ -47,10 +47,8 @@ def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: bool = Fa
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(
-        model_of("llama"), arguments, train_dataset=Samples(rows), data_collator=default_data_collator
-    )
-    trainer.train(resume_from_checkpoint=resume or None)
+    trainer = Trainer(model_of("llama"), arguments, train_dataset=Samples(rows), data_collator=default_data_collator)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(folder / "saved"))
     assert trainer.model_wrapped.train_batch_size() == 2

@@ -26,9 +26,7 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     fresh()
     saved = dict(AutoModelForCausalLM.from_pretrained(root / "saved").named_parameters())
     found["saved"] = max((saved[name] - value).abs().max().item() for name, value in plain.weights.items())
-    found["resumed"] = largest_difference(
-        by_trainer(rows, root, stage=2, resume=str(root / "checkpoint-2")), plain  # type: ignore[arg-type]
-    )
+    found["resumed"] = largest_difference(by_trainer(rows, root, stage=2, resume=root / "checkpoint-2"), plain)
     fresh()
     found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
     return found

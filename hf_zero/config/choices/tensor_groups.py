@@ -32,6 +32,13 @@ def tensor_problems(config: Root, world_size: int, sequence_size: int, tensor_si
         rule = f"world size = data ranks x ranks per tensor group does not hold: {world_size} != n x {tensor_size}"
         fix = f"give a divisor of {world_size}, or start a multiple of {tensor_size} ranks"
         yield Problem(TENSOR, tensor_size, rule, fix)
+    if section.partition_config is not None:
+        rule = "layers are cut by transformers' plan; rules of one's own are not read"
+        fix = "remove it, and set tp_plan on the model, with the styles of transformers"
+        yield Problem("tensor_parallel.partition_config", section.partition_config, rule, fix)
+    if section.vocab_parallel_lm_head:
+        rule = "logits are whole on every rank, as losses expect them"
+        yield Problem("tensor_parallel.vocab_parallel_lm_head", True, rule, "remove it, or set it to false")
     for path, value in _beside(config, sequence_size):
         yield Problem(path, value, "does not go together with tensor parallelism yet", f"remove it, or {TENSOR}")
 

@@ -21,8 +21,8 @@ from hf_zero.config.schema.fields import (
 
 _WRITER = "every rank streams its own files from a few threads, fsynced and checksummed"
 _PARTITION = (
-    "no two ranks have the same activations: tensor parallelism is not supported, and with sequence parallelism each "
-    "has its own; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
+    "no two ranks have the same activations (with sequence parallelism each has its own), but for tensor groups, which "
+    "keep them whole; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
 )
 
 
@@ -135,11 +135,9 @@ class TensorParallel(Section):
     preset_model: str | None = ignored(
         None, "Known model family.", why="transformers' own plan says which layers are cut"
     )
-    partition_config: Any = unsupported(
-        None, "Own partition rules.", why="set the model's tp_plan, with the styles of transformers"
-    )
-    vocab_parallel_lm_head: Flag | None = unsupported(
-        None, "Logits of a part of the vocabulary.", why="logits are whole on every rank, as losses expect them"
+    partition_config: Any = check(None, "Own partition rules: refused beside autotp_size; set the model's tp_plan.")
+    vocab_parallel_lm_head: Flag | None = check(
+        None, "Logits of a part of the vocabulary: true is refused beside autotp_size."
     )
     vocab_parallel_ce_backend: str = ignored(
         "torch", "Loss implementation.", why="logits are whole on every rank, as losses expect them"

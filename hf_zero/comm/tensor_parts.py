@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
+from hf_zero.comm.collectives import Collectives
 from hf_zero.layout import Interval
 
 _PART = "_hf_zero_tensor_part"
