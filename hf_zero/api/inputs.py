@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.config import ModelView
 from hf_zero.data.sampling import RankBatches
+from hf_zero.sequence.batches import part_of
 
 # Names that a transformers configuration may answer to although its dict has another one (attribute_map).
 _ALIASES = ("hidden_size", "hidden_sizes", "text_config")
@@ -46,16 +47,19 @@ class TrainingLoader(DataLoader[Any]):
     engine: Any = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        features, group = self.engine.training_features, self.engine.groups.sequence
         for batch in super().__iter__():
-            features = self.engine.training_features
-            yield features.on_batch(self.engine.training_progress, batch) if features else batch
+            if features:
+                batch = features.on_batch(self.engine.training_progress, batch)
+            yield part_of(batch, group.rank, group.size) if group.size > 1 and isinstance(batch, Mapping) else batch
 
 
 def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLoader[Any]:
     """Batches of this rank's part of `dataset` in the sizes and the order that the engine's config asks for.
 
     Without a curriculum it is shuffled anew when the caller sets `loader.sampler.set_epoch`; an IterableDataset is
-    taken as it is and has to yield each rank its own samples. Ranks that share sequences get the same ones, whole.
+    taken as it is and has to yield each rank its own samples. Ranks that share sequences get their
+    parts of the same ones.
     """
     size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
     curriculum, ranks = engine.training_features.named("data_sampler"), engine.groups.data

@@ -50,7 +50,8 @@ class Init(AbstractContextManager[Any]):
         config_dict_or_path: ds.json in any form; decides the dtype. `config` is its older name.
         dtype: of the parameters; default: what the config says.
         enabled: False makes the context do nothing.
-        data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group: must be None.
+        data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group: must be None;
+            but an mpu of sequence parallelism is fine.
         The other arguments of DeepSpeed are accepted and change nothing.
     """
 
@@ -71,6 +72,8 @@ class Init(AbstractContextManager[Any]):
         **others: Any,
     ) -> None:
         given = {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}
+        if hasattr(mpu, "get_sequence_data_parallel_group"):
+            given["mpu"] = None  # of ranks that share sequences, which hold shards like all others
         for name in _IGNORED:
             if given.get(name) is not None:
                 raise NotImplementedError(f"zero.Init({name}=...): parameters are sharded over all ranks; leave it out")

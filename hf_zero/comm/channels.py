@@ -59,6 +59,7 @@ def collectives_for(
     known = _known()
     number = known.number_of(partition)
     collectives = known.collectives(device, channel, ranks, number)
+    collectives.num_beside = sum(known.hosts.of_rank[each] == known.hosts.of_rank[rank] for each in ranks)
     if channel is Channel.GATHER:
         crosses = any(known.hosts.crossed_by(group) for group in reduced_over or partition)
         collectives.negotiation = known.negotiation(

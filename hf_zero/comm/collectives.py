@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_zero.comm.ledger import ledger
+from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.lockstep import AlikeNegotiation
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
@@ -26,6 +26,7 @@ class Collectives(ABC):
         rank: this one's place in the group.
         size: number of ranks.
         ranks: of the world, in the order of the group.
+        num_beside: how many of them are on this rank's host, itself among them.
         negotiation: how ranks agree on the gathers of stage 3.
     """
 
@@ -34,6 +35,7 @@ class Collectives(ABC):
         self.rank = rank
         self.size = size
         self.ranks = tuple(range(size) if ranks is None else ranks)
+        self.num_beside = size
         self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
@@ -57,7 +59,7 @@ class Collectives(ABC):
 
     def all_reduce(self, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks, in place."""
-        with ledger.call("all_reduce", num_bytes(flat), num_ranks=self.size) as call:
+        with _counted(self, "all_reduce", num_bytes(flat)) as call:
             return call.follow(self._all_reduce(flat), flat)
 
     def new_subject(self) -> int:
@@ -70,12 +72,12 @@ class Collectives(ABC):
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
-        with ledger.call("reduce_scatter", num_bytes(flat), num_ranks=self.size) as call:
+        with _counted(self, "reduce_scatter", num_bytes(flat)) as call:
             return call.follow(self._reduce_scatter(shard, flat), flat)
 
     def all_gather(self, flat: Tensor) -> Pending:
         """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already right."""
-        with ledger.call("all_gather", num_bytes(flat), num_ranks=self.size) as call:
+        with _counted(self, "all_gather", num_bytes(flat)) as call:
             return call.follow(self._all_gather(flat), flat)
 
     def gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
@@ -84,7 +86,7 @@ class Collectives(ABC):
         Args:
             take: gives a buffer of at least so many elements; not asked where none is needed.
         """
-        with ledger.call("all_gather", num_bytes(row) * self.size, num_ranks=self.size) as call:
+        with _counted(self, "all_gather", num_bytes(row) * self.size) as call:
             return call.follow_rows(self._gather_rows(row, take), row)
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
@@ -103,7 +105,7 @@ class Collectives(ABC):
         Returns:
             What every rank has sent to this one.
         """
-        with ledger.call("all_to_all", num_bytes(flat), num_ranks=self.size) as call:
+        with _counted(self, "all_to_all", num_bytes(flat)) as call:
             return call.follow_rows(self._exchange_rows(flat, take), flat)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
@@ -111,19 +113,19 @@ class Collectives(ABC):
 
         Sizes must agree between sender and receiver; empty tensors travel nowhere. The own part is copied.
         """
-        with ledger.call("all_to_all", sum(num_bytes(tensor) for tensor in sent), num_ranks=self.size):
+        with _counted(self, "all_to_all", sum(num_bytes(tensor) for tensor in sent)):
             received[self.rank].copy_(sent[self.rank])
             self._all_to_all(received, sent)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Overwrite `tensors` with the values of rank `source`; returns when done."""
         for tensor in tensors:
-            with ledger.call("broadcast", num_bytes(tensor), num_ranks=self.size):
+            with _counted(self, "broadcast", num_bytes(tensor)):
                 self._broadcast(tensor, source)
 
     def sum_small(self, values: Tensor) -> None:
         """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
-        with ledger.phase("control"), ledger.call("all_reduce", num_bytes(values), num_ranks=self.size):
+        with ledger.phase("control"), _counted(self, "all_reduce", num_bytes(values)):
             self._sum_small(values)
 
     def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -133,7 +135,7 @@ class Collectives(ABC):
         themselves, and wait for no device.
         """
         size = num_bytes(values) + len(facts) * values.element_size()
-        with ledger.phase("control"), ledger.call("all_reduce", size, num_ranks=self.size):
+        with ledger.phase("control"), _counted(self, "all_reduce", size):
             return self._sum_with_facts(values, facts)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -172,6 +174,10 @@ class Collectives(ABC):
 
     @abstractmethod
     def _sum_small(self, values: Tensor) -> None: ...
+
+
+def _counted(group: Collectives, operation: str, *sizes: int) -> Call:
+    return ledger.call(operation, *sizes, num_ranks=group.size, num_beside=group.num_beside)
 
 
 class LoneCollectives(Collectives):

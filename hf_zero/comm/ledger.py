@@ -57,10 +57,28 @@ class CallWatcher(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """Calls of one collective and the payload bytes of the whole buffer (not what one link carries)."""
+    """Calls of one collective.
+
+    Attributes:
+        num_bytes: payload, of the whole buffer (not what one link carries).
+        within, across: bytes that this rank receives from ranks of its host, and of others.
+    """
 
     calls: int = 0
     num_bytes: int = 0
+    within: int = 0
+    across: int = 0
+
+
+def received(operation: str, num_bytes: int, num_ranks: int, num_beside: int) -> tuple[int, int]:
+    """Bytes that a rank gets from its host and from others, of a payload that `num_ranks` ranks share, of which
+    `num_beside` are on its host. Of a broadcast: what ranks get on average."""
+    if num_ranks == 1:
+        return 0, 0
+    parts = num_ranks - 1 if operation == "broadcast" else num_ranks
+    rounds = 2 if operation == "all_reduce" else 1
+    sent = num_bytes * rounds
+    return sent * (num_beside - 1) // parts, sent * (num_ranks - num_beside) // parts
 
 
 @dataclass(slots=True)
@@ -75,18 +93,22 @@ class Ledger:
     current_phase: str = "setup"
     watcher: CallWatcher | None = None
 
-    def call(self, operation: str, *sizes: int, num_ranks: int) -> Call:
-        """Record one collective per size, which travel as one, and return what follows them."""
+    def call(self, operation: str, *sizes: int, num_ranks: int, num_beside: int | None = None) -> Call:
+        """Record one collective per size, which travel as one, and return what follows them.
+
+        Args:
+            num_beside: how many of the ranks are on one host with this one, itself among them; None: all.
+        """
         for num_bytes in sizes:
-            self.record(operation, num_bytes)
+            tally = self.tallies.setdefault((self.current_phase, operation), Tally())
+            within, across = received(operation, num_bytes, num_ranks, num_ranks if num_beside is None else num_beside)
+            tally.calls += 1
+            tally.num_bytes += num_bytes
+            tally.within += within
+            tally.across += across
         if self.watcher is None:
             return UNWATCHED
         return self.watcher.call(self.current_phase, operation, sizes, num_ranks)
-
-    def record(self, operation: str, num_bytes: int) -> None:
-        tally = self.tallies.setdefault((self.current_phase, operation), Tally())
-        tally.calls += 1
-        tally.num_bytes += num_bytes
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -100,6 +122,18 @@ class Ledger:
     def tally(self, phase: str, operation: str) -> Tally:
         """What was counted so far; a zero tally when nothing was."""
         return self.tallies.get((phase, operation), Tally())
+
+    def received(self) -> dict[str, tuple[int, int]]:
+        """By phase: bytes that this rank has got from ranks of its host, and of others."""
+        found: dict[str, tuple[int, int]] = {}
+        for (phase, _), tally in self.tallies.items():
+            within, across = found.get(phase, (0, 0))
+            found[phase] = within + tally.within, across + tally.across
+        return found
+
+    @property
+    def crosses_hosts(self) -> bool:
+        return any(tally.across for tally in self.tallies.values())
 
     def reset(self) -> None:
         self.tallies.clear()

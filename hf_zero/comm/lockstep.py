@@ -30,6 +30,7 @@ class LockstepNegotiation(Negotiation):
             host_waits: waiting for a reduction stops this process, rather than a stream of its device.
         """
         super().__init__(collectives.rank, collectives.ranks)
+        self.num_beside = collectives.num_beside
         self._collectives = collectives
         self._hosts = hosts
         self._host_waits = host_waits
@@ -91,7 +92,7 @@ class LockstepNegotiation(Negotiation):
         """Take part in a gather whose result is not needed here."""
         source, local = self._source(unit)
         for row in source.open_rows(local):
-            with ledger.call("all_gather", num_bytes(row) * self.size, num_ranks=self.size):
+            with self._count_gather(num_bytes(row) * self.size):
                 rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
                 rows.wait()
                 source.give_buffer(rows)

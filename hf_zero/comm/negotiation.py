@@ -187,12 +187,13 @@ class Negotiation(ABC):
     Attributes:
         version: updates so far.
         launched: reductions that this rank has started.
+        num_beside: ranks of the group on this one's host, itself among them.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         """`ranks`: of the world, in the order of the group; `rank` is this one's place in there."""
         self.rank = rank
-        self.size = len(ranks)
+        self.size = self.num_beside = len(ranks)
         self._ranks = tuple(ranks)
         self.version = 0
         self.launched = 0
@@ -219,7 +220,7 @@ class Negotiation(ABC):
         request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward)
         rows = source.open_rows(local)
         sizes = [num_bytes(row) * self.size for row in rows]
-        with ledger.call("all_gather", *sizes, num_ranks=self.size) as call:
+        with self._count_gather(*sizes) as call:
             call.started((), ())
             gathering = Gathering(self, request, call)
             self._ask(gathering, rows)
@@ -262,6 +263,9 @@ class Negotiation(ABC):
     @abstractmethod
     def settle(self, gathering: Gathering) -> Decision:
         """Decide, and do this rank's part, until `gathering` is granted."""
+
+    def _count_gather(self, *sizes: int) -> Call:
+        return ledger.call("all_gather", *sizes, num_ranks=self.size, num_beside=self.num_beside)
 
     def _run(self, request: Request) -> Decision:
         gathering = Gathering(self, request)

@@ -22,10 +22,12 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
         out.copy_(parts[0])
         return
     if len(parts) == 2 or out.dtype not in (torch.bfloat16, torch.float16):
-        # Two 16-bit addends round once in any case. A part that `out` overwrites has to be read first.
-        first, second, *others = sorted(parts, key=lambda part: part.data_ptr() != out.data_ptr())
-        torch.add(first, second, out=out)
-        for part in others:
+        # Two 16-bit addends round once in any case.
+        if any(part.data_ptr() == out.data_ptr() for part in parts[2:]):
+            _sum_into_a_part(parts, out)
+            return
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
             out.add_(part)
         return
     total, part_fp32 = scratch_like(out.device, out.numel()), scratch_like(out.device, out.numel())
@@ -33,6 +35,16 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
         total[:length].copy_(parts[0].narrow(0, start, length))
         for part in parts[1:]:
             total[:length].add_(part_fp32[:length].copy_(part.narrow(0, start, length)))
+        out.narrow(0, start, length).copy_(total[:length])
+
+
+def _sum_into_a_part(parts: Sequence[Tensor], out: Tensor) -> None:
+    """In the order of `parts`, of which `out` overwrites one when it has been read."""
+    total = torch.empty(scratch_like(out.device, out.numel()).shape, dtype=out.dtype, device=out.device)
+    for start, length in chunks(out.numel(), out.device):
+        torch.add(parts[0].narrow(0, start, length), parts[1].narrow(0, start, length), out=total[:length])
+        for part in parts[2:]:
+            total[:length].add_(part.narrow(0, start, length))
         out.narrow(0, start, length).copy_(total[:length])
 
 

@@ -11,9 +11,10 @@ from hf_zero.config import ConfigError, Problem
 from hf_zero.planning.candidates import Training
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
-from hf_zero.planning.machine import GPUS, hardware
+from hf_zero.planning.longest import longest_sequences, reaches_as_dict, sequence_ranks, show_longest
+from hf_zero.planning.machine import GPUS, Hardware, hardware
 from hf_zero.planning.measure import Measured, measure, ranked, show_measured
-from hf_zero.planning.model import load_model
+from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, config_text, show
 
@@ -43,9 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="adapters on all linear layers (none)")
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
+    training.add_argument(
+        "--sequence-ranks", type=int, metavar="N", help="of --longest: ranks per sequence (a host's, as heads divide)"
+    )
     output = parser.add_argument_group("what comes out")
     output.add_argument("--measure", type=int, default=0, metavar="N", help="run the N most promising for a few steps")
     output.add_argument("--measure-dir", default="plan_results", metavar="DIR", help="for their files (plan_results)")
+    output.add_argument(
+        "--longest", action="store_true", help="instead: the longest sequence that fits, with MLPs and loss in tiles"
+    )
     output.add_argument("--json", action="store_true", help="JSON instead of a table")
     output.add_argument("--html", metavar="FILE", help="also a page of its own, with bars")
     output.add_argument("--write", metavar="FILE", help="also the chosen ds.json")
@@ -55,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits, 2 if it cannot be made."""
     try:
+        if arguments.longest:
+            return _longest(arguments)
         found = plan_of(arguments)
         measured: tuple[Measured, ...] = ()
         if arguments.measure:
@@ -83,6 +92,23 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     Raises:
         ConfigError: for arguments that cannot be.
     """
+    return make_plan(*_asked(arguments))
+
+
+def _longest(arguments: argparse.Namespace) -> int:
+    model, machine, training = _asked(arguments)
+    found = longest_sequences(model, machine, training, sequence_ranks(model, machine, arguments.sequence_ranks))
+    if arguments.json:
+        sys.stdout.write(json.dumps(reaches_as_dict(found), indent=2) + "\n")
+    else:
+        show_longest(found, model, machine, training)
+    if arguments.write and found:
+        _write(arguments.write, config_text(found[0]) + "\n", "--write")
+    return 0 if found else 1
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training]:
+    """Model, machine and training of the arguments."""
     for key, least in (("seq_length", 1), ("micro_batch", 1), ("accumulation", 1), ("lora_rank", 0), ("measure", 0)):
         if getattr(arguments, key) < least:
             flag, rule = f"--{key.replace('_', '-')}", f"must be at least {least}"
@@ -97,8 +123,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         nvme_path=arguments.nvme_path,
     )
     machine = hardware(vars(arguments))
-    model = load_model(arguments.model, arguments.precision, arguments.lora_rank)
-    return make_plan(model, machine, training)
+    return load_model(arguments.model, arguments.precision, arguments.lora_rank), machine, training
 
 
 def _write(name: str, text: str, flag: str) -> None:

@@ -14,13 +14,34 @@ from torch import nn
 
 from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.explain.views import config_file
+from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning.repeat import FEW, NotAlike, stretch
 from hf_zero.planning.trace import Segment, Trace, trace_step
 from hf_zero.quantities import count_of
+from hf_zero.tiling.loss import TiledLoss, has_tiled_loss
+from hf_zero.tiling.mlp import TiledMLPs, dense_mlps
 
 _VOCABULARY = 32_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Which of `hf_zero.tiled_mlp` and `hf_zero.tiled_loss` are on."""
+
+    mlp: bool = False
+    loss: bool = False
+
+    @classmethod
+    def that_fits(cls, module: nn.Module) -> Tiling:
+        """Both, unless the model has nothing that they could cut."""
+        return cls(mlp=bool(dense_mlps(module)), loss=has_tiled_loss(_base(module)))
+
+    def features(self, module: nn.Module) -> Features:
+        """Made for a model, as an engine would have them."""
+        made: list[TrainingFeature] = [TiledMLPs(module)] if self.mlp else []
+        return Features(made + ([TiledLoss(_base(module))] if self.loss else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +83,14 @@ class PlannedModel:
         return int(getattr(_text(self.config), "num_hidden_layers", 0) or 1)
 
     @property
+    def heads(self) -> tuple[int, int, int]:
+        """(query heads, key heads, width of a head) of its attention."""
+        config = _text(self.config)
+        heads = int(getattr(config, "num_attention_heads", 0) or 1)
+        key_heads = int(getattr(config, "num_key_value_heads", 0) or heads)
+        return heads, key_heads, int(getattr(config, "head_dim", 0) or self.hidden // heads)
+
+    @property
     def hidden(self) -> int:
         return int(getattr(_text(self.config), "hidden_size", 0) or 1)
 
@@ -86,7 +115,9 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> Plan
     return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes))
 
 
-def trace(model: PlannedModel, *, micro_batch: int, length: int, checkpointing: bool) -> Trace:
+def trace(
+    model: PlannedModel, *, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling = Tiling()
+) -> Trace:
     """One micro-batch through the model: a few layers of it where all are alike, else all; a formula where a model
     needs values to know its shapes."""
     layers = getattr(_text(model.config), "num_hidden_layers", None)
@@ -94,17 +125,17 @@ def trace(model: PlannedModel, *, micro_batch: int, length: int, checkpointing: 
         try:
             small = _with_layers(model, FEW)
             prefix = _layer_prefix(small)
-            return stretch(_traced(small, micro_batch, length, checkpointing), layers, prefix)
+            return stretch(_traced(small, micro_batch, length, checkpointing, tiling), layers, prefix)
         except Exception:  # noqa: BLE001, S110  # a model of another build: all of it is traced then
             pass
     try:
-        return _traced(_fresh(model), micro_batch, length, checkpointing)
+        return _traced(_fresh(model), micro_batch, length, checkpointing, tiling)
     except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that have no values
         reason = str(error).split("\n")[0]
         return _by_formula(model, micro_batch * length, checkpointing, reason)
 
 
-def _traced(model: nn.Module, micro_batch: int, length: int, checkpointing: bool) -> Trace:
+def _traced(model: nn.Module, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling) -> Trace:
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -117,7 +148,7 @@ def _traced(model: nn.Module, micro_batch: int, length: int, checkpointing: bool
     if "use_cache" in config.to_dict():
         inputs["use_cache"] = False
     gathered = {each.name: each.module for each in find_gathered_modules(model)}
-    return trace_step(model, inputs, gathered)
+    return trace_step(model, tiling.features(model).before_forward(Progress(0), inputs), gathered)
 
 
 def _trains_embeddings(model: nn.Module) -> bool:
@@ -156,6 +187,12 @@ def _build(config: Any, dtype: torch.dtype, lora_rank: int) -> nn.Module:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return build_model(config, lora_rank).to(dtype)
+
+
+def _base(module: nn.Module) -> nn.Module:
+    """Inside of PEFT's model."""
+    base: nn.Module = getattr(module, "get_base_model", lambda: module)()
+    return base
 
 
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
@@ -234,5 +271,3 @@ def _llama_of(count: float) -> Any:
 
 def _as_llama(source: str) -> str:
     return f"{source} parameters are taken for a Llama of that size; a config.json gives the layout of your model"
-
-

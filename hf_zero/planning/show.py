@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,7 +44,12 @@ def _short_reasons(plan: Plan) -> list[str]:
     return lines[: plan.estimates.index(plan.chosen) + 1]
 
 
-def config_text(estimate: Estimate) -> str:
+class _HasConfig(Protocol):
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+
+def config_text(estimate: _HasConfig) -> str:
     return json.dumps(estimate.config, indent=4)
 
 

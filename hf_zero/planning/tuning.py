@@ -232,9 +232,7 @@ def score(result: Result, metric: str) -> float | None:
     return None if value is None else -value if metric == "latency" else value
 
 
-def best_of(
-    results: Sequence[tuple[Experiment, Result]], metric: str
-) -> tuple[Experiment, Result] | None:
+def best_of(results: Sequence[tuple[Experiment, Result]], metric: str) -> tuple[Experiment, Result] | None:
     """The first of the best; None when nothing has run."""
     scored = [(score(result, metric), (experiment, result)) for experiment, result in results]
     known = [(value, pair) for value, pair in scored if value is not None]

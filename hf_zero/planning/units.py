@@ -117,9 +117,7 @@ class PlannedUnits:
         return self.uses[following][1].units
 
 
-def plan_units(
-    model: PlannedModel, specs: Sequence[ParameterSpec], world: int, policy: GatherPolicy
-) -> PlannedUnits:
+def plan_units(model: PlannedModel, specs: Sequence[ParameterSpec], world: int, policy: GatherPolicy) -> PlannedUnits:
     """Lay out `model`'s parameters over `world` ranks as the engine does."""
     index_of = {spec.name: index for index, spec in enumerate(specs)}
     spec_of = {id(p): index_of[name] for name, p in model.module.named_parameters() if name in index_of}
@@ -170,9 +168,7 @@ def _unit(
     return PlannedUnit(tuple(parts))
 
 
-def _uses(
-    model: PlannedModel, units: Sequence[PlannedUnit], unit_of: dict[int, int]
-) -> list[tuple[str, Use]]:
+def _uses(model: PlannedModel, units: Sequence[PlannedUnit], unit_of: dict[int, int]) -> list[tuple[str, Use]]:
     found = []
     for gathered in model.gathered_modules:
         read = sorted({unit_of[id(p)] for p in gathered.parameters if id(p) in unit_of})

@@ -95,12 +95,13 @@ def _on(batch: Mapping[str, Any], device: Any) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any) -> dict[str, Any]:
+def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) -> dict[str, Any]:
     """The `rank`-th of `size` equal parts of every sequence in `batch`.
 
     Args:
         batch: `input_ids` or `inputs_embeds`, [samples, positions, ...]; tensors with the same first two extents are
             cut with them, everything else stays whole.
+        device: where to; None: where they are.
     """
     batch = dict(batch)
     whole = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -115,11 +116,22 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any) -> dict
         batch["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
         del batch["labels"]
     length = -(-shape[1] // size)
+    _close_documents(batch, size * length - shape[1])
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape[:2] == shape:
             value = _padded(name, value, size * length - shape[1])
             batch[name] = value.narrow(1, rank * length, length).contiguous()
-    return _on(batch, device)
+    return batch if device is None else _on(batch, device)
+
+
+def _close_documents(batch: dict[str, Any], num: int) -> None:
+    """Where documents end is told to flash attention by their bounds: `num` positions more are one of their own."""
+    for name in ("q", "k"):
+        bounds, longest = batch.get(f"cu_seq_lens_{name}"), batch.get(f"max_length_{name}")
+        if num and isinstance(bounds, Tensor) and bounds.dim() == 1:
+            batch[f"cu_seq_lens_{name}"] = torch.cat([bounds, bounds[-1:] + num])
+            if longest is not None:
+                batch[f"max_length_{name}"] = max(longest, num)
 
 
 def _padded(name: str, values: Tensor, num: int) -> Tensor:

@@ -26,7 +26,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
     RUNNING.sights.append(None)
     if shared is None or seen is None or not shared.is_on(model):
         return None
-    parameters = inspect.signature(unwrapped(model).forward).parameters
+    # Of the class: programs put forwards of their own into models, which take anything.
+    _, *parameters = inspect.signature(type(unwrapped(model)).forward).parameters
     keywords = {**dict(zip(parameters, args, strict=False)), **keywords}
     _check_parts(shared, seen)
     length = seen.shape[1]

@@ -21,6 +21,7 @@ from hf_zero.features import Progress, TrainingFeature
 from hf_zero.log import logger
 from hf_zero.tiling.compute import Tiling, chunk_rows, tiled
 from hf_zero.tiling.logits import DeferredLogits, Step
+from hf_zero.tiling.surroundings import autocasts
 
 # A tile has no more logits than these bytes of fp32, and no more tokens than the hidden width, or these.
 TILE_BYTES = 1 << 30
@@ -168,6 +169,16 @@ class TiledLoss(TrainingFeature):
         return _divided(total, (targets != ignore_index).sum(), num_items_in_batch)
 
 
+def has_tiled_loss(model: Any) -> bool:
+    """Whether `TiledLoss` takes this model."""
+    try:
+        _head_of(model)
+        _loss_of(model)
+    except ValueError:
+        return False
+    return True
+
+
 def _divided(total: Tensor, num_valid: Tensor, num_items: Any) -> Tensor:
     """The mean; without a valid token NaN, as transformers has it, and gradients of zero."""
     if num_items is not None:
@@ -179,7 +190,7 @@ def _divided(total: Tensor, num_valid: Tensor, num_items: Any) -> Tensor:
 def _dtype_of(hidden: Tensor) -> torch.dtype:
     """What a linear layer makes of hidden states, here."""
     kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else hidden.dtype
 
 
 def _head_of(model: Any) -> tuple[nn.Module, int]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+_SHAPES = "meta"
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -30,8 +32,8 @@ class Surroundings:
         devices, states = get_device_states(*tensors) if draws else ([], [])
         return cls(
             device_type=kind,
-            autocasts=torch.is_autocast_enabled(kind),
-            dtype=torch.get_autocast_dtype(kind),
+            autocasts=autocasts(kind),
+            dtype=torch.get_autocast_dtype("cpu" if kind == _SHAPES else kind),
             state=torch.get_rng_state() if draws else None,
             devices=devices,
             device_states=states,
@@ -39,6 +41,8 @@ class Surroundings:
 
     def autocast(self) -> Any:
         # Without its cache: a weight that is cast without a graph would be found there by who needs one.
+        if self.device_type == _SHAPES:
+            return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocasts, cache_enabled=False)
 
     def no_autocast(self) -> Any:
@@ -57,7 +61,12 @@ class Surroundings:
             yield
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether matrix products are cast on such a device; torch has no answer for tensors of shapes alone."""
+    return device_type != _SHAPES and torch.is_autocast_enabled(device_type)
+
+
 def uncached(device_type: str) -> Any:
-    if not torch.is_autocast_enabled(device_type):
+    if not autocasts(device_type):
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False)

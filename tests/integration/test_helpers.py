@@ -141,10 +141,11 @@ def test_the_summary_lists_what_the_ledger_counted(caplog: pytest.LogCaptureFixt
     from hf_zero.comm import ledger
 
     with ledger.phase("test of the summary"):
-        ledger.record("all_reduce", 3 * 1024**2)
+        ledger.call("all_reduce", 3 * 1024**2, num_ranks=4, num_beside=2)
     try:
         log_summary()
     finally:
         del ledger.tallies["test of the summary", "all_reduce"]
     (line,) = (line for line in caplog.text.splitlines() if "test of the summary" in line)
-    assert line.split()[-5:] == ["all_reduce", "1", "calls", "3.00", "MiB"]
+    assert "all_reduce                  1 calls         3.00 MiB, of which rank 0 got 1.50 MiB within its host" in line
+    assert line.endswith("and 3.00 MiB from others")

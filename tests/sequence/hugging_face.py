@@ -12,7 +12,7 @@ from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, P
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from tests.sequence.training import RATE, Batch, Trained, batches, model_of
+from tests.sequence.training import RATE, Batch, Trained, batches, model_of, weights_of
 
 
 class Samples(Dataset[Batch]):
@@ -77,12 +77,7 @@ def by_trainer(
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    import deepspeed
-
-    weights = {
-        name: deepspeed.utils.safe_get_full_fp32_param(p).clone() for name, p in trainer.model.named_parameters()
-    }
-    return Trained(losses, weights), trainer
+    return Trained(losses, weights_of(trainer.model)), trainer
 
 
 def by_accelerator(rows: list[Batch], *, stage: int, size: int, data_ranks: int = 1) -> Trained:
@@ -114,10 +109,7 @@ def by_accelerator(rows: list[Batch], *, stage: int, size: int, data_ranks: int 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    import deepspeed
-
-    named = model.module.named_parameters()
-    return Trained(losses, {name: deepspeed.utils.safe_get_full_fp32_param(p).clone() for name, p in named})
+    return Trained(losses, weights_of(model.module))
 
 
 def rows_of(number: int) -> list[Batch]:

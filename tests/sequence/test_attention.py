@@ -81,6 +81,8 @@ def test_a_batch_is_dealt_out() -> None:
     assert torch.equal(labels[:, :4], batch["labels"][:, 1:]) and (labels[:, 4:] == -100).all()
     assert "labels" not in left and left["name"] == "x" and torch.equal(right["weights"], batch["weights"])
     assert right["position_ids"][0].tolist() == [0, 1, 2] and right["attention_mask"][1].tolist() == [1, 0, 0]
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
+    assert part_of({**bounds, "input_ids": torch.ones(1, 5)}, 0, 2)["cu_seq_lens_q"].tolist() == [0, 3, 5, 6]
     plain = part_of({"input_ids": torch.ones(1, 4, dtype=torch.int64)}, 1, 2, CPU)
     assert plain["position_ids"].tolist() == [[2, 3]] and "shift_labels" not in plain
     with pytest.raises(ValueError, match=r"input_ids \[samples, positions\]; the batch has \['labels'\]"):

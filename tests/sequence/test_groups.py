@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hf_zero.sequence.groups as rooms
 from hf_zero import initialize
+from hf_zero.api.zero_init import Init
 from hf_zero.config import ConfigError, resolve
 from hf_zero.integration.compat import groups as answers
 from hf_zero.sequence import SequenceGroups, groups_given
@@ -66,6 +67,9 @@ def _what_four_ranks_are_told(rank: int) -> dict[str, Any]:
     assert other.groups.sequence.ranks == (0, 1, 2, 3) and other.sequence_parallel_size == 4
     assert answers._get_sequence_parallel_world_size() == 4 and other.dp_world_size == 1
     mpu = rooms.make_groups(2)
+    Init(mpu=mpu, enabled=False)
+    with pytest.raises(NotImplementedError, match=r"zero.Init\(mpu=...\): parameters are sharded over all ranks"):
+        Init(mpu=object(), enabled=False)
     third = initialize(model=torch.nn.Linear(4, 4), config=config, mpu=mpu)[0]
     assert third.mpu is mpu and third.groups.sequence.size == 2 == answers._get_sequence_parallel_world_size()
     return told

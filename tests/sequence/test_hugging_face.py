@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_zero.config import ConfigError
+from hf_zero.integration.huggingface.prepare import fill_autos
 from hf_zero.integration.huggingface.views import sequence_size
 from tests.sequence.hugging_face import Samples, by_accelerator, by_trainer, parallelism, rows_of
 from tests.sequence.training import Trained, in_one_process, model_of
@@ -79,17 +81,30 @@ def _four_ranks(rank: int, folder: str) -> float:
     trained, trainer = by_trainer(rows, Path(folder) / "four", stage=2, size=2, data_ranks=2)
     assert trainer.model_wrapped.train_batch_size() == 4
     means = [sum(plain.losses[at : at + 2]) / 2 for at in range(0, 8, 2)]
-    del trainer
-    fresh()
-    with pytest.raises(ConfigError, match="dp_shard_size x sp_size does not hold: 4 != 1 x 1 x 2") as caught:
-        by_accelerator(rows, stage=1, size=2, data_ranks=1)
-    assert "give dp_shard_size=2 beside it" in str(caught.value)
     return largest_difference(trained, means, plain)
 
 
+@pytest.mark.slow
 def test_two_groups_of_two_ranks(tmp_path: Path) -> None:
     """torch's own gather has no backward over gloo in a group without rank 0, and Trainer's recipe is made of it."""
     assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < TOLERANCE
+
+
+def test_a_parallelism_config_that_does_not_fit_the_ranks() -> None:
+    """accelerate counts samples by dp_shard_size, which people leave out."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    accelerator = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),
+        gradient_accumulation_steps=1,
+        num_processes=4,
+        parallelism_config=parallelism(2),
+        _dataloaders=[],
+    )
+    with pytest.raises(ConfigError, match="dp_shard_size x sp_size does not hold: 4 != 1 x 1 x 2") as caught:
+        fill_autos(accelerator, torch.nn.Linear(2, 2))
+    assert "give dp_shard_size=2 beside it" in str(caught.value)
+    accelerator.parallelism_config = parallelism(2, data_ranks=2)
+    fill_autos(accelerator, torch.nn.Linear(2, 2))
 
 
 def test_who_says_how_many_ranks_share_sequences() -> None:

@@ -23,6 +23,8 @@ SELECTION: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gpt2", 3, {"change": lambda batch: padded(batch, right=7)}),
     ("gpt2", 2, {"change": lambda batch: padded(batch, left=2, right=1), "attention": "eager"}),
     ("mixtral", 3, {}),
+    ("mistral", 1, {}),
+    ("mistral", 2, {"attention": "eager", "change": lambda batch: padded(batch, left=3)}),
 )
 
 

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -34,6 +35,8 @@ def config_of(kind: str) -> PreTrainedConfig:
         return GPT2Config(n_embd=32, n_layer=2, n_head=HEADS, n_positions=64, vocab_size=VOCABULARY, **dropouts)
     if kind == "mixtral":
         return MixtralConfig(**shape, **common, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    if kind == "mistral":  # with a window, and a cache while it trains
+        return MistralConfig(**shape, **common | {"use_cache": True}, num_key_value_heads=2, sliding_window=4)
     if kind == "qwen2":
         return Qwen2Config(**shape, **common, num_key_value_heads=1)
     return LlamaConfig(**shape, **common, num_key_value_heads=HEADS)
@@ -92,7 +95,7 @@ def in_one_process(model: nn.Module, data: Sequence[Batch], *, data_ranks: int, 
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return Trained(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Trained(losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad})
 
 
 class Rows:
@@ -109,7 +112,15 @@ class Rows:
 
 
 def in_parts(
-    rank: int, model: nn.Module, data: Sequence[Batch], *, stage: int, size: int, accumulation: int = 1, world: int = 0
+    rank: int,
+    model: nn.Module,
+    data: Sequence[Batch],
+    *,
+    stage: int,
+    size: int,
+    accumulation: int = 1,
+    world: int = 0,
+    **sections: Any,
 ) -> Trained:
     """The engine with `size` ranks per sequence, and the loss recipe of transformers and of accelerate's page.
 
@@ -124,7 +135,8 @@ def in_parts(
         "train_micro_batch_size_per_gpu": len(data[0]["input_ids"]),
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": {"stage": stage},
+        **sections,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
@@ -141,11 +153,15 @@ def in_parts(
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    weights = {
-        name: deepspeed.utils.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()
-    }
+    weights = weights_of(engine.module)
     engine.destroy()
     return Trained(losses, weights)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained, whole, in fp32. Collective."""
+    read = deepspeed.utils.safe_get_full_fp32_param
+    return {name: read(p).clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def whole_loss(loss: Tensor, part: Batch, group: Any) -> Tensor:

@@ -144,16 +144,17 @@ def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
 
 
 def test_second_shards_within_a_shard_group_that_spans_hosts() -> None:
-    """Hybrid sharding over two hosts each, hpZ within one."""
+    """Hybrid sharding over two hosts each, hpZ within one; MiCS has a name of its own for that."""
     found = []
-    for second in ({}, HPZ):
+    for second in ({}, HPZ, {"mics_hierarchical_params_gather": True}):
         world = InProcessWorld(8, hosts=Hosts((0, 0, 1, 1, 2, 2, 3, 3)))
         with engines_in(world) as make:
             own = {"hf_zero": {"shard_group": 4}}
             found.append(world.run(partial(trained, make=make, zero=second, **own)))
-    for (losses, weights), (expected, plain) in zip(*found, strict=True):
-        assert losses == expected
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
+    for others in found[1:]:
+        for (losses, weights), (expected, plain) in zip(others, found[0], strict=True):
+            assert losses == expected
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
 
 
 WIRES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
@@ -163,7 +164,7 @@ WIRES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
 ]
 
 
-def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, int]], list[Tensor]]:
+def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int, int, int]]], list[Tensor]]:
     """On hosts that share no memory: bytes; a training that is saved, and loaded into one without second shards and the
     other way round."""
     counted = []
@@ -175,7 +176,8 @@ def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, int]], lis
             ledger.reset()
             train(engine, rank, range(2, 4))
             tallies = ledger.tallies.items()
-            counted.append({f"{phase} {name}": t.num_bytes for (phase, name), t in tallies if phase != "control"})
+            of_data = [(f"{phase} {name}", tally) for (phase, name), tally in tallies if phase != "control"]
+            counted.append({name: (tally.num_bytes, tally.within, tally.across) for name, tally in of_data})
             engine.destroy()
         weights: list[Tensor] = []
         for first, then in (({}, {}), (HPZ, {}), ({}, HPZ), (HPZ, HPZ)):
@@ -200,8 +202,9 @@ def test_between_hosts(tmp_path: Path) -> None:
         for seen, (_, wiring, crossing) in zip(counted, WIRES, strict=True):
             sizes = Sizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
             on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, second_shard=SIZE, accumulation=2, **wiring))
-            found: Counter[str] = Counter()
-            for each in on_paper:
-                found[f"{each.phase} {each.operation}"] += each.payload
-            assert seen == pytest.approx(found, rel=0.01)
+            for number, of in enumerate(("payload", "within", "across")):
+                found: Counter[str] = Counter()
+                for each in on_paper:
+                    found[f"{each.phase} {each.operation}"] += getattr(each, of)
+                assert {name: sent[number] for name, sent in seen.items()} == pytest.approx(found, rel=0.01)
             assert across_bytes(on_paper) / (sizes.gathered * 2 // 2) == pytest.approx(crossing, rel=0.01)

@@ -24,7 +24,6 @@ from hf_zero.comm.cpu.blocks import Block
 from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.shared_memory import Mail
 from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled, offsets
-from hf_zero.comm.ledger import ledger
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import num_bytes
 
@@ -112,7 +111,7 @@ class HostNegotiation(Negotiation):
         source, local = self._source(unit)
         rows = source.open_rows(local)
         sizes = [num_bytes(row) * self.size for row in rows]
-        with ledger.call("all_gather", *sizes, num_ranks=self.size):
+        with self._count_gather(*sizes):
             self._link.mail(blocks, _Word.SERVED, filled(self._link, rows), number)
             source.close_rows(local)
             self._link.finish(blocks)

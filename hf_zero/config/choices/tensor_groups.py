@@ -47,10 +47,11 @@ def _beside(config: Root, sequence_size: int) -> Iterator[tuple[str, object]]:
     zero = config.zero_optimization or Zero()
     if sequence_size > 1:
         yield "sequence_parallel_size", sequence_size
-    size = shard_size_in(zero, config.hf_zero or HfZero())
+    own = config.hf_zero or HfZero()
+    size = shard_size_in(zero, own)
     if size is not None:
         yield MICS if zero.mics_shard_size > 0 else SHARD_GROUP, size
-    if gather_size_in(zero) is not None:
-        yield HPZ, gather_size_in(zero)
+    if gather_size_in(zero, own) is not None:
+        yield HPZ, gather_size_in(zero, own)
     if zero.stage == 3:
         yield "zero_optimization.stage", 3

@@ -50,8 +50,9 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return_dict: give it back, on every rank: summary, straggler_analysis, metadata.
     """
     log = _log()
-    if log is None:
+    if log is None or ledger.crosses_hosts:
         _log_ledger()
+    if log is None:
         return {"summary": {}, "straggler_analysis": None, "metadata": _metadata()} if return_dict else None
     found = summary(log)
     announce(f"collectives of rank 0\n{table(found)}")
@@ -101,7 +102,8 @@ def _log() -> CommsLog | None:
 
 def _log_ledger() -> None:
     rows = [
-        f"{phase:10} {operation:20} {tally.calls:8d} calls {tally.num_bytes / 1024**2:12.2f} MiB"
+        f"{phase:10} {operation:20} {tally.calls:8d} calls {tally.num_bytes / 1024**2:12.2f} MiB, of which rank 0 got "
+        f"{tally.within / 1024**2:.2f} MiB within its host and {tally.across / 1024**2:.2f} MiB from others"
         for (phase, operation), tally in sorted(ledger.tallies.items())
     ]
     log_dist("collectives issued so far\n" + "\n".join(rows or ["none"]))

@@ -1,4 +1,4 @@
-"""Where hf_zero patches functions of transformers, accelerate and peft: one file for each module of theirs.
+"""Where hf_zero patches functions of transformers, accelerate, peft and torch: one file for each module of theirs.
 
 The file is named after the module, with underscores for dots. Its `PATCHES` are applied by the import hook, right after
 the module has been loaded. A target that is gone or takes other parameters keeps upstream's code.

@@ -1,0 +1,119 @@
+"""Activation memory per token on each rank, with 1, 2 and 4 ranks per sequence.
+
+    .venv/bin/python -m torch.distributed.run --nproc-per-node 4 -m bench.sequence_parallel --json FILE
+
+Memory is counted as by `bench.long_sequences`: the allocator's own record of one forward and backward on rank 0. Blocks
+of memory that CPU ranks share are not the allocator's; each message lies in one, for as long as it travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.long_sequences import INTERMEDIATE, LAYERS, VOCABULARY, slope
+from bench.surroundings import machine, public
+from hf_zero.api.entry import initialize
+from hf_zero.comm import this_process
+from hf_zero.sequence.batches import part_of
+
+LAUNCH = ("python", "-m", "torch.distributed.run", "--nproc-per-node", "RANKS", "-m")
+
+
+def engine_for(hidden: int, size: int) -> Any:
+    """A Llama of four layers with checkpointed layers and sdpa, all in fp32, which `size` ranks share."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=int(VOCABULARY * hidden),
+        hidden_size=hidden,
+        intermediate_size=int(INTERMEDIATE * hidden),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "sequence_parallel_size": size,
+    }
+    return initialize(model=model, config=settings)[0]
+
+
+def step(engine: Any, rows: int, length: int) -> None:
+    """One update on this rank's part of `rows` sequences."""
+    ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(1))
+    group = engine.groups.sequence
+    part = part_of({"input_ids": ids, "labels": ids}, group.rank, group.size)
+    engine.backward(engine(**part, labels=part["shift_labels"]).loss)
+    engine.step()
+
+
+def peak_bytes(engine: Any, rows: int, length: int) -> int:
+    """The largest sum of bytes allocated less bytes freed within one step."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(engine, rows, length)
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="of all rows together")
+    parser.add_argument("--row", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for size in options.sizes:
+        engine = engine_for(options.hidden, size)
+        step(engine, 1, 256)
+        peaks = [peak_bytes(engine, count // options.row, options.row) for count in options.tokens]
+        found[str(size)] = {"peak_bytes": peaks, "bytes_per_token": round(slope(options.tokens, peaks), 1)}
+        engine.destroy()
+    first = found[str(options.sizes[0])]["bytes_per_token"]
+    for entry in found.values():
+        entry["slope_to_first"] = round(entry["bytes_per_token"] / first, 4)
+    report = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([*LAUNCH, "bench.sequence_parallel", *public(sys.argv[1:])]),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "ranks": this_process().size,
+        "hidden": options.hidden,
+        "layers": LAYERS,
+        "tokens": options.tokens,
+        "row": options.row,
+        "by_ranks_per_sequence": found,
+    }
+    if this_process().rank == 0:
+        text = json.dumps(report, indent=1) + "\n"
+        sys.stdout.write(text)
+        if options.json is not None:
+            options.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

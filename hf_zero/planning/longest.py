@@ -1,0 +1,238 @@
+"""The longest sequence that fits: activations grow by so many bytes for each token, the rest stays.
+
+Counted with checkpointed layers, MLPs and loss in tiles (docs/long_sequences.md). What grows is taken from traces of
+two lengths; what layers keep is either on the device or, with `activation_checkpointing.cpu_checkpointing`, in host
+memory but for the inputs of two layers: the one at work, and the next one on its way back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_zero.config import ConfigError, Problem
+from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
+from hf_zero.planning.choose import gigabytes, optimizer_size
+from hf_zero.planning.machine import Hardware
+from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
+from hf_zero.planning.model import PlannedModel, Tiling, trace
+from hf_zero.planning.show import config_text
+from hf_zero.planning.trace import Trace
+
+_TILES = 16, 32  # lengths that are traced, in units of a tile: what is as large as a tile is small beside them
+_LEAST_TILE = 1024
+_GRAIN = 1024  # lengths are multiples of it
+_SUB_GROUP = 100_000_000
+_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes: some that are always there, and more for each token of a rank."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: float) -> float:
+        return self.fixed + self.per_token * tokens
+
+    def tokens(self, limit: float) -> float:
+        """Most tokens within `limit` bytes."""
+        if self.fixed > limit:
+            return 0.0
+        return (limit - self.fixed) / self.per_token if self.per_token else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far one way to train goes.
+
+    Attributes:
+        length: tokens of the longest sequence.
+        ranks: that share a sequence.
+        device: of a device.
+        host: of all ranks of a host.
+        bound: the memory that is full then.
+    """
+
+    candidate: Candidate
+    inputs_on_host: bool
+    config: dict[str, Any]
+    length: int
+    ranks: int
+    device: Line
+    host: Line
+    bound: str
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name + (", inputs on host" if self.inputs_on_host else "")
+
+
+def longest_sequences(
+    model: PlannedModel, hardware: Hardware, training: Training, ranks_per_sequence: int = 1
+) -> list[Reach]:
+    """All ways that reach any length, the farthest first; of equal ones the first by preference.
+
+    Args:
+        ranks_per_sequence: each holds a part of every sequence (Ulysses).
+
+    Raises:
+        ConfigError: when no candidate is a config that hf_zero takes; with what is wrong with the first.
+    """
+    training = replace(training, checkpointing=True)
+    tiling, size = Tiling.that_fits(model.module), optimizer_size(training)
+    tile = max(_LEAST_TILE, model.hidden)
+    lengths = tuple(count * tile for count in _TILES)
+    traces = [
+        trace(model, micro_batch=training.micro_batch, length=length, checkpointing=True, tiling=tiling)
+        for length in lengths
+    ]
+    found: list[Reach] = []
+    refused: list[ConfigError] = []
+    for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
+        for on_host in (False, True) if hardware.separate else (False,):
+            config = _config(candidate, training, tiling, on_host)
+            config |= {"sequence_parallel_size": ranks_per_sequence} if ranks_per_sequence > 1 else {}
+            try:
+                lines = _lines(model, hardware, training, config, size, lengths, traces)
+            except ConfigError as error:
+                refused.append(error)
+                continue
+            device, host = lines
+            device = replace(device, per_token=device.per_token + _copied(model, training, ranks_per_sequence))
+            length, device, host, bound = _reach(model, hardware, training, (device, host), on_host)
+            if length:
+                far = length * ranks_per_sequence
+                found.append(Reach(candidate, on_host, config, far, ranks_per_sequence, device, host, bound))
+    if not found and refused:
+        raise refused[0]
+    return sorted(found, key=lambda each: -each.length)
+
+
+def sequence_ranks(model: PlannedModel, hardware: Hardware, asked: int | None) -> int:
+    """Ranks that share a sequence: those asked for, or as many of a host as divide the attention's heads.
+
+    Raises:
+        ConfigError: what is asked for does not divide ranks or heads.
+    """
+    heads = model.heads[0]
+    if asked is None:
+        return max(n for n in range(1, hardware.per_host + 1) if hardware.per_host % n == 0 and heads % n == 0)
+    if asked < 1 or hardware.ranks % asked or heads % asked:
+        rule = f"{hardware.ranks} ranks and {heads} heads must be multiples of it"
+        raise ConfigError(Problem("--sequence-ranks", asked, rule, "give a common divisor"))
+    return asked
+
+
+def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: bool) -> dict[str, Any]:
+    config = ds_config(candidate, training)
+    if candidate.optimizer == "nvme":  # what travels through host memory is short, so that inputs have room there
+        config["zero_optimization"]["sub_group_size"] = _SUB_GROUP
+    own = {key: True for key, is_on in (("tiled_mlp", tiling.mlp), ("tiled_loss", tiling.loss)) if is_on}
+    config |= {"hf_zero": own} if own else {}
+    return config | ({"activation_checkpointing": {"cpu_checkpointing": True}} if on_host else {})
+
+
+def _lines(
+    model: PlannedModel,
+    hardware: Hardware,
+    training: Training,
+    config: dict[str, Any],
+    size: OptimizerSize,
+    lengths: Sequence[int],
+    traces: Sequence[Trace],
+) -> tuple[Line, Line]:
+    """Bytes of a device, and of one rank on the host, with all inputs of layers on the device."""
+    setting = Setting(resolved(config, training, model, hardware.ranks), size, hardware.ranks, hardware.separate)
+    short, long = (rank_memory(model, setting, each) for each in traces)
+    per_token = (long.device_total - short.device_total) / (lengths[1] - lengths[0])
+    return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)
+
+
+def _copied(model: PlannedModel, training: Training, ranks: int) -> int:
+    """Bytes per token of keys and values that several ranks of a sequence hold, where there are fewer key heads than
+    ranks. What else attention holds is as large as without; its messages come and go before a layer's worst moment."""
+    _, key_heads, extent = model.heads
+    return 2 * max(0, ranks - key_heads) * extent * training.micro_batch * model.dtype.itemsize
+
+
+def _reach(
+    model: PlannedModel, hardware: Hardware, training: Training, lines: tuple[Line, Line], on_host: bool
+) -> tuple[int, Line, Line, str]:
+    """(longest length, lines with inputs where they lie, what is full then)"""
+    device, host = lines
+    if on_host:
+        kept = training.micro_batch * model.hidden * model.dtype.itemsize  # of one layer, for each token
+        leaves = max(0, model.layers - _ON_DEVICE)
+        device = replace(device, per_token=device.per_token - leaves * kept)
+        host = replace(host, per_token=leaves * kept)
+    host = Line(host.fixed * hardware.per_host, host.per_token * hardware.per_host)
+    by_device = device.tokens(hardware.limit)
+    by_host = host.tokens(hardware.host_memory) if hardware.separate else float("inf")
+    bound = "host memory" if by_host < by_device else "device memory"
+    return int(min(by_device, by_host)) // _GRAIN * _GRAIN, device, host, bound
+
+
+def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
+    """How its length comes about."""
+    tokens = reach.length // reach.ranks
+    parts = [("a device", reach.device, hardware.limit)]
+    if reach.host.fixed or reach.host.per_token:
+        parts.append(("a host", reach.host, hardware.host_memory))
+    for place, line, limit in parts:
+        growing = f"{tokens:,} tokens x {line.per_token / 1e3:,.1f} KB"
+        yield f"{place}: {gigabytes(line.fixed)} + {growing} = {gigabytes(line.at(tokens))} of {gigabytes(limit)}"
+
+
+def show_longest(found: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
+    """The table, the sums of the longest, and its config."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    shared = f", {found[0].ranks} ranks per sequence" if found and found[0].ranks > 1 else ""
+    title = f"{model.name}: longest sequence on {hardware.name}{shared}, layers checkpointed, MLPs and loss in tiles"
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("candidate", no_wrap=True)
+    for name in ("tokens", "device", "per token", "host", "per token"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for each in found:
+        cells = [f"{each.length:,}"]
+        for line in (each.device, each.host):
+            cells += [gigabytes(line.fixed) if line.fixed else "-", f"{line.per_token / 1e3:,.1f} KB"]
+        table.add_row(each.name, *cells, each.bound, style="bold green" if each is found[0] else "")
+    if not found:
+        console.print("nothing fits, of any length: name a drive with --nvme-path, or more devices")
+        return
+    console.print(table)
+    for text in sums(found[0], hardware):
+        console.print(escape(text), soft_wrap=True)
+    console.print(f"\n[bold]{found[0].name}[/], ds.json:")
+    console.print(escape(config_text(found[0])), soft_wrap=True)
+    console.print(f"start the script with {escape(training.flags(found[0].candidate))}", soft_wrap=True)
+    if found[0].ranks > 1:
+        mesh = f"sp_size={found[0].ranks}, dp_shard_size={hardware.ranks // found[0].ranks}"
+        console.print(f'and give TrainingArguments ParallelismConfig({mesh}, sp_backend="deepspeed")', soft_wrap=True)
+
+
+def reaches_as_dict(found: Sequence[Reach]) -> list[dict[str, Any]]:
+    """For programs: bytes, tokens."""
+    return [
+        {
+            "name": each.name,
+            "longest": each.length,
+            "sequence_ranks": each.ranks,
+            "device_fixed": each.device.fixed,
+            "device_per_token": each.device.per_token,
+            "host_fixed": each.host.fixed,
+            "host_per_token": each.host.per_token,
+            "bound_by": each.bound,
+            "config": each.config,
+        }
+        for each in found
+    ]

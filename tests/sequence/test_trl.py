@@ -1,0 +1,91 @@
+"""TRL's SFTTrainer over shared sequences: padded batches of different lengths, and documents packed into one row."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sequence.hugging_face import parallelism
+from tests.sequence.test_hugging_face import fresh
+from tests.sequence.training import RATE, model_of
+from tests.support.ranks import run_ranks
+from tests.support.requirements import requires
+
+pytestmark = [pytest.mark.slow, requires(modules=("trl",))]
+SEEN = ("input_ids", "labels", "position_ids", "attention_mask")
+
+
+def _trained(rank: int, folder: str, *, packing: bool) -> tuple[list[float], list[float]]:
+    """Losses of SFTTrainer, and of plain PyTorch on the batches that its collator made."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from tests.trl.material import tokenizer
+
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(4, 13, (16,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(5, 60, (n,), generator=generator).tolist()} for n in lengths]
+    model = model_of("llama")
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"packing": True, "padding_free": True} if packing else {}
+    arguments = SFTConfig(
+        output_dir=str(Path(folder) / str(packing)),
+        use_cpu=True,
+        bf16=False,
+        deepspeed={"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"},
+        parallelism_config=parallelism(2),
+        per_device_train_batch_size=2,
+        max_steps=4,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        max_length=12,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        **options,
+    )
+    trainer = SFTTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    collate, made = trainer.data_collator, []
+
+    def noted(samples: Any) -> Any:
+        made.append(collate(samples))
+        return made[-1]
+
+    trainer.data_collator = noted
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    of_ranks: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_ranks, made)
+    expected, optimizer = [], torch.optim.SGD(plain.parameters(), lr=RATE)
+    for number in range(4):
+        batch = of_ranks[number % 2][number // 2]
+        loss = plain(**{name: batch[name] for name in SEEN if name in batch}, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    del trainer
+    fresh()
+    return losses, expected
+
+
+def _both(rank: int, folder: str) -> list[tuple[list[float], list[float]]]:
+    return [_trained(rank, folder, packing=packing) for packing in (False, True)]
+
+
+def test_losses_are_those_of_plain_pytorch(tmp_path: Path) -> None:
+    for found in run_ranks(_both, 2, str(tmp_path), init=False):
+        for losses, expected in found:
+            assert losses == pytest.approx(expected, abs=1e-5)
