@@ -28,7 +28,10 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "compression", "data", "routing", "profiling", "sequence", "tensor", "tiling", "activations"),
+    (
+        *("checkpoint", "attention", "compression", "data", "routing", "profiling"),
+        *("sequence", "tensor", "tiling", "activations"),
+    ),
     ("api",),
     ("integration",),
     ("explain", "report"),
