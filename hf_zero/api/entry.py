@@ -21,7 +21,7 @@ from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups, this_process
+from hf_zero.comm import ParallelGroups, hosts, in_hops, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
@@ -101,6 +101,8 @@ def initialize(
         given = SequenceGroups.of_size(resolved.sequence_size)
     sequences = None if given is None else given.partition
     groups = parallel_groups(local_device(), resolved.zero.shard_size, sequences, resolved.zero.gather_size)
+    if resolved.zero.stage < 3:
+        groups = in_hops(groups, resolved.zero.hops, local_device())
     AT_WORK.drop_abandoned()
     share_sequences(model, given, groups)
     with suspended():

@@ -114,9 +114,10 @@ class Cut:
     across_hosts: Partition
 
     @classmethod
-    def of(cls, known: Hosts, shard_size: ShardSize = None, gather_size: int | None = None) -> Cut:
+    def of(cls, known: Hosts, shard_size: ShardSize = None, gather_size: ShardSize = None) -> Cut:
         """Shard groups of `shard_size` ranks ("host": those of a host; None: all), host by host, which gather among
-        `gather_size` consecutive ones of theirs (None, or as many as there are: among all).
+        `gather_size` consecutive ones of theirs (None, or as many as there are: among all; "host": those of a host,
+        where that comes out even).
 
         Raises:
             ValueError: when they do not come out even.
@@ -132,6 +133,8 @@ class Cut:
         if not are_even or any(sum(parts, ()) != group for parts, group in zip(within, shard, strict=True)):
             within = [(group,) for group in shard]
         size = len(shard[0])
+        if gather_size == "host":
+            gather_size = len(within[0][0])
         second = [consecutive(group, size if gather_size is None else min(gather_size, size)) for group in shard]
         return cls(
             shard=shard,
@@ -158,14 +161,15 @@ def parallel_groups(
     device: torch.device,
     shard_size: ShardSize = None,
     sequences: Partition | None = None,
-    gather_size: int | None = None,
+    gather_size: ShardSize = None,
 ) -> ParallelGroups:
     """The groups of this rank, for collectives on `device`. Collective.
 
     Args:
         shard_size: ranks that share the states of one copy of the model; "host": those of a host; None: all.
         sequences: ranks that share sequences; None: each rank has whole ones.
-        gather_size: ranks among which stage 3 gathers around use (hpZ); None: those of `shard_size`.
+        gather_size: ranks among which stage 3 gathers around use (hpZ); "host": those of a host; None: those of
+            `shard_size`.
 
     Raises:
         ValueError: when the ranks cannot be cut like that.

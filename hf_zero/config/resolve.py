@@ -240,8 +240,7 @@ def resolve_shard_size(
     wrong = [problem for problem in findings.problems if problem.path in GROUP_KEYS]
     if wrong:
         raise ConfigError(wrong)
-    config = findings.config
-    return shard_size_in(config.zero_optimization or Zero(), config.hf_zero or HfZero())
+    return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
 
 
 def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
@@ -277,7 +276,8 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
         shard_size=shard_size_in(zero, own),
-        gather_size=gather_size_in(zero),
+        gather_size=gather_size_in(zero, own),
+        hops=own.hops,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
         sparse_gradients=root.sparse_gradients,

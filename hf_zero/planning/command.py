@@ -11,7 +11,7 @@ from hf_zero.config import ConfigError, Problem
 from hf_zero.planning.candidates import Training
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
-from hf_zero.planning.longest import longest_sequences, reaches_as_dict, show_longest
+from hf_zero.planning.longest import longest_sequences, reaches_as_dict, sequence_ranks, show_longest
 from hf_zero.planning.machine import GPUS, Hardware, hardware
 from hf_zero.planning.measure import Measured, measure, ranked, show_measured
 from hf_zero.planning.model import PlannedModel, load_model
@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="adapters on all linear layers (none)")
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
+    training.add_argument(
+        "--sequence-ranks", type=int, metavar="N", help="of --longest: ranks per sequence (a host's, as heads divide)"
+    )
     output = parser.add_argument_group("what comes out")
     output.add_argument("--measure", type=int, default=0, metavar="N", help="run the N most promising for a few steps")
     output.add_argument("--measure-dir", default="plan_results", metavar="DIR", help="for their files (plan_results)")
@@ -94,7 +97,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def _longest(arguments: argparse.Namespace) -> int:
     model, machine, training = _asked(arguments)
-    found = longest_sequences(model, machine, training)
+    found = longest_sequences(model, machine, training, sequence_ranks(model, machine, arguments.sequence_ranks))
     if arguments.json:
         sys.stdout.write(json.dumps(reaches_as_dict(found), indent=2) + "\n")
     else:

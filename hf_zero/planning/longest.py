@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_zero.config import ConfigError
+from hf_zero.config import ConfigError, Problem
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
 from hf_zero.planning.choose import gigabytes, optimizer_size
 from hf_zero.planning.machine import Hardware
@@ -55,6 +55,7 @@ class Reach:
 
     Attributes:
         length: tokens of the longest sequence.
+        ranks: that share a sequence.
         device: of a device.
         host: of all ranks of a host.
         bound: the memory that is full then.
@@ -64,6 +65,7 @@ class Reach:
     inputs_on_host: bool
     config: dict[str, Any]
     length: int
+    ranks: int
     device: Line
     host: Line
     bound: str
@@ -73,8 +75,13 @@ class Reach:
         return self.candidate.name + (", inputs on host" if self.inputs_on_host else "")
 
 
-def longest_sequences(model: PlannedModel, hardware: Hardware, training: Training) -> list[Reach]:
+def longest_sequences(
+    model: PlannedModel, hardware: Hardware, training: Training, ranks_per_sequence: int = 1
+) -> list[Reach]:
     """All ways that reach any length, the farthest first; of equal ones the first by preference.
+
+    Args:
+        ranks_per_sequence: each holds a part of every sequence (Ulysses).
 
     Raises:
         ConfigError: when no candidate is a config that hf_zero takes; with what is wrong with the first.
@@ -92,17 +99,36 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
+            config |= {"sequence_parallel_size": ranks_per_sequence} if ranks_per_sequence > 1 else {}
             try:
                 lines = _lines(model, hardware, training, config, size, lengths, traces)
             except ConfigError as error:
                 refused.append(error)
                 continue
-            reach = _reach(model, hardware, training, lines, on_host)
-            if reach[0]:
-                found.append(Reach(candidate, on_host, config, *reach))
+            device, host = lines
+            device = replace(device, per_token=device.per_token + _copied(model, training, ranks_per_sequence))
+            length, device, host, bound = _reach(model, hardware, training, (device, host), on_host)
+            if length:
+                far = length * ranks_per_sequence
+                found.append(Reach(candidate, on_host, config, far, ranks_per_sequence, device, host, bound))
     if not found and refused:
         raise refused[0]
     return sorted(found, key=lambda each: -each.length)
+
+
+def sequence_ranks(model: PlannedModel, hardware: Hardware, asked: int | None) -> int:
+    """Ranks that share a sequence: those asked for, or as many of a host as divide the attention's heads.
+
+    Raises:
+        ConfigError: what is asked for does not divide ranks or heads.
+    """
+    heads = model.heads[0]
+    if asked is None:
+        return max(n for n in range(1, hardware.per_host + 1) if hardware.per_host % n == 0 and heads % n == 0)
+    if asked < 1 or hardware.ranks % asked or heads % asked:
+        rule = f"{hardware.ranks} ranks and {heads} heads must be multiples of it"
+        raise ConfigError(Problem("--sequence-ranks", asked, rule, "give a common divisor"))
+    return asked
 
 
 def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: bool) -> dict[str, Any]:
@@ -130,6 +156,13 @@ def _lines(
     return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)
 
 
+def _copied(model: PlannedModel, training: Training, ranks: int) -> int:
+    """Bytes per token of keys and values that several ranks of a sequence hold, where there are fewer key heads than
+    ranks. What else attention holds is as large as without; its messages come and go before a layer's worst moment."""
+    _, key_heads, extent = model.heads
+    return 2 * max(0, ranks - key_heads) * extent * training.micro_batch * model.dtype.itemsize
+
+
 def _reach(
     model: PlannedModel, hardware: Hardware, training: Training, lines: tuple[Line, Line], on_host: bool
 ) -> tuple[int, Line, Line, str]:
@@ -149,20 +182,20 @@ def _reach(
 
 def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
     """How its length comes about."""
+    tokens = reach.length // reach.ranks
     parts = [("a device", reach.device, hardware.limit)]
     if reach.host.fixed or reach.host.per_token:
         parts.append(("a host", reach.host, hardware.host_memory))
     for place, line, limit in parts:
-        yield (
-            f"{place}: {gigabytes(line.fixed)} + {reach.length:,} tokens x {line.per_token / 1e3:,.1f} KB = "
-            f"{gigabytes(line.at(reach.length))} of {gigabytes(limit)}"
-        )
+        growing = f"{tokens:,} tokens x {line.per_token / 1e3:,.1f} KB"
+        yield f"{place}: {gigabytes(line.fixed)} + {growing} = {gigabytes(line.at(tokens))} of {gigabytes(limit)}"
 
 
 def show_longest(found: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
     """The table, the sums of the longest, and its config."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    title = f"{model.name}: longest sequence on {hardware.name}, layers checkpointed, MLPs and loss in tiles"
+    shared = f", {found[0].ranks} ranks per sequence" if found and found[0].ranks > 1 else ""
+    title = f"{model.name}: longest sequence on {hardware.name}{shared}, layers checkpointed, MLPs and loss in tiles"
     table = Table(title=escape(title), title_justify="left")
     table.add_column("candidate", no_wrap=True)
     for name in ("tokens", "device", "per token", "host", "per token"):
@@ -177,14 +210,14 @@ def show_longest(found: Sequence[Reach], model: PlannedModel, hardware: Hardware
         console.print("nothing fits, of any length: name a drive with --nvme-path, or more devices")
         return
     console.print(table)
-    for term in sums(found[0], hardware):
-        console.print(escape(term), soft_wrap=True)
+    for text in sums(found[0], hardware):
+        console.print(escape(text), soft_wrap=True)
     console.print(f"\n[bold]{found[0].name}[/], ds.json:")
     console.print(escape(config_text(found[0])), soft_wrap=True)
-    flags = f"{training.flags(found[0].candidate)}"
-    console.print(
-        f"start the script with {escape(flags)}; inputs of layers are what checkpointing keeps", soft_wrap=True
-    )
+    console.print(f"start the script with {escape(training.flags(found[0].candidate))}", soft_wrap=True)
+    if found[0].ranks > 1:
+        mesh = f"sp_size={found[0].ranks}, dp_shard_size={hardware.ranks // found[0].ranks}"
+        console.print(f'and give TrainingArguments ParallelismConfig({mesh}, sp_backend="deepspeed")', soft_wrap=True)
 
 
 def reaches_as_dict(found: Sequence[Reach]) -> list[dict[str, Any]]:
@@ -193,6 +226,7 @@ def reaches_as_dict(found: Sequence[Reach]) -> list[dict[str, Any]]:
         {
             "name": each.name,
             "longest": each.length,
+            "sequence_ranks": each.ranks,
             "device_fixed": each.device.fixed,
             "device_per_token": each.device.per_token,
             "host_fixed": each.host.fixed,

@@ -83,6 +83,14 @@ class PlannedModel:
         return int(getattr(_text(self.config), "num_hidden_layers", 0) or 1)
 
     @property
+    def heads(self) -> tuple[int, int, int]:
+        """(query heads, key heads, width of a head) of its attention."""
+        config = _text(self.config)
+        heads = int(getattr(config, "num_attention_heads", 0) or 1)
+        key_heads = int(getattr(config, "num_key_value_heads", 0) or heads)
+        return heads, key_heads, int(getattr(config, "head_dim", 0) or self.hidden // heads)
+
+    @property
     def hidden(self) -> int:
         return int(getattr(_text(self.config), "hidden_size", 0) or 1)
 

@@ -23,7 +23,8 @@ def tiled_mlp_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None
         feature = TiledMLPs(model)
     except ValueError as error:
         raise ConfigError([Problem("hf_zero.tiled_mlp", True, str(error), "set it to false")]) from error
-    logger.info("hf_zero.tiled_mlp: %d MLPs, from %s to %s", len(feature.names), feature.names[0], feature.names[-1])
+    first, last = feature.names[0], feature.names[-1]
+    logger.info("hf_zero.tiled_mlp: %d MLPs, from %s to %s, and the norms", len(feature.names), first, last)
     return feature
 
 

@@ -1,4 +1,4 @@
-"""The dense MLPs of a model, over a few tokens at a time."""
+"""What sees each token of a model alone, its dense MLPs and its norms, over a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -47,8 +47,25 @@ def is_dense_mlp(module: nn.Module) -> bool:
     return linear >= 2
 
 
+def norms_of_tokens(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
+    """(name, norm, width) of norms over the last dimension, but for those inside of dense MLPs.
+
+    Transformers computes them in fp32, which autograd keeps: without tiles, their backward is where a checkpointed
+    layer needs most.
+    """
+    inside = tuple(f"{name}." for name, _ in dense_mlps(model))
+    found = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or name.startswith(inside):
+            continue
+        if type(module).__name__.endswith(_PER_TOKEN):
+            found.append((name, module, weight.numel()))
+    return found
+
+
 class TiledMLPs(TrainingFeature):
-    """The forward of every dense MLP is tiled, until the engine is destroyed."""
+    """The forwards of all dense MLPs and of the norms between them are tiled, until the engine is destroyed."""
 
     name = "tiled_mlp"
     waits_for_outcome = False
@@ -69,17 +86,21 @@ class TiledMLPs(TrainingFeature):
         self._modules = [module for _, module in found]
         for module in self._modules:
             vars(module)["forward"] = _tiled_forward(module)
+        for _, norm, width in norms_of_tokens(model):
+            vars(norm)["forward"] = _tiled_forward(norm, width)
+            self._modules.append(norm)
 
     def close(self) -> None:
         for module in self._modules:
             vars(module).pop("forward", None)
 
 
-def _tiled_forward(module: nn.Module) -> Any:
+def _tiled_forward(module: nn.Module, width: int | None = None) -> Any:
+    """`width`: what is not [samples, tokens, width] is left alone (heads, patches)."""
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        rows = _rows(args[0]) if len(args) == 1 and not kwargs else ()
+        rows = _rows(args[0], width) if len(args) == 1 and not kwargs else ()
         if len(rows) < 2:
             return own(*args, **kwargs)
         x: Tensor = args[0]
@@ -89,9 +110,11 @@ def _tiled_forward(module: nn.Module) -> Any:
     return forward
 
 
-def _rows(x: Any) -> tuple[int, ...]:
+def _rows(x: Any, width: int | None) -> tuple[int, ...]:
     """The tiles along the last dimension but one; one tile where there are few tokens."""
     if not isinstance(x, Tensor) or x.dim() < 2:
+        return ()
+    if width is not None and (x.dim() != 3 or x.shape[-1] != width):
         return ()
     length = x.shape[-2]
     tokens = math.prod(x.shape[:-1])

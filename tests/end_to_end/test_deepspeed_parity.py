@@ -64,12 +64,22 @@ def run_oracle(case: Case, folder: Path, oracle: str) -> Outcome:
     return outcome(folder)
 
 
+def logged_ahead(case: Case) -> int:
+    """By how many updates the rates that the Trainer logs under DeepSpeed run ahead of those without it.
+
+    With optimizer or schedule from ds.json DeepSpeed's engine advances the schedule within its step, before Trainer
+    reads the rate; under hf_zero it logs what the update was made with, as without an engine.
+    """
+    return int(case.optimizer or case.scheduler)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trainer_equals_deepspeed(case: Case, tmp_path: Path, oracle: str) -> None:
     theirs = run_oracle(oracle_case(case), tmp_path / "theirs", oracle)
     ours = run_case(case, tmp_path / "ours")
     tolerance = BF16_TOLERANCE if case.bf16 else TOLERANCE
     assert_same_numbers(ours.losses, theirs.losses, tolerance, "losses")
-    assert_same_numbers(ours.rates, theirs.rates, TOLERANCE, "learning rates")
+    ahead = logged_ahead(case)
+    assert_same_numbers(ours.rates[ahead:], theirs.rates[: len(theirs.rates) - ahead], TOLERANCE, "learning rates")
     if not case.bf16:
         assert_same_weights(ours.weights, theirs.weights, TOLERANCE)

@@ -9,9 +9,9 @@ import pytest
 from transformers import MixtralConfig
 
 from hf_zero.__main__ import main
-from hf_zero.config import TrainingView, resolve
+from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.planning.candidates import Candidate, Training
-from hf_zero.planning.longest import Line, Reach, longest_sequences, sums
+from hf_zero.planning.longest import Line, Reach, longest_sequences, sequence_ranks, sums
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, Tiling, load_model, trace
 from tests.planning.material import config_folder
@@ -61,6 +61,21 @@ def test_every_config_is_one_that_the_resolver_takes(model: PlannedModel, tmp_pa
             assert answers.zero.sub_group_numel == 100_000_000
 
 
+def test_ranks_that_share_sequences_reach_as_many_times_as_far(model: PlannedModel) -> None:
+    machine = hardware({**MACHINE, "gpus_per_node": 4})
+    assert sequence_ranks(model, machine, None) == 4 and sequence_ranks(model, machine, 2) == 2
+    alone, shared = (by_name(longest_sequences(model, machine, Training(), n)) for n in (1, 2))
+    for name, reach in shared.items():
+        assert reach.length == pytest.approx(2 * alone[name].length, rel=0.01)
+        assert reach.config["sequence_parallel_size"] == 2
+        resolve(reach.config, TrainingView(bf16=True), world_size=4)
+    four = by_name(longest_sequences(model, machine, Training(), 4))["stage 3, checkpointing"]
+    copied = 2 * 2 * model.heads[2] * 2  # keys and values of two more heads, in bf16
+    assert four.device.per_token - alone["stage 3, checkpointing"].device.per_token == pytest.approx(copied)
+    with pytest.raises(ConfigError, match="4 ranks and 4 heads must be multiples"):
+        sequence_ranks(model, machine, 3)
+
+
 def test_experts_are_not_tiled(tmp_path: Path) -> None:
     config = MixtralConfig(
         vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -72,7 +87,7 @@ def test_experts_are_not_tiled(tmp_path: Path) -> None:
 
 
 def test_sums_in_words() -> None:
-    reach = Reach(Candidate(3), True, {}, 2048, Line(1e9, 1e5), Line(2e9, 5e4), "host memory")
+    reach = Reach(Candidate(3), True, {}, 4096, 2, Line(1e9, 1e5), Line(2e9, 5e4), "host memory")
     assert list(sums(reach, hardware(MACHINE))) == [
         "a device: 1.0 GB + 2,048 tokens x 100.0 KB = 1.2 GB of 6.2 GB",
         "a host: 2.0 GB + 2,048 tokens x 50.0 KB = 2.1 GB of 64.0 GB",

@@ -30,13 +30,14 @@ def _sgd(  # type: ignore[no-untyped-def]
     g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
     if buffer is not None:
         b = momentum * tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32) + g
-        tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
         if NESTEROV:
             g += momentum * b
         else:
             g = b
     p -= lr * g
     store_rounded(weight, offsets, p, mask, seed)
+    if buffer is not None:
+        tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
     if lp_param is not None:
         store_rounded(lp_param, offsets, p, mask, seed)
 
