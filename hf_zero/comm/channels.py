@@ -68,7 +68,7 @@ def collectives_for(
     return collectives
 
 
-def process_group(partition: Partition) -> dist.ProcessGroup | None:
+def sequence_process_group(partition: Partition) -> dist.ProcessGroup | None:
     """torch's own of this rank's sequences, for programs that call it themselves; None without a process group.
     Collective at first use.
 
@@ -81,7 +81,7 @@ def process_group(partition: Partition) -> dist.ProcessGroup | None:
 
 
 def adopt(group: dist.ProcessGroup) -> Partition:
-    """Take a process group that exists as the one for `process_group`; returns all that ranks have. Collective."""
+    """Take a group that exists as the one of `sequence_process_group`; returns those of all ranks. Collective."""
     ranks = tuple(dist.get_process_group_ranks(group))
     found = NativeCollectives().gather_objects(ranks)
     partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", found)))
