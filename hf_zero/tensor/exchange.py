@@ -60,7 +60,8 @@ def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) ->
 
 
 def _own(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    return tensor.split(list(sizes), dim=-1)[group.rank].contiguous()
+    own: Tensor = tensor.split(list(sizes), dim=-1)[group.rank]
+    return own.contiguous()
 
 
 class _Enter(torch.autograd.Function):
