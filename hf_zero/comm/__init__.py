@@ -7,7 +7,7 @@ from hf_zero.comm.channels import (
     background_collectives,
     collectives_for,
     hosts,
-    process_group,
+    sequence_process_group,
     set_timeout,
     watching_collectives,
 )

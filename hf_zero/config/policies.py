@@ -233,6 +233,7 @@ class Resolved:
     compression: CompressionPolicy = CompressionPolicy()
     profiling: ProfilingPolicy = ProfilingPolicy()
     sequence_size: int = 1  # ranks that share each sequence
+    tensor_size: int = 1  # ranks that hold parts of the same matrices
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason
