@@ -78,4 +78,5 @@ def test_sections_on_pages_resolve(page: str, section: dict[str, Any], tmp_path:
     config = json.loads(text)
     if "elasticity" not in config:
         config.setdefault("train_micro_batch_size_per_gpu", 1)
-    assert resolve(config, world_size=8).batch.train_batch_size >= 8
+    resolved = resolve(config, world_size=8)
+    assert resolved.batch.train_batch_size * resolved.tensor_size >= 8

@@ -96,7 +96,7 @@ KEPT_WORDS = {
 
 ENGINE_ROOMS = frozenset(
     ("layout", "device", "comm", "offload", "optim", "params", "grads", "step", "checkpoint", "schedules", "kernels")
-    + ("compression", "features", "profiling", "sequence", "spans", "tiling", "activations")
+    + ("compression", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
 )
 
 _SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"

@@ -28,7 +28,10 @@ LADDER = (
     ("params",),
     ("grads",),
     ("step",),
-    ("checkpoint", "attention", "compression", "data", "routing", "profiling", "sequence", "tiling", "activations"),
+    (
+        *("checkpoint", "attention", "compression", "data", "routing", "profiling"),
+        *("sequence", "tensor", "tiling", "activations"),
+    ),
     ("api",),
     ("integration",),
     ("explain", "report"),
@@ -54,7 +57,7 @@ MAY_NAME_CUDA = {
 }
 # Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are
 # sharded over fewer ranks than all.
-MAY_ASK_THE_PROCESS = ("hf_zero.api.entry", "hf_zero.integration.", "hf_zero.sequence.groups")
+MAY_ASK_THE_PROCESS = ("hf_zero.api.entry", "hf_zero.integration.", "hf_zero.sequence.groups", "hf_zero.tensor.groups")
 LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
 
 

@@ -151,7 +151,7 @@ class ZeroEngine(nn.Module):
         with self.phases.phase("step"):
             optimizer.step()
             if resolved.compatibility.broadcast_buffers:
-                broadcast_buffers(self.module, self.groups.world)
+                broadcast_buffers(self.module, self.groups.lane)
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size()
         outcome = parts.step.outcome
@@ -297,6 +297,7 @@ class ZeroEngine(nn.Module):
             config=self.config,
             client_state=client_state or {},
             features=self.training_features.state_dict(),
+            tensor_size=self.groups.tensor.size,
         )
         with self.phases.phase("save"):
             policy = self.settings.resolved.checkpoint

@@ -33,6 +33,7 @@ class ModuleView:
     ) -> None:
         self.store = store
         self._world = groups.world
+        self._is_cut = groups.tensor.size > 1
         self._module = module
         self._device = device
         self._zero = zero
@@ -58,12 +59,14 @@ class ModuleView:
             )
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether saving the model at stage 3 writes whole weights; below it every rank has them anyway."""
-        return self._zero.stage == 3 and self._zero.gather.whole_on_save
+        """Whether saving the model writes whole weights where no rank has them: at stage 3 if the config says so, and
+        always where ranks hold parts of matrices; elsewhere every rank has them anyway."""
+        return (self._zero.stage == 3 and self._zero.gather.whole_on_save) or (self._zero.stage < 3 and self._is_cut)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict with whole weights, on every rank. Collective at stage 3."""
-        if self._zero.stage < 3:
+        """The model's state dict with whole weights, on every rank. Collective at stage 3, and among ranks that hold
+        parts of matrices."""
+        if self._zero.stage < 3 and not self._is_cut:
             frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
             dropped = frozen if exclude_frozen_parameters else set()
             return {name: value for name, value in self._module.state_dict().items() if name not in dropped}
@@ -77,6 +80,10 @@ class ModuleView:
         """
         if not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(WHOLE_WEIGHTS_ARE_OFF)
+        return self.consolidated(exclude_frozen_parameters)
+
+    def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights in host memory of rank 0; None on the others. Collective."""
         keeps = self._world.rank == 0
         found = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
         return found if keeps else None

@@ -132,13 +132,15 @@ def _never(engine: Any) -> bool:
 
 def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder: str | None = None) -> str:
     """Path of the file with the model's weights that this rank reads."""
-    name = ds.model_file(engine.groups.shard.rank, engine.zero_optimization_stage())
+    name = ds.model_file(engine.groups.shard.rank, engine.zero_optimization_stage(), engine.groups.tensor.rank)
     return os.path.join(checkpoints_path, str(tag), name if mp_placeholder is None else name.replace("00", "*"))
 
 
 def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
     """Path of this rank's file with optimizer states."""
-    name = ds.optimizer_file(engine.groups.shard.rank, bf16=engine.bfloat16_enabled())
+    name = ds.optimizer_file(
+        engine.groups.shard.rank, bf16=engine.bfloat16_enabled(), tensor_rank=engine.groups.tensor.rank
+    )
     return os.path.join(checkpoints_path, str(tag), name)
 
 
@@ -149,6 +151,8 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
     """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+    if engine.groups.tensor.size > 1:
+        return engine.module_view.consolidated(exclude_frozen_parameters)
     return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
 
 
@@ -160,6 +164,7 @@ def _empty_partition_cache(engine: Any) -> None:
 
 
 # Ranks and groups
+
 
 
 def _coalesce_grad_reduction(engine: Any) -> AbstractContextManager[None]:
@@ -265,11 +270,12 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
     "_step_applied": lambda engine: engine.was_step_applied(),
     "basic_optimizer": lambda engine: getattr(_trained(engine), "optimizer", None),
-    "checkpoint_mp_rank": lambda engine: 0,
+    "checkpoint_mp_rank": lambda engine: engine.groups.tensor.rank,
     "client_lr_scheduler": lambda engine: engine.lr_scheduler if engine.settings.resolved.scheduler is None else None,
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
-    "data_parallel_group": lambda engine: None if engine.groups.sequence.size > 1 else get_world_group(),
+    "data_parallel_group": lambda engine: (
+        None if engine.groups.sequence.size > 1 else getattr(engine.mpu, "get_data_parallel_group", get_world_group)()),
     "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
     "dp_world_size": lambda engine: engine.groups.data.size,
@@ -284,7 +290,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "local_rank": lambda engine: get_local_rank(),
     "mesh_device": lambda engine: None,
     "moe_layers": lambda engine: [],
-    "mp_world_size": lambda engine: 1,
+    "mp_world_size": lambda engine: engine.groups.tensor.size,
     "mpu": lambda engine: None,
     "num_experts": lambda engine: [],
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
@@ -311,7 +317,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
     "_get_zero_ckpt_name": _get_zero_ckpt_name,
-    "autotp_size": lambda engine: 0,
+    "autotp_size": lambda engine: engine.groups.tensor.size if engine.groups.tensor.size > 1 else 0,
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
@@ -323,10 +329,10 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_data_types": _get_data_types,
     "get_global_grad_norm": _get_global_grad_norm,
     "get_lr": _get_lr,
-    "get_model_parallel_rank": lambda engine: 0,
+    "get_model_parallel_rank": lambda engine: engine.groups.tensor.rank,
     "get_mom": _get_mom,
     "get_sequence_parallel_group": lambda engine: process_group_of(engine.groups),
-    "get_tensor_parallel_rank": lambda engine: 0,
+    "get_tensor_parallel_rank": lambda engine: engine.groups.tensor.rank,
     "get_type": _get_type,
     "get_wall_clock_timers": _get_wall_clock_timers,
     "gradient_clipping": lambda engine: engine.settings.resolved.gradients.clip_norm,
@@ -378,7 +384,7 @@ REFUSED = {
     "flops flops_profiler": _PROFILER,
     "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
     "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _EXPERTS,
-    "tensor_parallel_config": "tensor parallelism is not supported: autotp_size() is 0",
+    "tensor_parallel_config": "autotp_size() says how many ranks hold parts of the same matrices",
     "torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler": "torch_autocast_enabled() and "
     "torch_autocast_dtype() say how forward runs; loss_scale() is the scale",
     "engine_timers engine_timers_cache fwd_duration print_forward_breakdown timers": (

@@ -21,7 +21,7 @@ from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups, this_process
+from hf_zero.comm import ParallelGroups, hosts, in_hops, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
@@ -44,6 +44,7 @@ from hf_zero.step.assemble import (
     synchronise_unmanaged,
 )
 from hf_zero.step.loss_factors import StepRules
+from hf_zero.tensor import TensorGroups, check_first_batch, shard_model, tensor_groups_given, use_tensor_groups
 from hf_zero.versions import announcement
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -74,7 +75,8 @@ def initialize(
         training_data: a dataset to make a DataLoader for.
         lr_scheduler: a scheduler, or a callable that makes one from the torch optimizer; beats the config's section.
         mpu: who shares sequences: what `UlyssesSPAttentionHF.register_with_transformers` returns, or a program's own
-            with `get_sequence_parallel_group`.
+            with `get_sequence_parallel_group`; or who holds parts of matrices, with `get_tensor_model_parallel_group`
+            or `get_model_parallel_group`.
         mesh_param: the same as (data ranks, ranks per sequence), or as a DeviceMesh with a dimension "sp".
         config: dict, path, JSON text or base64 JSON. `config_params` is its older name.
 
@@ -91,16 +93,31 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     num_ranks, host_sizes = this_process().size, hosts().sizes
-    given = groups_given(mpu, mesh_param)
-    size = None if given is None else given.get_sequence_parallel_world_size()
+    tensors = tensor_groups_given(model, mpu)
+    given = groups_given(mpu if tensors is None else None, mesh_param)
     resolved = resolve(
-        raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes, sequence_size=size
+        raw,
+        model=model_view(model),
+        world_size=num_ranks,
+        host_sizes=host_sizes,
+        sequence_size=None if given is None else given.get_sequence_parallel_world_size(),
+        tensor_size=None if tensors is None else tensors.get_tensor_model_parallel_world_size(),
     )
     _log_settings(resolved)
+    if tensors is None and resolved.tensor_size > 1:
+        tensors = TensorGroups.of_size(resolved.tensor_size)
     if given is None and resolved.sequence_size > 1:
         given = SequenceGroups.of_size(resolved.sequence_size)
     sequences = None if given is None else given.partition
-    groups = parallel_groups(local_device(), resolved.zero.shard_size, sequences, resolved.zero.gather_size)
+    sizes = resolved.zero.shard_size, sequences, resolved.zero.gather_size
+    if tensors is None:
+        groups = parallel_groups(local_device(), *sizes)
+    else:
+        groups = parallel_groups(local_device(), *sizes, tensors.partition)
+        shard_model(model, groups.tensor, local_device())
+        check_first_batch(model, groups.tensor)
+    if resolved.zero.stage < 3:
+        groups = in_hops(groups, resolved.zero.hops, local_device())
     AT_WORK.drop_abandoned()
     share_sequences(model, given, groups)
     with suspended():
@@ -109,7 +126,9 @@ def initialize(
         forward_only = functools.partial(_forward_only, resolved, groups)
         seen = weakref.proxy(engine)
         features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
-    engine.mpu = mpu
+    vars(engine)["mpu"] = mpu if tensors is None else tensors
+    if tensors is not None:
+        use_tensor_groups(engine, tensors)
     use_groups(engine, given)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
@@ -184,8 +203,9 @@ def _log_settings(resolved: Resolved) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
     log_dist(announcement(), ranks=[0])
-    batch, ranks, size = resolved.batch, this_process().size, resolved.sequence_size
-    shown = f"{ranks}" if size == 1 else f"{ranks // size} ({ranks} ranks, {size} per sequence)"
+    batch, ranks, size = resolved.batch, this_process().size, resolved.sequence_size * resolved.tensor_size
+    kind = "sequence" if resolved.sequence_size > 1 else "tensor group"
+    shown = f"{ranks}" if size == 1 else f"{ranks // size} ({ranks} ranks, {size} per {kind})"
     announce(
         f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
         f"{batch.micro_batch_size} x {batch.accumulation_steps} x {shown} = {batch.train_batch_size} samples per update"
@@ -248,7 +268,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
             managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
         unpartition(model)
         place_model(model, plan.precision, device, managed)
-    synchronise_unmanaged(model, plan.groups.world, managed)
+    synchronise_unmanaged(model, plan.groups.lane, managed)
 
 
 def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any) -> Any:

@@ -83,9 +83,11 @@ def save_checkpoint(
 
 
 def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_leader: bool) -> dict[str, Any]:
+    # Ranks that hold other parts of matrices have a shared file of their own.
+    writes_shared = is_leader if subject.groups.tensor.size == 1 else subject.groups.lane.rank == 0
     if isinstance(subject, Subject):
-        return files_of(subject, run, writes_shared_file=is_leader, exclude_frozen=request.exclude_frozen)
-    return model_files_of(subject, run, writes_shared_file=is_leader, exclude_frozen=request.exclude_frozen)
+        return files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
+    return model_files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
 
 
 def _write(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
@@ -143,7 +145,8 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
         return None
     with ledger.phase("checkpoint"):
         try:
-            folder = together(lambda: list_files(root / str(tag), str(tag)), collectives)
+            parts = subject.tensor_rank, subject.groups.tensor.size
+            folder = together(lambda: list_files(root / str(tag), str(tag), parts), collectives)
             check_together(folder, collectives)
             plan = together(lambda: _plan(subject, folder, request), collectives)
         except CheckpointError as error:

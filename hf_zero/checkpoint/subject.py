@@ -39,6 +39,11 @@ class ModelSubject:
         return self.groups.is_first_copy(per_host=self.resolved.checkpoint.node_local)
 
     @property
+    def tensor_rank(self) -> int:
+        """Which parts of matrices this rank holds; its files say so."""
+        return self.groups.tensor.rank
+
+    @property
     def names(self) -> list[str]:
         """Of the trained parameters, in the order of the layout."""
         return [spec.name for spec in self.store.layout.specs] if self.store is not None else []

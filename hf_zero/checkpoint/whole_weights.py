@@ -12,6 +12,7 @@ from hf_zero.checkpoint.files.durable import into_place
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
+from hf_zero.comm.tensor_parts import whole_shape
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values
 
 
@@ -44,7 +45,7 @@ def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaite
     found: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not exclude_frozen:
-            found[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, tuple(parameter.shape)))
+            found[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
     return {name: found[name] for name in state_dict_order(module) if name in found}, awaited
 
 

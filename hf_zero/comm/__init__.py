@@ -7,12 +7,13 @@ from hf_zero.comm.channels import (
     background_collectives,
     collectives_for,
     hosts,
-    process_group,
+    sequence_process_group,
     set_timeout,
     watching_collectives,
 )
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives
 from hf_zero.comm.groups import ParallelGroups, ShardSize, parallel_groups
+from hf_zero.comm.hops import in_hops
 from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.negotiation import Gathering, Negotiation

@@ -34,6 +34,7 @@ class Channel(IntEnum):
     GATHER = 1  # parameters of stage 3, gathered around their use
     ACCESS = 2  # parameters that the user gathers
     SEQUENCE = 3  # parts of sequences, in forward and backward
+    TENSOR = 4  # what parts of matrices have computed, in forward and backward
 
 
 def collectives_for(
@@ -67,7 +68,7 @@ def collectives_for(
     return collectives
 
 
-def process_group(partition: Partition) -> dist.ProcessGroup | None:
+def sequence_process_group(partition: Partition) -> dist.ProcessGroup | None:
     """torch's own of this rank's sequences, for programs that call it themselves; None without a process group.
     Collective at first use.
 
@@ -80,7 +81,7 @@ def process_group(partition: Partition) -> dist.ProcessGroup | None:
 
 
 def adopt(group: dist.ProcessGroup) -> Partition:
-    """Take a process group that exists as the one for `process_group`; returns all that ranks have. Collective."""
+    """Take a group that exists as the one of `sequence_process_group`; returns those of all ranks. Collective."""
     ranks = tuple(dist.get_process_group_ranks(group))
     found = NativeCollectives().gather_objects(ranks)
     partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", found)))
@@ -153,10 +154,10 @@ class _Known:
 
     def collectives(self, device: torch.device, channel: Channel, ranks: tuple[int, ...], number: int) -> Collectives:
         if device.type == "cpu" and "gloo" in backend_name():
-            of_group = channel if channel is Channel.SEQUENCE else Channel.REDUCE
+            of_group = channel if channel in (Channel.SEQUENCE, Channel.TENSOR) else Channel.REDUCE
             link, group = self.group_link(ranks, number), self.native_group(number, of_group)
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
-        asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE) and device.type != "cpu"
+        asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE, Channel.TENSOR) and device.type != "cpu"
         hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
         return NativeCollectives(self.native_group(number, channel), hosts)
 

@@ -30,6 +30,12 @@ class ParallelGroups:
             sequence of rank 3                     2 3          the same samples, each a part of every sequence
             data of rank 3                       1   3   5   7  other samples: these count for the batch size
 
+    Or ranks hold parts of the same matrices. Everything else then happens among the ranks that hold the same parts:
+
+        world 4, tensor 2                 rank 0 1 2 3
+            tensor of rank 2                         2 3        parts of the same matrices, the same samples
+            lane of rank 2                       0   2          the same parts: who shards, replicates, sees other data
+
     Attributes:
         world: all ranks: what must be the same everywhere is agreed on here.
         shard: ranks that hold shards of the same states; gradients are reduced here, updated weights gathered.
@@ -43,11 +49,14 @@ class ParallelGroups:
         access_world: all ranks on that channel.
         sequence: ranks that see parts of the same sequences; a group of one without sequence parallelism.
         data: ranks in this one's place in every such group, which see other data.
+        tensor: ranks that hold parts of the same matrices and see the same samples; a group of one without tensor
+            parallelism.
+        lane: the ranks with this one's place in their `tensor` groups, which hold the same parts; all without it.
         host, across_hosts: the ranks of `shard` on this host, and those with the same place on its other hosts: shard
             number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
             hosts have different numbers of them, `shard` itself and a group of one.
         hosts: which ranks share a host.
-        copies: the ranks of every shard group: as many copies of the states.
+        copies: the ranks of every shard group of this lane: as many copies of the states.
         sequences: the ranks of every sequence group.
     """
 
@@ -60,6 +69,8 @@ class ParallelGroups:
     access_world: Collectives
     sequence: Collectives
     data: Collectives
+    tensor: Collectives
+    lane: Collectives
     host: Collectives
     across_hosts: Collectives
     hosts: Hosts
@@ -94,6 +105,8 @@ class ParallelGroups:
             access_world=access,
             sequence=lone,
             data=world,
+            tensor=lone,
+            lane=world,
             host=world,
             across_hosts=lone,
             hosts=hosts or Hosts.one(world.size),
@@ -114,14 +127,26 @@ class Cut:
     across_hosts: Partition
 
     @classmethod
-    def of(cls, known: Hosts, shard_size: ShardSize = None, gather_size: int | None = None) -> Cut:
+    def of(
+        cls,
+        known: Hosts,
+        shard_size: ShardSize = None,
+        gather_size: ShardSize = None,
+        lanes: Partition | None = None,
+    ) -> Cut:
         """Shard groups of `shard_size` ranks ("host": those of a host; None: all), host by host, which gather among
-        `gather_size` consecutive ones of theirs (None, or as many as there are: among all).
+        `gather_size` consecutive ones of theirs (None, or as many as there are: among all; "host": those of a host,
+        where that comes out even).
+
+        Args:
+            lanes: where ranks hold parts of matrices: those that hold the same ones, each of which is a shard group.
 
         Raises:
-            ValueError: when they do not come out even.
+            ValueError: when they do not come out even, or a shard group is to be smaller than a lane.
         """
-        everyone: Partition = (tuple(range(len(known.of_rank))),)
+        everyone: Partition = (tuple(range(len(known.of_rank))),) if lanes is None else lanes
+        if lanes is not None and (shard_size is not None or gather_size is not None):
+            raise ValueError("ranks that hold parts of matrices shard states over all that hold the same parts")
         if shard_size == "host":
             if known.common_size is None:
                 raise ValueError(f"hosts with {', '.join(map(str, known.sizes))} ranks cannot hold copies of one model")
@@ -132,10 +157,12 @@ class Cut:
         if not are_even or any(sum(parts, ()) != group for parts, group in zip(within, shard, strict=True)):
             within = [(group,) for group in shard]
         size = len(shard[0])
+        if gather_size == "host":
+            gather_size = len(within[0][0])
         second = [consecutive(group, size if gather_size is None else min(gather_size, size)) for group in shard]
         return cls(
             shard=shard,
-            replicate=across(shard),
+            replicate=across(shard) if lanes is None else tuple((rank,) for rank in range(len(known.of_rank))),
             gather=_joined(second),
             across_gather=_joined(map(across, second)),
             host=_joined(within),
@@ -158,21 +185,28 @@ def parallel_groups(
     device: torch.device,
     shard_size: ShardSize = None,
     sequences: Partition | None = None,
-    gather_size: int | None = None,
+    gather_size: ShardSize = None,
+    tensors: Partition | None = None,
 ) -> ParallelGroups:
     """The groups of this rank, for collectives on `device`. Collective.
 
     Args:
         shard_size: ranks that share the states of one copy of the model; "host": those of a host; None: all.
         sequences: ranks that share sequences; None: each rank has whole ones.
-        gather_size: ranks among which stage 3 gathers around use (hpZ); None: those of `shard_size`.
+        gather_size: ranks among which stage 3 gathers around use (hpZ); "host": those of a host; None: those of
+            `shard_size`.
+        tensors: ranks that hold parts of the same matrices; None: each rank has whole ones. Not together with
+            `sequences`.
 
     Raises:
         ValueError: when the ranks cannot be cut like that.
     """
     known = hosts()
-    cut = Cut.of(known, shard_size, gather_size)
+    lanes = None if tensors is None else across(tensors)
+    cut = Cut.of(known, shard_size, gather_size, lanes)
     whole: Partition = (tuple(range(len(known.of_rank))),)
+    if sequences is not None and tensors is not None:
+        raise ValueError("ranks cannot share sequences and matrices at once")
 
     def group(
         partition: Partition, channel: Channel = Channel.REDUCE, reduced_over: Partition | None = None
@@ -180,8 +214,9 @@ def parallel_groups(
         return collectives_for(device, channel, partition, reduced_over)
 
     world = group(whole)
-    if sequences is None:
-        sequences = tuple((rank,) for rank in whole[0])
+    alone: Partition = tuple((rank,) for rank in whole[0])
+    sequences = alone if sequences is None else sequences
+    lane = world if lanes is None else group(lanes)
     return ParallelGroups(
         world=world,
         shard=group(cut.shard),
@@ -191,10 +226,12 @@ def parallel_groups(
         access=group(cut.shard, Channel.ACCESS),
         access_world=group(whole, Channel.ACCESS),
         sequence=group(sequences, Channel.SEQUENCE),
-        data=world if across(sequences) == whole else group(across(sequences)),
+        data=lane if across(sequences) == whole else group(across(sequences)),
+        tensor=group(alone if tensors is None else tensors, Channel.TENSOR),
+        lane=lane,
         host=group(cut.host),
         across_hosts=group(cut.across_hosts),
         hosts=known,
-        copies=cut.shard,
+        copies=cut.shard if lanes is None else (lane.ranks,),
         sequences=sequences,
     )

@@ -140,7 +140,8 @@ class ZeroPolicy:
 
     stage: int
     shard_size: int | Literal["host"] | None = None  # ranks that share the states of one copy; None: all
-    gather_size: int | None = None  # of them, ranks that gather around use among themselves (hpZ); None: all
+    gather_size: int | Literal["host"] | None = None  # of them, ranks that gather around use among themselves (hpZ)
+    hops: Literal["auto", 1, 2] = "auto"  # of reductions and gathers over several hosts, below stage 3
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
     overlap_reduction: bool  # start reductions while backward still runs
     sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
@@ -232,6 +233,7 @@ class Resolved:
     compression: CompressionPolicy = CompressionPolicy()
     profiling: ProfilingPolicy = ProfilingPolicy()
     sequence_size: int = 1  # ranks that share each sequence
+    tensor_size: int = 1  # ranks that hold parts of the same matrices
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason

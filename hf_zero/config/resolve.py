@@ -11,9 +11,11 @@ from typing import Literal, cast
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
+from hf_zero.config.choices.offload import file_policy, optimizer_offload, parameter_offload
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
+from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
 from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.features.elasticity import elastic_sizes
@@ -26,7 +28,7 @@ from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import Aio, Checkpoint
-from hf_zero.config.schema.zero import LeafModule, OffloadOptimizer, OffloadParam, Zero
+from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
 from hf_zero.config.verdicts import judge
@@ -44,6 +46,7 @@ def resolve(
     world_size: int,
     host_sizes: tuple[int, ...] = (),
     sequence_size: int | None = None,
+    tensor_size: int | None = None,
 ) -> policies.Resolved:
     """Answer every question that the config leaves open.
 
@@ -55,6 +58,7 @@ def resolve(
         world_size: number of ranks.
         host_sizes: how many of them each host has, where that is known.
         sequence_size: how many of them share a sequence, where an mpu or a mesh says so; default: the config's key.
+        tensor_size: how many hold parts of the same matrices, where a program says so; default: the config's key.
 
     Raises:
         ConfigError: with all problems at once.
@@ -66,6 +70,7 @@ def resolve(
         accelerator=accelerator_view,
         model=model,
         sequence_size=sequence_size,
+        tensor_size=tensor_size,
     )
     findings = examine(raw, views)
     if findings.problems:
@@ -88,6 +93,7 @@ class Findings:
     autos: frozenset[str]  # what still says "auto"
     world_size: int
     sequence_size: int  # ranks per sequence
+    tensor_size: int  # ranks that hold parts of the same matrices
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -119,10 +125,12 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += [finding for finding in findings if isinstance(finding, Problem)]
     sequence_size = views.sequence_size or config.sequence_parallel_size
     problems += contradictions(config, views.world_size, sequence_size)
+    tensor_size = views.tensor_size or tensor_size_in(config)
+    problems += tensor_problems(config, views.world_size, sequence_size, tensor_size)
     problems += group_problems(config, views.world_size, views.host_sizes)
     broken = {problem.path for problem in problems}
-    batch, wrong = _batch(config, translated, views.world_size, sequence_size, broken)
-    elastic = elastic_sizes(config, views.world_size // sequence_size or 1, origins.is_written)
+    batch, wrong = _batch(config, translated, (views.world_size, sequence_size, tensor_size), broken)
+    elastic = elastic_sizes(config, views.world_size // (sequence_size * tensor_size) or 1, origins.is_written)
     if elastic.is_on:
         drops_last = config.dataloader_drop_last
         batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
@@ -151,6 +159,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         autos=frozenset(translated.autos),
         world_size=views.world_size,
         sequence_size=sequence_size,
+        tensor_size=tensor_size,
     )
 
 
@@ -171,10 +180,11 @@ def _as_problem(remark: Remark) -> Problem:
 
 
 def _batch(
-    config: Root, translated: Translated, world_size: int, sequence_size: int, broken: set[str]
+    config: Root, translated: Translated, sizes: tuple[int, int, int], broken: set[str]
 ) -> tuple[policies.BatchPolicy | None, list[Problem]]:
-    if broken & {*_BATCH_KEYS, SEQUENCE}:
+    if broken & {*_BATCH_KEYS, SEQUENCE, TENSOR}:
         return None, []  # the equation would only repeat what is wrong
+    world_size, sequence_size, tensor_size = sizes
     try:
         batch = resolve_batch(
             config.train_batch_size,
@@ -182,6 +192,7 @@ def _batch(
             config.gradient_accumulation_steps,
             world_size=world_size,
             sequence_size=sequence_size,
+            tensor_size=tensor_size,
             autos=translated.autos,
         )
     except ConfigError as error:
@@ -209,6 +220,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         compression=compression_policy(config),
         profiling=profiling_policy(config),
         sequence_size=findings.sequence_size,
+        tensor_size=findings.tensor_size,
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
@@ -229,7 +241,7 @@ def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffloa
     """Only where parameters are kept, from a config that may still have open ends."""
     config = examine(raw, Views(world_size=1), complete=False).config
     zero = config.zero_optimization or Zero()
-    return _parameter_offload(zero.offload_param if zero.stage == 3 else None), _file_policy(config.aio or Aio())
+    return parameter_offload(zero.offload_param if zero.stage == 3 else None), file_policy(config.aio or Aio())
 
 
 def resolve_shard_size(
@@ -240,8 +252,7 @@ def resolve_shard_size(
     wrong = [problem for problem in findings.problems if problem.path in GROUP_KEYS]
     if wrong:
         raise ConfigError(wrong)
-    config = findings.config
-    return shard_size_in(config.zero_optimization or Zero(), config.hf_zero or HfZero())
+    return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
 
 
 def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
@@ -277,7 +288,8 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
         shard_size=shard_size_in(zero, own),
-        gather_size=gather_size_in(zero),
+        gather_size=gather_size_in(zero, own),
+        hops=own.hops,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
         sparse_gradients=root.sparse_gradients,
@@ -286,9 +298,9 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         gather=_gather(zero, zero.leaf_module or LeafModule()),
         wire=_wire(zero, own),
         optimizer_sees=own.optimizer_sees,
-        offload_optimizer=_optimizer_offload(zero.offload_optimizer),
-        offload_param=_parameter_offload(zero.offload_param if zero.stage == 3 else None),
-        files=_file_policy(aio),
+        offload_optimizer=optimizer_offload(zero.offload_optimizer),
+        offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
+        files=file_policy(aio),
     )
 
 
@@ -313,42 +325,6 @@ def _gather(zero: Zero, leaf: LeafModule) -> policies.GatherPolicy:
         leaf_names=tuple(leaf.names),
         leaf_suffixes=tuple(leaf.name_suffixes),
         whole_on_save=zero.stage3_gather_16bit_weights_on_model_save,
-    )
-
-
-def _optimizer_offload(section: OffloadOptimizer | None) -> policies.OptimizerOffload | None:
-    if section is None or section.device in (None, "none"):
-        return None
-    return policies.OptimizerOffload(
-        device="nvme" if section.device == "nvme" else "cpu",
-        folder=section.nvme_path,
-        pinned=section.pin_memory,
-        buffer_count=section.buffer_count,
-        reads_ahead=section.pipeline_read is not False,
-        writes_behind=section.pipeline_write is not False,
-        writes_first=not section.fast_init,
-        ratio=section.ratio,
-    )
-
-
-def _parameter_offload(section: OffloadParam | None) -> policies.ParameterOffload | None:
-    if section is None or section.device in (None, "none"):
-        return None
-    return policies.ParameterOffload(
-        device="nvme" if section.device == "nvme" else "cpu",
-        folder=section.nvme_path,
-        pinned=section.pin_memory,
-        buffer_count=section.buffer_count,
-        buffer_numel=section.buffer_count * section.buffer_size,
-        host_numel=section.max_in_cpu,
-    )
-
-
-def _file_policy(section: Aio) -> policies.FilePolicy:
-    return policies.FilePolicy(
-        block_bytes=section.block_size,
-        queue_depth=section.queue_depth,
-        thread_groups=max(section.intra_op_parallelism, section.thread_count),
     )
 
 

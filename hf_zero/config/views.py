@@ -96,3 +96,4 @@ class Views:
     accelerator: AcceleratorView | None = None
     model: ModelView | None = None
     sequence_size: int | None = None  # ranks per sequence, where somebody besides the config says so
+    tensor_size: int | None = None  # ranks that hold parts of the same matrices, the same

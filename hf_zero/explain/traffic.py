@@ -89,6 +89,7 @@ def _wiring(findings: Findings, per_host: int) -> Wiring:
         quantized_weights=zero.zero_quantized_weights and zero.stage == 3,
         gradient_bits=own.quantized_gradient_bits if zero.zero_quantized_gradients and zero.stage == 3 else None,
         accumulation=findings.batch.accumulation_steps if findings.batch is not None else 1,
+        hops=2 if own.hops == 2 else 1,
     )
 
 

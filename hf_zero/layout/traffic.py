@@ -12,6 +12,7 @@
     + zero_quantized_weights                    in 8 bits   in 8 bits
     + zero_quantized_gradients                                          k exchanges in a host, k across
     shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
+    hops 2, below stage 3, g ranks on a host                            in g, and 1/g across            1/g across, in g
 
 Whoever plans (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
 (`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
@@ -59,6 +60,7 @@ class Wiring:
         second_shard: ranks of hpZ's group, which gather among themselves; 1: all of `shard` do.
         quantized_weights, gradient_bits: as in ds.json; None: gradients travel as they are.
         accumulation: micro-batches of an update.
+        hops: below stage 3, of reductions and gathers over several hosts.
     """
 
     ranks: int
@@ -69,6 +71,7 @@ class Wiring:
     quantized_weights: bool = False
     gradient_bits: int | None = None
     accumulation: int = 1
+    hops: int = 1
 
     @property
     def shard_ranks(self) -> int:
@@ -103,6 +106,22 @@ def traffic_of(sizes: Sizes, wiring: Wiring) -> list[Transfer]:
     return [each for each in _transfers(sizes, wiring) if each.payload and each.group > 1]
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one rank per update."""
+
+    within: int = 0
+    across: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.within + self.across
+
+    @classmethod
+    def of(cls, transfers: list[Transfer]) -> Traffic:
+        return cls(within_bytes(transfers), across_bytes(transfers))
+
+
 def across_bytes(transfers: list[Transfer]) -> int:
     """What a rank receives from other hosts."""
     return sum(each.across for each in transfers)
@@ -120,17 +139,29 @@ def _transfers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
     reductions = wiring.accumulation if wiring.stage >= 2 else 1
     gradients = sizes.trained * sizes.gradient_bytes
     if wiring.stage == 0:
-        yield _collective("backward", "all_reduce", gradients, wiring.ranks, 1, wiring)
+        yield from _in_hops("backward", "all_reduce", gradients, wiring.ranks, wiring)
         return
     if wiring.stage == 3 and wiring.gradient_bits is not None:
         yield from _quantized_reduction(sizes, wiring)
     else:
         shard = wiring.shard_ranks
-        yield _collective("backward", "reduce_scatter", gradients * reductions, shard, 1, wiring)
+        yield from _in_hops("backward", "reduce_scatter", gradients * reductions, shard, wiring)
     yield from _replicas(gradients, wiring)
     if wiring.stage < 3:
         weights = sizes.trained * sizes.weight_bytes
-        yield _collective("step", "all_gather", weights, wiring.shard_ranks, 1, wiring)
+        yield from _in_hops("step", "all_gather", weights, wiring.shard_ranks, wiring)
+
+
+def _in_hops(phase: str, operation: str, payload: int, group: int, wiring: Wiring) -> Iterator[Transfer]:
+    """Within hosts the whole payload, across its part for one rank of a host."""
+    local = min(wiring.per_host, group)
+    if wiring.hops == 1 or wiring.stage == 3 or local in (1, group):
+        yield _collective(phase, operation, payload, group, 1, wiring)
+        return
+    yield _collective(phase, operation, payload // local, group // local, local, wiring)
+    within = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
+    for each in within:
+        yield _collective(phase, each, payload, local, 1, wiring)
 
 
 def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:

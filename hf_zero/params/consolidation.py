@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hf_zero.comm import Collectives
+from hf_zero.comm.tensor_parts import whole_value
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.unsharding import all_gather_values
 
@@ -58,7 +59,8 @@ def _whole(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tenso
     gathered = dict(zip(map(id, handles), all_gather_values(handles), strict=True))
     for parameter in parameters:
         handle = of(parameter)
-        yield parameter, gathered.pop(id(handle)) if id(handle) in gathered else parameter.detach()
+        values = gathered.pop(id(handle)) if id(handle) in gathered else parameter.detach()
+        yield parameter, whole_value(parameter, values)
 
 
 def _names_by_parameter(module: nn.Module) -> dict[int, list[str]]:

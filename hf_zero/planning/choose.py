@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigError, OptimizerPolicy
+from hf_zero.config.policies import Resolved
+from hf_zero.layout.traffic import Sizes, Traffic, Wiring, traffic_of
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
 from hf_zero.planning.event_model import Setup, Shape, simulate
@@ -17,7 +19,6 @@ from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, trace
 from hf_zero.planning.trace import Trace
-from hf_zero.planning.traffic import Traffic, traffic
 
 ALIKE = 1.02  # times of steps that a model of a step cannot tell apart
 
@@ -117,17 +118,27 @@ def estimate(
     setting = Setting(answers, size, hardware.ranks, hardware.separate)
     memory = rank_memory(model, setting, traced)
     seconds, bound = _step(model, hardware, training, candidate, traced, memory)
-    moved = traffic(
-        stage=candidate.stage,
-        trained_bytes=model.num_trained * model.dtype.itemsize,
-        whole_bytes=model.num_parameters * model.dtype.itemsize,
-        kept_share=min(1.0, answers.zero.gather.max_live_numel / model.num_parameters),
-        micro_batches=training.accumulation,
-        ranks=hardware.ranks,
-        hosts=hardware.hosts,
-    )
+    moved = _traffic(model, hardware, answers)
     lacks = tuple(_lacks(memory, hardware))
     return Estimate(candidate, config, memory, moved, seconds, bound, traced.flops * training.accumulation, lacks)
+
+
+def _traffic(model: PlannedModel, hardware: Hardware, answers: Resolved) -> Traffic:
+    size, whole = model.dtype.itemsize, model.num_parameters
+    sizes = Sizes(
+        gathered=whole,
+        trained=model.num_trained,
+        kept=min(whole, answers.zero.gather.max_live_numel),
+        weight_bytes=size,
+        gradient_bytes=size,
+    )
+    wiring = Wiring(
+        ranks=hardware.ranks,
+        per_host=hardware.per_host,
+        stage=answers.zero.stage,
+        accumulation=answers.batch.accumulation_steps,
+    )
+    return Traffic.of(traffic_of(sizes, wiring))
 
 
 def _step(

@@ -13,7 +13,7 @@ from hf_zero.comm import (
     consecutive,
     group_of,
     init_distributed,
-    process_group,
+    sequence_process_group,
     this_process,
 )
 from hf_zero.comm.mirror import get_world_group
@@ -44,8 +44,8 @@ class SequenceGroups:
         self.skips_evaluation = False
         self._process = this_process()
         self._ranks = group_of(self._process.rank, partition)
-        self._group = process_group(partition)
-        self._data_group = process_group(across(partition))
+        self._group = sequence_process_group(partition)
+        self._data_group = sequence_process_group(across(partition))
 
     @classmethod
     def of_size(cls, size: int) -> SequenceGroups:
@@ -139,7 +139,7 @@ def use_groups(engine: Any, groups: SequenceGroups | None) -> None:
 
 def process_group_of(groups: ParallelGroups) -> Any:
     """torch's group of the ranks that share this one's sequences; None where it has whole ones. Collective once."""
-    return process_group(groups.sequences) if groups.sequence.size > 1 else None
+    return sequence_process_group(groups.sequences) if groups.sequence.size > 1 else None
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:

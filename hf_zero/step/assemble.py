@@ -138,7 +138,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
     stage = plan.zero.stage if sharding.shards_optimizer else 0
     refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
-    _check_same_everywhere(trained.specs, world)
+    _check_same_everywhere(trained.specs, plan.groups.lane)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
     # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.
@@ -187,8 +187,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
-    runs_ahead = is_at_hand and host_runs_ahead(plan.device)
-    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, runs_ahead=runs_ahead)
+    options = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
+    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
 

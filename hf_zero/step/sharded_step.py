@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from hf_zero.comm import Collectives, Pending, ledger
+from hf_zero.comm import Collectives, ParallelGroups, Pending, ledger
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements
@@ -43,8 +43,13 @@ class ShardedStep:
         placements: Placements,
         *,
         runs_ahead: bool = False,
+        groups: ParallelGroups | None = None,
     ) -> None:
-        """`runs_ahead`: a step does not wait for its own outcome, where the updater can do without it."""
+        """
+        Args:
+            runs_ahead: a step does not wait for its own outcome, where the updater can do without it.
+            groups: where some ranks hold parts of matrices; default: none do.
+        """
         self._store = store
         self._reducer = reducer
         self._updater = updater
@@ -52,7 +57,7 @@ class ShardedStep:
         self._rules = rules
         self._placements = placements
         self._runs_ahead = runs_ahead and rules.loss_scale is None
-        self._agreement = Agreement(store, reducer, sharding, collectives, placements)
+        self._agreement = Agreement(store, reducer, sharding, collectives, placements, groups)
         self._reduced = ReducedGradients(reducer)
         self._local = LocalGradients(reducer, sharding.num_ranks)
         self.factors = LossFactors(rules, sharding.num_ranks)

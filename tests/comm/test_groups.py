@@ -56,6 +56,10 @@ def test_groups_that_gather_among_themselves_lie_in_shard_groups() -> None:
     cut = Cut.of(hosts, "host", 2)
     assert cut.gather == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert cut.across_gather == ((0, 2), (1, 3), (4, 6), (5, 7))
+    two, everyone = Hosts((0, 0, 1, 1, 2, 2, 3, 3)), Cut.of(hosts).shard
+    assert Cut.of(two, 4, "host").gather == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert Cut.of(two, 2, "host").gather == Cut.of(two, 2).shard
+    assert Cut.of(Hosts((0, 0, 0, 1, 1, 1, 1, 1)), None, "host").gather == everyone
     assert Cut.of(hosts, None, 16).gather == Cut.of(hosts).gather == Cut.of(hosts).shard
 
 

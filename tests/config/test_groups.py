@@ -45,11 +45,13 @@ HPZ = "zero_optimization.zero_hpz_partition_size"
         (config(3, zero_hpz_partition_size=2), 2, (4, 4)),
         (config(3, 4, zero_hpz_partition_size=2), 2, (2, 2, 2, 2)),
         (config(3, "host", zero_hpz_partition_size=4), 4, (4, 4)),
+        (config(3, mics_shard_size=4, mics_hierarchical_params_gather=True), "host", (2, 2, 2, 2)),
+        (config(3, mics_hierarchical_params_gather=True), None, (4, 4)),
         (config(3, zero_hpz_partition_size=16), 16, (8,)),  # more than there are: all of them
         (config(2, zero_hpz_partition_size=3), None, (4, 4)),
     ],
 )
-def test_which_ranks_gather_among_themselves(given: dict[str, Any], size: int | None, hosts: tuple[int, ...]) -> None:
+def test_which_ranks_gather_among_themselves(given: dict[str, Any], size: object, hosts: tuple[int, ...]) -> None:
     resolved = resolve(given, world_size=8, host_sizes=hosts)
     assert resolved.zero.gather_size == size
     assert bool(resolved.warnings) == (given["zero_optimization"]["stage"] == 2)
@@ -94,6 +96,13 @@ def test_one_error_for_groups_that_cannot_be(
             ask()
         (problem,) = caught.value.problems
         assert problem.path == path and words in problem.rule and problem.fix
+
+
+def test_in_how_many_hops() -> None:
+    assert resolve(config(1), world_size=8).zero.hops == "auto"
+    assert resolve({**config(1), "hf_zero": {"hops": "2"}}, world_size=8).zero.hops == 2
+    with pytest.raises(ConfigError, match="hops"):
+        resolve({**config(1), "hf_zero": {"hops": 3}}, world_size=8)
 
 
 def test_at_stage_0_the_key_is_named_as_without_effect() -> None:

@@ -33,7 +33,7 @@ def test_every_setting_of_our_own_stands_among_the_differences() -> None:
             assert f'"{name}": {{' in page
         elif field.default is None:  # a choice of words
             assert f'"{name}": "' in page
-        elif type(field.default) is int:
-            assert re.search(rf'"{name}": \d', page)
+        elif type(field.default) in (int, str):
+            assert re.search(rf'"{name}": ["\d]', page)
         else:
             assert f'"{name}": true' in page and field.default is False

@@ -31,8 +31,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("amp", {"enabled": True, "num_losses": 2}, "there is one loss scale"),
     ("msamp", {"enabled": True, "opt_level": "O1"}, "MS-AMP is retired"),
     ("managed_gradient_accumulation", False, "not available"),
-    ("tensor_parallel.autotp_size", 2, "only data parallelism is supported"),
-    ("tensor_parallel.tp.tp_size", 2, "only data parallelism is supported"),
     ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
     ("compile", {"deepcompile": True}, "not supported"),
     ("hybrid_engine", {"enabled": True}, "not supported"),

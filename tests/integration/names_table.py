@@ -24,7 +24,7 @@ W utils.groups: _get_model_parallel_world_size get_tensor_model_parallel_world_s
 W utils.groups: _get_expert_parallel_world_size _get_expert_parallel_group_dict _get_max_expert_size
 W utils.groups: _create_expert_and_data_parallel _clone_world_group _get_broadcast_src_rank
 W sequence.layer: DistributedAttention
-L : tp_model_init
+W : tp_model_init
 L module_inject.layers: GatherReplacedLayerParams
 E module_inject.auto_tp: AutoTP
 E module_inject: replace_transformer_layer

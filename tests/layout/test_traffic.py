@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.layout.traffic import Sizes, Transfer, Wiring, across_bytes, traffic_of, within_bytes
+from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, across_bytes, traffic_of, within_bytes
 
 NUMEL = 1 << 30
 M = 2 * NUMEL  # one flat 16-bit collective
@@ -20,22 +20,23 @@ def across(**keys: object) -> float:
 
 
 def test_the_papers_table() -> None:
-    """Between hosts, per update: 3M; second shards take away the backward gather, int8 half of the other, int4 three
-    quarters of the reduction, of which only sums of hosts travel."""
+    """Between hosts, per update: 3M; second shards take away both gathers but for one of updated rows, which a host
+    gets once (the paper's first forward brings M to every rank); int8 takes half of a gather, int4 three quarters of
+    the reduction, of which only sums of hosts travel."""
     message, codes = 1 / 2 + 1 / 128, 1 / 4 + 1 / 128
     assert across() == pytest.approx(3 * SHARE)
-    assert across(second_shard=LOCAL) == pytest.approx(2 * SHARE)
+    assert across(second_shard=LOCAL) == pytest.approx((1 + 1 / LOCAL) * SHARE)
     assert across(quantized_weights=True) == pytest.approx((2 * message + 1) * SHARE)
-    assert across(quantized_weights=True, second_shard=LOCAL) == pytest.approx((message + 1) * SHARE)
+    assert across(quantized_weights=True, second_shard=LOCAL) == pytest.approx((1 + 1 / LOCAL) * SHARE)
     everything = across(quantized_weights=True, second_shard=LOCAL, gradient_bits=4)
-    assert everything == pytest.approx((message + codes / LOCAL) * SHARE)
+    assert everything == pytest.approx((1 + codes) / LOCAL * SHARE)
     assert everything < 1
 
 
 def test_accumulation() -> None:
     """Second shards are refilled once per update."""
     assert across(accumulation=4) == pytest.approx(12 * SHARE)
-    assert across(accumulation=4, second_shard=LOCAL) == pytest.approx(5 * SHARE)
+    assert across(accumulation=4, second_shard=LOCAL) == pytest.approx((4 + 1 / LOCAL) * SHARE)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -68,4 +69,17 @@ def test_a_hundred_thousand_ranks() -> None:
     plain = Wiring(ranks=100_000, per_host=8)
     best = Wiring(ranks=100_000, per_host=8, second_shard=8, quantized_weights=True, gradient_bits=4)
     assert across_bytes(traffic_of(model, plain)) == pytest.approx(3 * 140e9, rel=1e-3)
-    assert across_bytes(traffic_of(model, best)) == pytest.approx((0.508 + 0.258 / 8) * 140e9, rel=1e-2)
+    assert across_bytes(traffic_of(model, best)) == pytest.approx(1.258 / 8 * 140e9, rel=1e-2)
+
+
+def test_what_a_rank_gets_by_hand() -> None:
+    def of(stage: int, *, kept: int = 0, accumulation: int = 1, ranks: int = 4, per_host: int = 4) -> Traffic:
+        sizes = Sizes(gathered=100, trained=100, kept=kept, weight_bytes=1, gradient_bytes=1)
+        wiring = Wiring(ranks=ranks, per_host=per_host, stage=stage, accumulation=accumulation)
+        return Traffic.of(traffic_of(sizes, wiring))
+
+    assert [of(stage).within for stage in range(4)] == [150, 150, 150, 225]
+    assert of(2, accumulation=3).within == 300 and of(1, accumulation=3).within == 150
+    assert of(3, kept=100).within == 150 and of(0, ranks=1).total == 0
+    spread = of(0, per_host=2)
+    assert spread.total == 150 and spread.across == 100

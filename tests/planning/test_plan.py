@@ -19,7 +19,6 @@ from hf_zero.planning.machine import hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict
-from hf_zero.planning.traffic import Traffic, traffic
 from tests.planning.material import config_folder, planned
 
 
@@ -92,25 +91,6 @@ def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
     assert time.process_time() - started < 8
     assert plan.hardware.ranks == 100_000 and plan.chosen is not None
     assert plan.chosen.traffic.across > 10 * plan.chosen.traffic.within
-
-
-def test_traffic_by_hand() -> None:
-    def of(stage: int, *, kept_share: float = 0.0, micro_batches: int = 1, ranks: int = 4, hosts: int = 1) -> Traffic:
-        return traffic(
-            stage=stage,
-            trained_bytes=100.0,
-            whole_bytes=100.0,
-            kept_share=kept_share,
-            micro_batches=micro_batches,
-            ranks=ranks,
-            hosts=hosts,
-        )
-
-    assert [of(stage).within for stage in range(4)] == [150.0, 150.0, 150.0, 225.0]
-    assert of(2, micro_batches=3).within == 300.0 and of(1, micro_batches=3).within == 150.0
-    assert of(3, kept_share=1.0).within == 150.0 and of(0, ranks=1).total == 0.0
-    spread = of(0, hosts=2)
-    assert spread.total == 150.0 and spread.across == pytest.approx(100.0)
 
 
 def test_sizes_and_machines() -> None:

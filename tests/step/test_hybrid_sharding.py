@@ -36,9 +36,11 @@ def engine_with(
     model = AwkwardMLP()
     optimizer = torch.optim.AdamW(groups_of(model, 0.1), lr=1e-2)
     settings = config(stage, WORLD, gradient_accumulation_steps=accumulation, gradient_clipping=clip)
+    own = {"hops": zero.pop("hops")} if "hops" in zero else {}
     settings["zero_optimization"].update(zero)
     if shard_group is not None:
-        settings["hf_zero"] = {"shard_group": shard_group}
+        own["shard_group"] = shard_group
+    settings["hf_zero"] = own
     return make(model=model, optimizer=optimizer, config=settings)[0]
 
 

@@ -80,36 +80,56 @@ def _plain_tag(path: Path, content: bytes) -> str:
     return tag
 
 
-def list_files(path: Path, tag: str) -> Folder:
-    """The state files in the folder of one tag; all those that its manifest lists are there in full size."""
+def list_files(path: Path, tag: str, parts: tuple[int, int] = (0, 1)) -> Folder:
+    """The state files in the folder of one tag; all those that its manifest lists are there in full size.
+
+    Args:
+        parts: of tensor-parallel training: whose parts of matrices are wanted, of how many.
+    """
     if not path.is_dir():
         raise CheckpointError(path, f"there is no checkpoint with the tag {tag!r}", _other_tags(path.parent))
     if (path / ds.UNIVERSAL_FOLDER).is_dir():
+        _check_tensor_size(path, 1, parts[1])
         return _universal(path, tag)
     files_to_check(path)  # knows which file is missing; what follows only sees that some are not there
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
-    shared = False
+    shared, tensor_ranks = False, set()
     for entry in sorted(path.iterdir()):
         if not entry.name.endswith((ds.MODEL_SUFFIX, ds.OPTIMIZER_SUFFIX)):
             continue
         parsed = ds.parse(entry.name)
-        if parsed is None or parsed.mp_rank != 0:
+        if parsed is None:
             raise CheckpointError(
                 entry,
-                "is not a file of a data-parallel ZeRO checkpoint (tensor, pipeline and expert parallel ones are not "
-                "supported), or does not belong here",
+                "is not a file of a ZeRO checkpoint (pipeline and expert parallel ones are not supported), or does not "
+                "belong here",
                 "convert the checkpoint with the program that wrote it, or move the stray file away",
             )
+        tensor_ranks.add(parsed.mp_rank)
+        if parsed.mp_rank != parts[0]:
+            continue
         files = model if parsed.kind == "model" else optimizer
         rank = parsed.rank or 0
         if rank in files:
             raise CheckpointError(entry, f"stands for the same rank as {files[rank].name}", "remove the stray file")
         files[rank] = entry
         shared = shared or (parsed.kind == "model" and parsed.rank is None)
+    if tensor_ranks:
+        _check_tensor_size(path, max(tensor_ranks) + 1, parts[1])
     folder = Folder(path, tag, model, optimizer, not shared, False)
     _check_ranks(folder)
     return folder
+
+
+def _check_tensor_size(path: Path, saved: int, wanted: int) -> None:
+    if saved != wanted:
+        raise CheckpointError(
+            path,
+            f"was written with {saved} rank(s) per tensor group, and is to be read with {wanted}: parts of matrices "
+            "are not put together from a checkpoint",
+            f"set tensor_parallel.autotp_size to {saved}, or start from whole weights (save_16bit_model, save_model)",
+        )
 
 
 def _universal(path: Path, tag: str) -> Folder:

@@ -22,9 +22,12 @@ def shard_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
     return zero.mics_shard_size if zero.mics_shard_size > 0 else own.shard_group
 
 
-def gather_size_in(zero: Zero) -> int | None:
-    """Ranks that gather around use among themselves; None: all that share the states."""
-    return zero.zero_hpz_partition_size if zero.stage == 3 and zero.zero_hpz_partition_size > 1 else None
+def gather_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
+    """Ranks that gather around use among themselves; "host": those of a host; None: all that share the states."""
+    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        return zero.zero_hpz_partition_size
+    in_two_hops = zero.stage == 3 and zero.mics_hierarchical_params_gather and shard_size_in(zero, own) is not None
+    return "host" if in_two_hops else None
 
 
 def group_problems(config: Root, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
@@ -54,8 +57,8 @@ def group_problems(config: Root, world_size: int, host_sizes: tuple[int, ...]) -
 
 def _second_shard_problems(zero: Zero, own: HfZero, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
     """hpZ's groups lie in one host and in one shard group. On one host, more than there are is all of them."""
-    size, shard = gather_size_in(zero), shard_size_in(zero, own)
-    if size is None:
+    size, shard = gather_size_in(zero, own), shard_size_in(zero, own)
+    if not isinstance(size, int):
         return
     smallest = min(host_sizes, default=world_size)
     if len(host_sizes) > 1 and size > smallest:

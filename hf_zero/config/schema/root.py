@@ -76,9 +76,14 @@ def _as_shard_group(value: object) -> object:
     return size
 
 
+def _as_hops(value: object) -> object:
+    return value.lower() if isinstance(value, str) and value.lower() == "auto" else as_whole(value)
+
+
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
 GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
+Hops = Annotated[Literal["auto", 1, 2], BeforeValidator(_as_hops)]
 ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
 
@@ -148,6 +153,12 @@ class HfZero(Section):
         why="nothing is sharded",
         unit="ranks",
         stages=(1, 2, 3),
+    )
+    hops: Hops = supported(
+        "auto",
+        "Over several hosts gradients are reduced, and updated weights gathered, in 2 hops, within each host and then "
+        'across, or in 1. "auto": on CPUs 2 for what is large enough, on accelerators 1 (NCCL finds its own way).',
+        stages=(0, 1, 2),
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")

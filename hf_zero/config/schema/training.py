@@ -12,6 +12,7 @@ from hf_zero.config.schema.fields import (
     Free,
     Positive,
     Section,
+    check,
     detail,
     ignored,
     supported,
@@ -20,8 +21,8 @@ from hf_zero.config.schema.fields import (
 
 _WRITER = "every rank streams its own files from a few threads, fsynced and checksummed"
 _PARTITION = (
-    "no two ranks have the same activations: tensor parallelism is not supported, and with sequence parallelism each "
-    "has its own; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
+    "no two ranks have the same activations (with sequence parallelism each has its own), but for tensor groups, which "
+    "keep them whole; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
 )
 
 
@@ -119,7 +120,7 @@ class Aio(Section):
 class TensorParallelGroup(Section):
     """Group of a tensor-parallel run."""
 
-    tp_size: Positive = unsupported(1, "Ranks per group.", why="only data parallelism is supported")
+    tp_size: Positive = check(1, "Ranks per group: 1, or as autotp_size says.")
     tp_group: Any = detail(None, "Group object.")
     mpu: Any = detail(None, "Model-parallel unit.")
 
@@ -127,15 +128,21 @@ class TensorParallelGroup(Section):
 class TensorParallel(Section):
     """Automatic tensor parallelism."""
 
-    autotp_size: Count = unsupported(
-        0, "Ranks per tensor-parallel group; 0 and 1: none.", why="only data parallelism is supported", off=(0, 1)
+    autotp_size: Count = supported(0, "Ranks that hold parts of the same matrices; 0 and 1: none.", unit="ranks")
+    tp_overlap_comm: Flag = ignored(
+        False, "Overlap its collectives.", why="gradients of inputs are summed where autograd wants them"
     )
-    tp_overlap_comm: Flag = detail(False, "Overlap its collectives.")
-    preset_model: str | None = detail(None, "Known model family.")
-    partition_config: Any = detail(None, "Own partition rules.")
-    vocab_parallel_lm_head: Flag | None = detail(None, "Shard the output layer.")
-    vocab_parallel_ce_backend: str = detail("torch", "Loss implementation.")
-    dtype: Any = detail(None, "Dtype.")
+    preset_model: str | None = ignored(
+        None, "Known model family.", why="transformers' own plan says which layers are cut"
+    )
+    partition_config: Any = check(None, "Own partition rules: refused beside autotp_size; set the model's tp_plan.")
+    vocab_parallel_lm_head: Flag | None = check(
+        None, "Logits of a part of the vocabulary: true is refused beside autotp_size."
+    )
+    vocab_parallel_ce_backend: str = ignored(
+        "torch", "Loss implementation.", why="logits are whole on every rank, as losses expect them"
+    )
+    dtype: Any = ignored(None, "Dtype.", why="the sections bf16 and fp16 say it", met=True)
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.")
 
 

@@ -235,7 +235,10 @@ class Zero(Section):
         unit="ranks",
         stages=_SHARDED,
     )
-    mics_hierarchical_params_gather: Flag = ignored(
-        False, "MiCS: gather in two hops where a group spans hosts.", why="a gather is one hop", stages=_SHARDED
+    mics_hierarchical_params_gather: Flag = supported(
+        False,
+        "MiCS: where a group spans hosts, weights cross between them once per update, and gathers stay within a host: "
+        "zero_hpz_partition_size with the ranks of a host.",
+        stages=_THREE,
     )
     zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")

@@ -1,8 +1,9 @@
 """`deepspeed.utils.groups`: which ranks share what.
 
-Sequence groups are those that were registered last, or those of the latest engine that shares sequences; without any,
-the data-parallel ranks are all of them. Other groups (model, tensor, experts) have size 1 and rank 0; asking for their
-group object, where DeepSpeed would have none either, is an error.
+Sequence groups are those that were registered last, or those of the latest engine that shares sequences; tensor groups
+those of the latest engine that has some; without any, the data-parallel ranks are all of them. Other groups (experts,
+and these without such engines) have size 1 and rank 0; asking for their group object, where DeepSpeed would have none
+either, is an error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def _given(name: str) -> Any:
     if mpu is not None:
         return getattr(mpu, name, None)
     from hf_zero.sequence import current_groups
+    from hf_zero.tensor import current_tensor_groups
 
-    return getattr(current_groups(), name, None)
+    return getattr(current_groups() or current_tensor_groups(), name, None)
 
 
 def _get_data_parallel_group() -> Any:
@@ -94,11 +96,13 @@ get_data_parallel_rank = _get_data_parallel_rank
 
 
 def _get_model_parallel_world_size() -> int:
-    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+    given = _given("get_model_parallel_world_size")
+    return 1 if given is None else int(given())
 
 
 def get_model_parallel_rank() -> int:
-    return int(mpu.get_model_parallel_rank()) if mpu is not None else 0
+    given = _given("get_model_parallel_rank")
+    return 0 if given is None else int(given())
 
 
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
@@ -106,8 +110,9 @@ get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
 def get_model_parallel_group() -> Any:
-    if mpu is not None:
-        return mpu.get_model_parallel_group()
+    given = _given("get_model_parallel_group")
+    if given is not None:
+        return given()
     _no_group("tensor or model parallel")
 
 
@@ -172,8 +177,8 @@ def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size
     """(group of the data-parallel ranks, None) for a tensor-parallel size of 1."""
     if tensor_model_parallel_size not in (0, 1):
         raise NotImplementedError(
-            f"tensor_model_parallel_size={tensor_model_parallel_size}: tensor parallelism is not supported yet; stage "
-            "3 shards the same matrices over all ranks"
+            f"tensor_model_parallel_size={tensor_model_parallel_size}: initialize() makes the groups of "
+            "tensor_parallel.autotp_size by itself"
         )
     return _get_data_parallel_group(), None
 

@@ -15,7 +15,10 @@ _SEQUENCE = (
     "ranks share sequences by runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF, or around an attention of the "
     "model's own by sequence.layer.DistributedAttention"
 )
-_TENSOR = "tensor parallelism is not supported yet: stage 3 shards the same matrices over all ranks"
+_TENSOR = (
+    "tensor_parallel.autotp_size in the config, or deepspeed.tp_model_init(model, tp_size, dtype), cuts a model of "
+    "transformers by its tp_plan"
+)
 _COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
 _DRIVE = "no compiled operators: zero_optimization.offload_optimizer and offload_param with device nvme use the drive"
 _KERNELS = "no compiled operators: models run on PyTorch's own kernels and transformers' attn_implementation"
@@ -35,7 +38,6 @@ ALTERNATIVES = {
     "default_inference_config": _INFERENCE,
     "init_inference": _INFERENCE,
     "resolve_per_head_muon_after_sharding": "Muon works on whole matrices here, at every stage",
-    "tp_model_init": _TENSOR,
     "accelerator": "accelerator.get_accelerator() answers for the device that PyTorch was built for",
     "autotuning": "`hf-zero launch --autotuning tune|run` searches, and `hf-zero plan --measure` (docs/planning.md)",
     "checkpoint": _CHECKPOINT_TOOLS,

@@ -1,0 +1,197 @@
+"""Reductions and gathers of whole buffers over several hosts in two hops: within each host, and across between equals.
+
+    four ranks, two hosts      rank 0   1   2   3           of n ranks, g on a host, in bytes that leave a host
+    reduce-scatter   one hop   every rank sends every other one its shard        g * payload * (n - g) / n
+                     two hops  0-1, 2-3: sums of a host; then 0-2, 1-3               payload * (n - g) / n
+    all-gather                 the other way round: 0-2, 1-3; then 0-1, 2-3
+
+Where pieces go straight from rank to rank (gloo) that is g times less on the wire between hosts, for one exchange more
+and a copy in shared memory. NCCL finds its own way through a cluster. Sums of 16-bit values are rounded once per hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.groups import ParallelGroups
+from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
+
+Hops = Literal["auto", 1, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a host can do: bytes per second, and seconds that an exchange takes however small.
+
+    The numbers are those of shared memory and of 10 Gbit/s between hosts; what matters is where they put the limit
+    below which a second exchange does not pay, some hundred kilobytes.
+    """
+
+    within: float = 8e9
+    across: float = 1.25e9
+    within_s: float = 50e-6
+
+    def two_are_faster(self, payload: int, per_host: int, hosts: int) -> bool:
+        """Whether a buffer of so many bytes is there sooner in two hops."""
+        leaves = payload * (hosts - 1) / hosts / self.across
+        return self.within_s + 2 * payload / self.within + leaves < per_host * leaves
+
+
+def in_hops(groups: ParallelGroups, hops: Hops, device: torch.device) -> ParallelGroups:
+    """`groups`, whose `shard` takes as many hops as are wanted; "auto": on CPUs as many as are faster, else one."""
+    if hops == 1 or groups.host.size == 1 or groups.across_hosts.size == 1 or (hops == "auto" and device.type != "cpu"):
+        return groups
+    links = None if hops == 2 else Links()
+    return replace(groups, shard=TwoHops(groups.shard, groups.host, groups.across_hosts, links))
+
+
+class TwoHops(Collectives):
+    """Everything but large sums and gathers goes as `direct` does it."""
+
+    def __init__(self, direct: Collectives, host: Collectives, across: Collectives, links: Links | None = None) -> None:
+        """`links`: by which the faster way is chosen; None: always two hops."""
+        super().__init__(direct.rank, direct.size, direct.ranks)
+        self.num_beside = direct.num_beside
+        self.negotiation = direct.negotiation
+        self.host = host
+        self.across = across
+        self._direct = direct
+        self._links = links
+        self._about: tuple[int, int, int] | None = None
+
+    def _are_two(self, flat: Tensor) -> bool:
+        links = self._links
+        are_two = links is None or links.two_are_faster(num_bytes(flat), self.host.size, self.across.size)
+        if self._about is not None:
+            (self.host if are_two else self._direct).about(*self._about)
+            self._about = None
+        return are_two
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        return _Sum(self, flat) if self._are_two(flat) else self._direct.all_reduce(flat)
+
+    def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        return _ScatteredSum(self, shard, flat) if self._are_two(flat) else self._direct.reduce_scatter(shard, flat)
+
+    def all_gather(self, flat: Tensor) -> Pending:
+        return _Gather(self, flat) if self._are_two(flat) else self._direct.all_gather(flat)
+
+    # In one hop
+
+    def about(self, subject: int, backward: int, bucket: int) -> None:
+        self._about = subject, backward, bucket
+
+    def new_subject(self) -> int:
+        return self._direct.new_subject()
+
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers(), *self._direct.buffers(), *self.host.buffers()]
+
+    def gather_objects(self, value: object) -> list[object]:
+        return self._direct.gather_objects(value)
+
+    def _all_reduce(self, flat: Tensor) -> Pending:
+        return self._direct._all_reduce(flat)
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        return self._direct._reduce_scatter(shard, flat)
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        return self._direct._all_gather(flat)
+
+    def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return self._direct._gather_rows(row, take)
+
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        self._direct._all_to_all(received, sent)
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return self._direct._exchange_rows(flat, take)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        self._direct._broadcast(tensor, source)
+
+    def _sum_small(self, values: Tensor) -> None:
+        self._direct._sum_small(values)
+
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        return self._direct._sum_with_facts(values, facts)
+
+
+class _ScatteredSum(Pending):
+    """Sums of a host for the ranks of one place on all hosts, then the sum of these."""
+
+    has_more_rounds = True
+
+    def __init__(self, hops: TwoHops, shard: Tensor, flat: Tensor) -> None:
+        self._hops, self._shard = hops, shard
+        per_host, hosts = hops.host.size, hops.across.size
+        # Shards of one place on all hosts do not lie side by side.
+        self._sent = hops.host.take_send_buffer(flat.numel(), flat.dtype, flat.device)
+        sent = self._sent.narrow(0, 0, flat.numel())
+        sent.view(per_host, hosts, -1).copy_(flat.view(hosts, per_host, -1).transpose(0, 1))
+        self._sums = flat.new_empty(hosts * shard.numel())
+        self._pending = hops.host.reduce_scatter(self._sums, sent)
+
+    def advance(self) -> None:
+        if self.has_more_rounds:
+            self.has_more_rounds = False
+            self._pending.wait()
+            self._hops.host.give_send_buffer(self._sent)
+            self._pending = self._hops.across.reduce_scatter(self._shard, self._sums)
+
+    def is_ready(self) -> bool:
+        return not self.has_more_rounds and self._pending.is_ready()
+
+    def wait(self) -> None:
+        self.advance()
+        self._pending.wait()
+
+
+class _Sum(Pending):
+    """A host's sum of this rank's part, that of all hosts, and the parts of the others of this host."""
+
+    has_more_rounds = True
+
+    def __init__(self, hops: TwoHops, flat: Tensor) -> None:
+        self._hops, self._flat = hops, flat
+        self._part = own_shard(flat, hops.host.rank, hops.host.size)
+        self._pending = hops.host.reduce_scatter(self._part, flat)
+
+    def advance(self) -> None:
+        if self.has_more_rounds:
+            self.has_more_rounds = False
+            self._pending.wait()
+            self._pending = self._hops.across.all_reduce(self._part)
+
+    def wait(self) -> None:
+        self.advance()
+        self._pending.wait()
+        self._hops.host.all_gather(self._flat).wait()
+
+
+class _Gather(Pending):
+    """The shards of this rank's place on all hosts, then what the others of this host have got."""
+
+    def __init__(self, hops: TwoHops, flat: Tensor) -> None:
+        self._hops, self._flat = hops, flat
+        column = own_shard(flat, hops.rank, hops.size)
+        self._column = flat.new_empty(hops.across.size * column.numel())
+        own_shard(self._column, hops.across.rank, hops.across.size).copy_(column)
+        self._pending = hops.across.all_gather(self._column)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        host, hosts = self._hops.host, self._hops.across.size
+        columns = host.gather_rows(self._column, self._flat.new_empty)
+        columns.wait()
+        places = self._flat.view(hosts, host.size, -1)
+        for rank in range(host.size):
+            places[:, rank].copy_(columns.row(rank).view(hosts, -1))
+        columns.give_back()

@@ -1,0 +1,107 @@
+"""What parts of a matrix have computed becomes what the whole one would have, differentiably.
+
+                    forward                     backward
+enter               the same                    sum over ranks        before columns: each rank has part of dX
+leave               sum over ranks              the same              after rows: each rank has part of Y
+gather              parts side by side          own part              after columns whose whole output is needed
+split               own part                    parts side by side    before rows whose whole input is there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Collectives
+
+
+def enter(group: Collectives, tensor: Tensor) -> Tensor:
+    """`tensor`, whose gradient is summed over ranks. Collective in backward."""
+    return cast("Tensor", _Enter.apply(group, tensor))
+
+
+def leave(group: Collectives, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' `tensor`. Collective."""
+    return cast("Tensor", _Leave.apply(group, tensor))
+
+
+def gather(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """All ranks' `tensor` side by side in the last dimension, where rank r has `sizes[r]`. Collective."""
+    return cast("Tensor", _Gather.apply(group, tensor, tuple(sizes)))
+
+
+def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """This rank's part in the last dimension. Collective in backward."""
+    return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
+
+
+@torch.compiler.disable
+def summed(group: Collectives, tensor: Tensor) -> Tensor:
+    """A new tensor: the sum over ranks. Collective."""
+    numel = tensor.numel()
+    flat: Tensor = tensor.new_zeros(-(-numel // group.size) * group.size)
+    flat[:numel] = tensor.reshape(-1)
+    group.all_reduce(flat).wait()
+    total: Tensor = flat[:numel].view(tensor.shape)
+    return total
+
+
+@torch.compiler.disable
+def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    rows = tensor.numel() // tensor.shape[-1]
+    flat = tensor.new_zeros(group.size, rows * max(sizes))
+    flat[group.rank, : tensor.numel()] = tensor.reshape(-1)
+    group.all_gather(flat.view(-1)).wait()
+    parts = [flat[rank, : rows * size].view(*tensor.shape[:-1], size) for rank, size in enumerate(sizes)]
+    return torch.cat(parts, dim=-1)
+
+
+def _own(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    own: Tensor = tensor.split(list(sizes), dim=-1)[group.rank]
+    return own.contiguous()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, summed(ctx.group, grads[0])
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
+        return cast("Tensor", summed(group, tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, grads[0]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return cast("Tensor", _side_by_side(group, tensor, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, _own(ctx.group, grads[0], ctx.sizes), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _own(group, tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, _side_by_side(ctx.group, grads[0], ctx.sizes), None

@@ -1,0 +1,130 @@
+"""Which ranks hold parts of the same matrices: as programs say it, and as they ask for it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from hf_zero.comm import Partition, across, adopt, consecutive, group_of, sequence_process_group, this_process
+from hf_zero.config import ConfigError, Problem
+from hf_zero.errors import WrongArgument
+
+_WANTED = "_hf_zero_tensor_wanted"
+_SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+
+
+class TensorGroups:
+    """What `engine.mpu` is where ranks hold parts of matrices. Names are DeepSpeed's and Megatron's.
+
+    world 4, 2 ranks per matrix       rank 0 1 | 2 3
+        tensor-parallel group of rank 2          2 3      parts of the same matrices, the same batches
+        data-parallel group of rank 2        0   2        the same parts, other batches
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        """Collective."""
+        self.partition = partition
+        self._rank = this_process().rank
+        self._group = sequence_process_group(partition)
+        self._data_group = sequence_process_group(across(partition))
+
+    @classmethod
+    def of_size(cls, size: int) -> TensorGroups:
+        """`size` consecutive ranks hold parts of the same matrices. Collective.
+
+        Raises:
+            WrongArgument: the number of ranks is no multiple of `size`.
+        """
+        world = this_process().size
+        if size < 1 or world % size:
+            raise WrongArgument(
+                f"world size = data ranks x ranks per tensor group does not hold: {world} != n x {size}; start a "
+                f"multiple of {size} ranks, or take an autotp_size that divides {world}"
+            )
+        return cls(consecutive(range(world), size))
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self._group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return len(self.partition[0])
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return group_of(self._rank, self.partition).index(self._rank)
+
+    get_model_parallel_group = get_tensor_model_parallel_group
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+    get_model_parallel_rank = get_tensor_model_parallel_rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self.partition)
+
+    def get_data_parallel_rank(self) -> int:
+        return group_of(self._rank, across(self.partition)).index(self._rank)
+
+
+_ENGINES: list[tuple[weakref.ref[Any], TensorGroups]] = []  # what `deepspeed.utils.groups` answers from
+
+
+def use_tensor_groups(engine: Any, groups: TensorGroups) -> None:
+    """They are this engine's from now on."""
+    _ENGINES.append((weakref.ref(engine), groups))
+
+
+def current_tensor_groups() -> TensorGroups | None:
+    """Those of the latest engine that has some; None: there is none."""
+    _ENGINES[:] = [(engine, groups) for engine, groups in _ENGINES if engine() is not None]
+    return _ENGINES[-1][1] if _ENGINES else None
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Note that `initialize` is to cut `model` for groups of `tp_size` ranks; returns the same model, still whole.
+
+    Args:
+        dtype: not needed: the config says in which dtype the model trains.
+        config: not needed.
+        tp_group: torch's group of the ranks that hold parts; default: consecutive ranks.
+
+    Raises:
+        WrongArgument: the model has been noted for another size, or `tp_group` has another size.
+    """
+    group = kwargs.pop("tp_group", None)
+    if kwargs:
+        raise WrongArgument(f"tp_model_init: unknown arguments {', '.join(sorted(kwargs))}")
+    before = vars(model).get(_WANTED)
+    if before is not None and before[0] != tp_size:
+        raise WrongArgument(f"tp_model_init: this model is already to be cut for {before[0]} ranks, not {tp_size}")
+    if group is not None and group.size() != tp_size:
+        raise WrongArgument(f"tp_model_init: tp_group has {group.size()} ranks, and tp_size is {tp_size}")
+    vars(model)[_WANTED] = (tp_size, group)
+    return model
+
+
+def tensor_groups_given(model: nn.Module, mpu: Any = None) -> TensorGroups | None:
+    """What `tp_model_init` and an mpu say; None: nothing. Collective.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    size, group = vars(model).get(_WANTED) or (1, None)
+    if isinstance(mpu, TensorGroups):
+        found: TensorGroups | None = mpu
+    else:
+        of_mpu = max((int(getattr(mpu, name)()) for name in _SIZES if hasattr(mpu, name)), default=1)
+        if hasattr(mpu, "get_sequence_parallel_group") or of_mpu < 2:
+            found = None
+        else:
+            given = next(getattr(mpu, name)() for name in _GROUPS if hasattr(mpu, name))
+            found = TensorGroups(adopt(given))
+    if found is not None and size not in (1, found.get_tensor_model_parallel_world_size()):
+        rule = f"initialize(mpu=...) has groups of {found.get_tensor_model_parallel_world_size()} ranks"
+        raise ConfigError(Problem("tp_model_init(tp_size=)", size, rule, "give the same size in both"))
+    if found is None and size > 1:
+        found = TensorGroups.of_size(size) if group is None else TensorGroups(adopt(group))
+    return found

@@ -1,0 +1,65 @@
+"""Which modules and parameters of a model are cut, and how: by the plan transformers has for it, or by its layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
+ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_OF_BLOCKS = (*COLUMNS, *ROWS, "packed_colwise", "packed_rowwise", "moe_tp_experts")
+STYLES = (
+    *_OF_BLOCKS,
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "all_reduce",
+    "moe_identity_expert",
+    "local_params",
+    "replicate",
+)
+# Layers of models without a plan, by the ends of their names. Fused query, key and value are three matrices in one.
+_BY_NAME = {
+    "gpt2": {"attn.c_attn": "fused_attention", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+}
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """Style by full name of a module or parameter.
+
+    Raises:
+        ValueError: the model has no plan and is of no known shape, or its plan has an unknown style.
+    """
+    found = dict(_by_plan(model, getattr(model, "tp_plan", None) or {}))
+    if not set(found.values()) & {*_OF_BLOCKS}:
+        found |= _by_name(model)
+    unknown = sorted({style for style in found.values() if style not in (*STYLES, "fused_attention")})
+    if unknown:
+        raise ValueError(f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}")
+    return found
+
+
+def _by_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for name in names:
+        style = plan.get(name) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name))
+        if style is not None:
+            yield name, style
+
+
+def _by_name(model: nn.Module) -> dict[str, str]:
+    kind: Any = getattr(getattr(model, "config", None), "model_type", None)
+    rules = _BY_NAME.get(str(kind))
+    if rules is None:
+        raise ValueError(
+            f"{type(model).__name__} ({kind or 'not of transformers'}) has no tensor-parallel plan (tp_plan), and its "
+            f"layers are of no shape that is known without one ({', '.join(_BY_NAME)}); set tp_plan on the model, or "
+            "remove tensor_parallel.autotp_size"
+        )
+    return {
+        name: style for name, _ in model.named_modules() for end, style in rules.items() if name.endswith(f".{end}")
+    }

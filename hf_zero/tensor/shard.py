@@ -1,0 +1,292 @@
+"""A model of transformers in parts: every rank of a tensor group keeps its part of each matrix that its plan names."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of
+from hf_zero.log import logger
+from hf_zero.tensor import layers
+from hf_zero.tensor.exchange import enter
+from hf_zero.tensor.extents import Heads, Intervals, even, heads
+from hf_zero.tensor.plan import plan_of
+
+_SHARDED = "_hf_zero_tensor_size"
+
+
+def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> None:
+    """Cut `model`, which is whole on every rank; all get the values of the group's first rank. Once. Collective.
+
+    Parameters and modules stay the same objects.
+
+    Raises:
+        ValueError: it cannot be cut for so many ranks.
+    """
+    before = vars(model).get(_SHARDED)
+    if before is not None:
+        if before != group.ranks:
+            raise ValueError(f"the model has already been cut for ranks {before}, and now is to be for {group.ranks}")
+        return
+    if hasattr(model, "get_base_model"):
+        raise ValueError(
+            "tensor parallelism cuts models without adapters only: PEFT's layers stand around matrices that are cut; "
+            "remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
+        )
+    plan = plan_of(model)
+    _send_values(model, group, device)
+    _Sharder(model, plan, group).run()
+    vars(model)[_SHARDED] = group.ranks
+    cut = [name for name, parameter in model.named_parameters() if part_of(parameter) is not None]
+    logger.info("tensor parallelism: %d parameters are cut for %d ranks", len(cut), group.size)
+
+
+@torch.no_grad()
+def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> None:
+    for parameter in model.parameters():
+        if parameter.is_meta or hasattr(parameter, "ds_id"):
+            raise ValueError(
+                "tensor parallelism needs a model with whole weights: build it outside deepspeed.zero.Init (with "
+                "Trainer at stage 3: make the model before TrainingArguments), and not on the meta device"
+            )
+        values = parameter.data.to(device).contiguous()
+        group.broadcast([values])
+        parameter.data.copy_(values)
+
+
+class _Sharder:
+    """Walks through a plan once."""
+
+    def __init__(self, model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
+        self._model = model
+        self._group = group
+        self._modules = dict(model.named_modules())
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self._tied = {id(p) for p in model.parameters() if uses[id(p)] > 1}
+        self._plan = {name: style for name, style in plan.items() if not self._is_tied(name)}
+        self._heads: dict[str, Heads] = {}
+
+    def _is_tied(self, name: str) -> bool:
+        """Such weights (a head that is the embedding) stay whole on every rank, which computes with all of them."""
+        module = self._modules.get(name)
+        return module is not None and any(id(p) in self._tied for p in module.parameters(recurse=False))
+
+    def run(self) -> None:
+        self._check_heads()
+        for name, style in self._plan.items():
+            if name in self._modules:
+                self._apply(name, self._modules[name], style)
+            else:
+                owner, _, own = name.rpartition(".")
+                self._cut_bare(self._modules[owner], own, style)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """What every rank adds to its part of the output would be added as often as there are ranks."""
+        for name in (name for name, style in self._plan.items() if style == "moe_tp_experts"):
+            whole = [own for own, p in self._modules[name].named_parameters() if part_of(p) is None]
+            if whole:
+                raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
+
+    def _check_heads(self) -> None:
+        config: Any = getattr(self._model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        number = getattr(config, "num_attention_heads", None)
+        if isinstance(number, int) and number < self._group.size:
+            raise ValueError(
+                f"attention heads >= ranks per tensor group does not hold: {number} < {self._group.size}; take a "
+                f"tensor_parallel.autotp_size of at most {number}"
+            )
+
+    def _apply(self, name: str, module: nn.Module, style: str) -> None:
+        group = self._group
+        if style.startswith("colwise"):
+            self._columns(name, module, gathers=style != "colwise")
+        elif style.startswith("rowwise"):
+            self._rows(name, module, splits=style != "rowwise")
+        elif style == "fused_attention":
+            self._fused_attention(name, module)
+        elif style == "packed_colwise":
+            self._cut(module, even(_outputs(module), group.size, packed=2), of_outputs=True)
+            layers.enter_inputs(module, group)
+        elif style == "packed_rowwise":
+            self._cut(module, even(_inputs(module), group.size, packed=2), of_outputs=False)
+            layers.stand_in_front(layers.RowParallel, module, tensor_group=group)
+        elif style == "moe_tp_experts":
+            layers.enter_inputs(module, group, number=2)  # tokens, and the weights with which experts count
+            layers.leave_output(module, group)
+        elif style == "moe_identity_expert":
+            module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
+        elif style == "all_reduce":
+            layers.leave_output(module, group)
+        elif style == "replicated_with_grad_allreduce":
+            layers.sum_gradients(module, group)
+        elif style == "mla_kv_a_proj":
+            layers.change_output(module, self._rope_enters(module))
+        elif style.startswith("embedding"):
+            self._embedding(module, by_tokens=style == "embedding_rowwise")
+
+    def _columns(self, name: str, module: nn.Module, *, gathers: bool) -> None:
+        group, extent = self._group, _outputs(module)
+        found = None if gathers else self._heads_of(name)
+        own = name.rpartition(".")[2]
+        if found is not None and own in ("k_proj", "v_proj") and found.key is not None:
+            self._whole_key_heads(name, module, found)
+            return
+        unit = 1 if found is None else self._head_extent(name)
+        intervals = even(extent, group.size, unit=unit)
+        self._check_halves(name, extent, gathers=gathers or found is not None)
+        self._cut(module, intervals, of_outputs=True)
+        layers.enter_inputs(module, group)
+        if gathers:
+            layers.gather_output(module, group, _sizes(intervals))
+
+    def _rows(self, name: str, module: nn.Module, *, splits: bool) -> None:
+        owner = self._modules[name.rpartition(".")[0]]
+        knows_heads = not splits and (self._heads_of(name) is not None or hasattr(owner, "c_attn"))
+        intervals = even(_inputs(module), self._group.size, unit=self._head_extent(name) if knows_heads else 1)
+        self._check_halves(name, _inputs(module), gathers=splits or knows_heads)
+        self._cut(module, intervals, of_outputs=False)
+        if splits:
+            layers.split_input(module, self._group, _sizes(intervals))
+        layers.stand_in_front(layers.RowParallel, module, tensor_group=self._group)
+
+    def _check_halves(self, name: str, extent: int, *, gathers: bool) -> None:
+        """Parts of MLPs need not be equal. Those of attentions whose heads are not known must be."""
+        is_attention = "attn" in name.rpartition(".")[0].rpartition(".")[2] or "attention" in name
+        if is_attention and not gathers and extent % self._group.size:
+            raise ValueError(
+                f"{name}: features = ranks per tensor group x features per rank does not hold: {extent} != "
+                f"{self._group.size} x n, and its heads are not known; take a tensor_parallel.autotp_size that divides "
+                f"{extent}"
+            )
+
+    def _heads_of(self, name: str) -> Heads | None:
+        """Of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim of its own."""
+        owner, _, own = name.rpartition(".")
+        if own not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            return None
+        if owner not in self._heads:
+            attention: Any = self._modules[owner]
+            extent = getattr(attention, "head_dim", None)
+            shapes = [getattr(attention, each, None) for each in ("q_proj", "k_proj", "v_proj", "o_proj")]
+            if not isinstance(extent, int) or not all(isinstance(each, nn.Linear) for each in shapes):
+                return None
+            query, key, value, output = shapes
+            assert query is not None and key is not None and value is not None and output is not None
+            if any(e % extent for e in (_outputs(query), _outputs(key))) or _inputs(output) != _outputs(query):
+                return None  # a gate beside the queries, for one
+            if _outputs(value) != _outputs(key):
+                return None
+            found = heads(_outputs(query) // extent, _outputs(key) // extent, self._group.size)
+            self._heads[owner] = found
+            if found.key is not None:
+                attention.num_key_value_groups = found.groups[self._group.rank]
+        return self._heads[owner]
+
+    def _head_extent(self, name: str) -> int:
+        return int(self._modules[name.rpartition(".")[0]].head_dim)
+
+    def _whole_key_heads(self, name: str, module: nn.Module, found: Heads) -> None:
+        """There is no way to deal them out: every rank has all, and takes those that its query heads want."""
+        assert found.key is not None
+        wanted, extent = found.key[self._group.rank], self._head_extent(name)
+        layers.enter_inputs(module, self._group)
+        layers.sum_gradients(module, self._group)
+
+        def take(output: Tensor) -> Tensor:
+            chosen: Tensor = output.unflatten(-1, (-1, extent))[..., list(wanted), :]
+            return chosen.flatten(-2)
+
+        layers.change_output(module, take)
+
+    def _fused_attention(self, name: str, module: nn.Module) -> None:
+        attention: Any = self._modules[name.rpartition(".")[0]]
+        extent, rank = int(attention.head_dim), self._group.rank
+        intervals = even(_outputs(module), self._group.size, unit=extent, packed=3)
+        self._cut(module, intervals, of_outputs=True)
+        layers.enter_inputs(module, self._group)
+        attention.split_size = intervals[rank][0].numel
+        attention.num_heads = attention.split_size // extent
+
+    def _rope_enters(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        config: Any = getattr(module, "config", None) or getattr(self._model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        extent = int(config.qk_rope_head_dim)
+
+        def change(output: Tensor) -> Tensor:
+            passed, rope = output.split([output.shape[-1] - extent, extent], dim=-1)
+            return torch.cat([passed, enter(self._group, rope)], dim=-1)
+
+        return change
+
+    def _embedding(self, module: nn.Module, *, by_tokens: bool) -> None:
+        weight: Any = module.weight
+        intervals = even(weight.shape[0 if by_tokens else 1], self._group.size)
+        self._keep(weight, 0 if by_tokens else 1, intervals)
+        if by_tokens:
+            first = intervals[self._group.rank][0].start
+            layers.stand_in_front(layers.PartialVocabulary, module, tensor_group=self._group, first_token=first)
+        else:
+            layers.gather_output(module, self._group, _sizes(intervals))
+
+    def _cut_bare(self, owner: nn.Module, own: str, style: str) -> None:
+        """A parameter without a layer of its own, such as the matrices of all experts in one."""
+        parameter = owner._parameters[own]
+        if parameter is None or style in ("replicate", "local_params"):
+            return
+        if style == "replicated_with_grad_allreduce":
+            if parameter.requires_grad:
+                parameter.register_hook(functools.partial(_summed, self._group))
+            return
+        packed = 2 if style.startswith("packed") else 1
+        if style.endswith("colwise"):
+            dim = max(parameter.dim() - 2, 0) if parameter.dim() != 1 else 0
+        elif style.endswith("rowwise"):
+            if parameter.dim() == 1:
+                return
+            dim = parameter.dim() - 1
+        else:
+            raise ValueError(f"the plan has style {style} for a parameter ({own}), which is known for layers only")
+        self._keep(parameter, dim, even(parameter.shape[dim], self._group.size, packed=packed))
+
+    def _cut(self, module: nn.Module, intervals: Intervals, *, of_outputs: bool) -> None:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        self._keep(weight, 0 if of_outputs == isinstance(module, nn.Linear) else 1, intervals)
+        if bias is not None and of_outputs:
+            self._keep(bias, 0, intervals)
+        size = sum(piece.numel for piece in intervals[self._group.rank])
+        name = ("out_features" if of_outputs else "in_features") if isinstance(module, nn.Linear) else "nf"
+        if of_outputs or isinstance(module, nn.Linear):
+            setattr(module, name, size)
+
+    def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
+        keep_part(parameter, TensorPart(self._group, tuple(parameter.shape), dim, intervals))
+
+
+def _summed(group: Collectives, gradient: Tensor) -> Tensor:
+    total: Tensor = layers.summed(group, gradient)
+    return total
+
+
+def _sizes(intervals: Intervals) -> list[int]:
+    return [sum(piece.numel for piece in pieces) for pieces in intervals]
+
+
+def _outputs(module: Any) -> int:
+    part = part_of(module.weight)
+    shape = module.weight.shape if part is None else part.shape
+    return int(shape[0] if isinstance(module, nn.Linear) else shape[1])
+
+
+def _inputs(module: Any) -> int:
+    part = part_of(module.weight)
+    shape = module.weight.shape if part is None else part.shape
+    return int(shape[1] if isinstance(module, nn.Linear) else shape[0])

@@ -1,0 +1,81 @@
+"""Stages 0-2 over two hosts, in two hops: the numbers of plain PyTorch, and what crosses is what the formulas say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.api.entry import initialize
+from hf_zero.comm import ledger
+from hf_zero.comm.hops import TwoHops
+from hf_zero.layout.traffic import Sizes, Wiring, traffic_of
+from tests.step.test_hybrid_sharding import (
+    CLIP,
+    TOLERANCE,
+    WORLD,
+    engine_with,
+    expected,
+    in_threads,
+    on_two_hosts,
+    trained,
+)
+from tests.step.test_parity import ROWS
+from tests.support.models import mlp_batches
+from tests.support.ranks import run_ranks
+from tests.support.reference import Trace, assert_same_numbers, assert_same_weights
+
+STEPS = 4
+
+
+def run_stages(rank: int, make: Any) -> list[Trace]:
+    traces = []
+    for stage in (0, 1, 2):
+        engine = engine_with(stage, None, 2, CLIP, make, hops=2)
+        assert isinstance(engine.groups.shard, TwoHops)
+        traces.append(trained(engine, rank, mlp_batches(STEPS * 2, ROWS), accumulation=2))
+        engine.destroy()
+    return traces
+
+
+def test_every_stage_trains_as_plain_pytorch() -> None:
+    reference = expected(2, CLIP, STEPS)
+    ranks = in_threads(2, run_stages)
+    for traces in ranks:
+        for trace, first in zip(traces, ranks[0], strict=True):
+            assert_same_numbers(trace.norms, reference.norms, TOLERANCE, "norms")
+            assert_same_weights(trace.weights, reference.weights, TOLERANCE)
+            assert all(torch.equal(trace.weights[name], value) for name, value in first.weights.items())
+
+
+def run_between_hosts(rank: int) -> list[tuple[Trace, int, dict[str, tuple[int, int, int]]]]:
+    found = []
+    with on_two_hosts(rank):
+        for stage in (0, 2):
+            engine = engine_with(stage, None, 1, CLIP, initialize, hops=2, reduce_bucket_size=10**6)
+            batches = mlp_batches(3, ROWS)
+            trained(engine, rank, batches[:1])
+            ledger.reset()
+            trace = trained(engine, rank, batches[1:2])
+            tallies = {f"{phase} {op}": tally for (phase, op), tally in ledger.tallies.items() if phase != "control"}
+            numel = sum(bucket.numel for bucket in engine.gradients.assembly.store.layout.buckets)
+            found.append((trace, numel, {key: (t.num_bytes, t.within, t.across) for key, t in tallies.items()}))
+            engine.destroy()
+    return found
+
+
+def test_bytes_between_hosts() -> None:
+    for found in run_ranks(run_between_hosts, WORLD):
+        for stage, (_, numel, seen) in zip((0, 2), found, strict=True):
+            sizes = Sizes(gathered=numel, trained=numel, weight_bytes=4, gradient_bytes=4)
+            on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, stage=stage, hops=2))
+            direct = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, stage=stage))
+            for number, of in enumerate(("payload", "within", "across")):
+                counted: Counter[str] = Counter()
+                for each in on_paper:
+                    counted[f"{each.phase} {each.operation}"] += getattr(each, of)
+                assert {name: sent[number] for name, sent in seen.items()} == pytest.approx(counted, rel=0.01, abs=8)
+            crossing = sum(each.across for each in on_paper)
+            assert crossing == pytest.approx(sum(each.across for each in direct) / 2, rel=0.01)

@@ -1,0 +1,79 @@
+"""Ranks that train parts of matrices by an unmodified Trainer or Accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+from tests.tensor.training import CLIP, RATE, Batch, Trained, config_with, model_of
+
+
+class Samples(Dataset[Batch]):
+    def __init__(self, rows: list[Batch]) -> None:
+        self.rows = [{name: values[i] for name, values in row.items()} for row in rows for i in range(2)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.rows[index]
+
+
+def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: Path | None = None, **more: Any) -> Trained:
+    """With "auto" batch sizes, a checkpoint after every second update, and the model saved at the end."""
+    keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    config = config_with(stage, 2, zero_optimization=zero) | dict.fromkeys(keys, "auto")
+    options: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2, **more}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        deepspeed=config,
+        per_device_train_batch_size=2,
+        max_grad_norm=CLIP,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        optim_args="momentum=0.9",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(model_of("llama"), arguments, train_dataset=Samples(rows), data_collator=default_data_collator)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer.save_model(str(folder / "saved"))
+    assert trainer.model_wrapped.train_batch_size() == 2
+    return Trained(
+        [entry["loss"] for entry in logged],
+        [entry["grad_norm"] for entry in logged],
+        trainer.model_wrapped.module_state_dict(),
+    )
+
+
+def by_accelerator(rows: list[Batch], *, stage: int) -> Trained:
+    """A loop of accelerate's page on DeepSpeed, with autotp_size in the config."""
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    plugin = DeepSpeedPlugin(hf_ds_config=config_with(stage, 2, zero_optimization=zero))
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = model_of("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Samples(rows), batch_size=2))
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = accelerator.get_state_dict(model)
+    assert (state is None) == (not accelerator.is_main_process)
+    return Trained(losses, [], model.module_state_dict())

@@ -1,0 +1,37 @@
+"""`tensor_parallel.autotp_size` under an unmodified Trainer and Accelerator, on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from tests.sequence.test_hugging_face import fresh
+from tests.support.ranks import run_ranks
+from tests.tensor.hugging_face import by_accelerator, by_trainer
+from tests.tensor.training import Trained, batches, in_one_process, model_of
+
+
+def largest_difference(found: Trained, plain: Trained) -> float:
+    weights = [(found.weights[name] - plain.weights[name]).abs().max().item() for name in plain.weights]
+    norms = [abs(one - other) for one, other in zip(found.norms, plain.norms, strict=bool(found.norms))]
+    losses = zip(found.losses, plain.losses, strict=True)
+    return max(*weights, *norms, *(abs(one - other) for one, other in losses))
+
+
+def _two_ranks(rank: int, folder: str) -> dict[str, float]:
+    rows, found, root = batches(4), {}, Path(folder)
+    plain = in_one_process(model_of("llama"), rows, data_ranks=1)
+    found["Trainer"] = largest_difference(by_trainer(rows, root, stage=2), plain)
+    fresh()
+    saved = dict(AutoModelForCausalLM.from_pretrained(root / "saved").named_parameters())
+    found["saved"] = max((saved[name] - value).abs().max().item() for name, value in plain.weights.items())
+    found["resumed"] = largest_difference(by_trainer(rows, root, stage=2, resume=root / "checkpoint-2"), plain)
+    fresh()
+    found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
+    return found
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    for found in run_ranks(_two_ranks, 2, str(tmp_path), init=False):
+        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}

@@ -1,0 +1,113 @@
+"""Whole weights out of parts, checkpoints that resume, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from hf_zero.checkpoint import CheckpointError
+from hf_zero.config import ConfigError
+from tests.support.ranks import run_ranks
+from tests.tensor.training import RATE, batches, config_with, in_one_process, model_of
+
+
+def _engine(kind: str, config: dict[str, Any], **more: Any) -> Any:
+    model = model_of(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=RATE / 10)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+
+
+def _train(engine: Any, data: list[Any]) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[str, float]:
+    found = {}
+    for stage in stages:
+        data, root = batches(4), Path(folder) / str(stage)
+        first = _engine("uneven", config_with(stage, 2))
+        _train(first, data[:2])
+        first.save_checkpoint(str(root))
+        assert first.save_16bit_model(str(root), "whole.bin")
+        consolidated = first._consolidated_16bit_state_dict()
+        assert (consolidated is None) == (rank > 0)
+        weights = first.module_state_dict()
+        assert {n: tuple(p.shape) for n, p in weights.items()} == {
+            name: tuple(p.shape) for name, p in model_of("uneven").state_dict().items()
+        }
+        whole = torch.load(root / "whole.bin")
+        found[f"whole, stage {stage}"] = max((whole[n] - p).abs().max().item() for n, p in weights.items())
+        went_on = _train(first, data[2:])
+        second = _engine("uneven", config_with(stage, 2))
+        with torch.no_grad():
+            assert second.load_checkpoint(str(root))[0]
+        resumed = _train(second, data[2:])
+        found[f"resumed, stage {stage}"] = max(abs(a - b) for a, b in zip(went_on, resumed, strict=True))
+        alone = _engine("uneven", config_with(stage, 1))
+        with pytest.raises(CheckpointError, match="2 rank.s. per tensor group, and is to be read with 1"):
+            alone.load_checkpoint(str(root))
+    return found
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), (0, 2)):
+        assert {name: difference for name, difference in found.items() if difference > 1e-6} == {}
+
+
+def _refusals(rank: int) -> None:
+    with pytest.raises(ConfigError, match="world size = data ranks x ranks per tensor group does not hold: 2 != n x 4"):
+        _engine("llama", config_with(1, 4))
+    with pytest.raises(ConfigError, match="zero_optimization.stage"):
+        _engine("llama", config_with(3, 2))
+    with pytest.raises(ValueError, match="has no tensor-parallel plan"):
+        deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config_with(0, 2) | {"optimizer": {"type": "SGD"}})
+    with pytest.raises(ConfigError, match=r"data ranks \(world size 2 / 2 per tensor group\)"):
+        _engine("llama", config_with(1, 2, train_batch_size=3))
+    engine = _engine("llama", config_with(1, 2))
+    with pytest.raises(ValueError, match="must see the same batches, and theirs differ"):
+        engine(**batches(2)[rank])
+
+
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    run_ranks(_refusals, 2)
+
+
+class Megatron:
+    """What Megatron offers of its groups."""
+
+    def __init__(self, group: Any) -> None:
+        self.get_tensor_model_parallel_group = lambda: group
+        self.get_tensor_model_parallel_world_size = lambda: group.size()
+
+
+def _who_asks(rank: int) -> list[float]:
+    """`tp_model_init` and an mpu, without a word in the config; ranks that hold parts need not be neighbours."""
+    data, plain = batches(2), in_one_process(model_of("llama"), batches(2), data_ranks=1)
+    config = config_with(1, 0)
+    losses = []
+    for way in ("tp_model_init", "mpu"):
+        model, mpu = model_of("llama"), None
+        if way == "tp_model_init":
+            assert deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32) is model
+        else:
+            mpu = Megatron(torch.distributed.group.WORLD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)[0]
+        assert engine.autotp_size() == 2 and engine.mpu.get_tensor_model_parallel_rank() == rank
+        losses.append(max(abs(a - b) for a, b in zip(_train(engine, data), plain.losses, strict=True)))
+    return losses
+
+
+def test_who_asks_for_it() -> None:
+    assert max(max(found) for found in run_ranks(_who_asks, 2)) < 1e-5
