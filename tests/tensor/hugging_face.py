@@ -51,7 +51,7 @@ def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: Path | No
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(folder / "saved"))
-    assert trainer.model_wrapped.train_batch_size() == 2
+    assert trainer.model_wrapped.train_batch_size() == 2 * (arguments.world_size // 2)
     return Trained(
         [entry["loss"] for entry in logged],
         [entry["grad_norm"] for entry in logged],

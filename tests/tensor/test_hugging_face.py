@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.sequence.test_hugging_face import fresh
@@ -35,3 +36,16 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
 def test_two_ranks(tmp_path: Path) -> None:
     for found in run_ranks(_two_ranks, 2, str(tmp_path), init=False):
         assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+
+
+def _four_ranks(rank: int, folder: str) -> float:
+    rows = batches(4)
+    plain = in_one_process(model_of("llama"), rows, data_ranks=2)
+    mean = [(one + other) / 2 for one, other in zip(plain.losses[::2], plain.losses[1::2], strict=True)]
+    return largest_difference(by_trainer(rows, Path(folder), stage=2), Trained(mean, plain.norms, plain.weights))
+
+
+@pytest.mark.slow
+def test_two_data_ranks_of_two_parts_under_trainer(tmp_path: Path) -> None:
+    """Trainer deals other batches to them, and counts the tokens of all ranks."""
+    assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < 1e-5
