@@ -30,6 +30,8 @@ def _sgd(  # type: ignore[no-untyped-def]
     g = scaled(gradient, offsets, mask, scale_tensor, scale) + weight_decay * p
     if buffer is not None:
         b = momentum * tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32) + g
+        if seed is not None:  # early with a seed, late without: the other way registers are spilled on some GPUs
+            tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
         if NESTEROV:
             g += momentum * b
         else:
@@ -37,7 +39,8 @@ def _sgd(  # type: ignore[no-untyped-def]
     p -= lr * g
     store_rounded(weight, offsets, p, mask, seed)
     if buffer is not None:
-        tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
+        if seed is None:
+            tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
     if lp_param is not None:
         store_rounded(lp_param, offsets, p, mask, seed)
 
