@@ -13,6 +13,7 @@ import pytest
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.device.kinds import found_accelerators
+from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
 from hf_zero.planning.choose import Plan, choose, reasoning
 from hf_zero.planning.machine import hardware, parse_bytes
@@ -101,7 +102,10 @@ def test_sizes_and_machines() -> None:
         hardware({"gpu": "abacus"})
     assert hardware({"gpu": "abacus", "device_memory": "10G"}).device_memory == 10e9
     here = hardware({"gpu": "cpu", "gpus_per_node": 4, "host_memory": "8G"})
-    assert (here.device_memory, here.separate, here.limit) == (2e9, False, 2e9)
+    assert (here.device_memory, here.separate, here.limit) == (2e9, False, 1.3e9)
+    measured = calibrated(here, "fp32")
+    assert 1e8 < measured.gpu.flops < 1e13 and 1e8 < measured.gpu.link < measured.gpu.memory < 1e12
+    assert "measured on this machine" in measured.notes[-1]
     assert hardware({"gpu": "NVIDIA A100-SXM4-80GB"}).gpu.flops == 187e12
     assert all(each.num_bytes > 0 for each in found_accelerators())
 
