@@ -10,8 +10,6 @@ part of the tokens. Tokens are counted where they are computed, at the embedding
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 import time
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.surroundings import RESULTS, ROOT, machine, public
+from bench.surroundings import ROOT, keep, machine, public
 
 sys.path.insert(0, str(ROOT / "examples"))
 from demo import DATA, MODEL, SEQUENCES_PER_STEP  # noqa: E402
@@ -191,10 +189,8 @@ def main() -> None:
         "configs": {kind: ds_config(kind, options) for kind in (PLAIN, CURRICULUM, LTD)},
         "results": results,
     }
-    stem = f"{datetime.date.today()}-data-efficiency-{options.name}"
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     text = report(results, options)
-    (RESULTS / f"{stem}.md").write_text(text, encoding="utf-8")
+    keep(content, text, f"data-efficiency-{options.name}")
     sys.stdout.write(text)
 
 
