@@ -152,8 +152,12 @@ class Mean(nn.Module):
 
 def run_training(rank: int, folder: str, resume: bool, accumulation: int = 2) -> tuple[list[list[int]], list[float]]:
     """Samples that this rank sees in two epochs, and the rate of every update."""
-    config = {**CONFIG, "gradient_accumulation_steps": accumulation, "data_efficiency": {"data_sampling": {"dynamic_batching": {
-        "enabled": True, "max_tokens": 10, "metrics_path": folder, "sequence_picking_order": "random"}}}}  # fmt: skip
+    packing = {"enabled": True, "max_tokens": 10, "metrics_path": folder, "sequence_picking_order": "random"}
+    config = {
+        **CONFIG,
+        "gradient_accumulation_steps": accumulation,
+        "data_efficiency": {"data_sampling": {"dynamic_batching": packing}},
+    }
     engine = initialize(model=Mean(), config=config)[0]
     data = [[index] * length for index, length in enumerate(LENGTHS * 3)]
     loader, schedule, keywords = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
