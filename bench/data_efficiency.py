@@ -3,9 +3,9 @@
     python -m bench.data_efficiency --name demo
     python -m bench.data_efficiency --name small --layers 6 --hidden-size 128 --steps 300
 
-The demo's model, or a smaller one, on the demo's text, with the demo's rates and batch; one process, stage 0, fp32. Each seed
-trains it three times from the same weights on the same batches: plain, with sequences that grow, with layers that see
-part of the tokens. Tokens are counted where they are computed, at the embedding and at each layer.
+The demo's model, or a smaller one, on the demo's text, with the demo's rates and batch; one process, stage 0, fp32.
+Each seed trains it three times from the same weights on the same batches: plain, with sequences that grow, with layers
+that see part of the tokens. Tokens are counted where they are computed, at the embedding and at each layer.
 """
 
 from __future__ import annotations
