@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
         add_report_arguments(report)
         return run_report(parser.parse_args(words))
     if words[:1] == ["plan"]:
-        from hf_zero.planning.loading import collector_off
+        from hf_zero.planning import collector_off
 
         with collector_off():
             from hf_zero.planning.command import add_arguments as add_plan_arguments

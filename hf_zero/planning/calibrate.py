@@ -19,7 +19,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.planning.machine import Gpu, Hardware
 
 _ROWS, _INNER, _COLUMNS = (1024, 1024, 4096)  # of a product: tokens, hidden units, those of an MLP
-_LARGER = 8  # products on an accelerator, in every extent but the first
+_LARGER = 16  # on an accelerator, in the first two extents, and copies
 _COPIED_BYTES = 1 << 26
 _LEAST_S = 0.1
 _ROUNDS = 3

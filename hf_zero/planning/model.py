@@ -17,7 +17,7 @@ from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
-from hf_zero.planning.loading import collector_off
+from hf_zero.planning import collector_off
 from hf_zero.planning.repeat import FEW, NotAlike, stretch
 from hf_zero.planning.trace import Segment, Trace, trace_step
 from hf_zero.quantities import count_of
