@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Python's collector of cycles rests while libraries are loaded: nothing of them is garbage, and looking for it takes
-    a tenth of the time."""
+    """Python's collector of cycles rests while libraries are loaded: nothing of them is garbage, and looking for it
+    takes a tenth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

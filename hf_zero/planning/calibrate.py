@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
@@ -62,8 +63,9 @@ def _threads_of_a_rank(hardware: Hardware) -> Iterator[None]:
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
     factor = 1 if device.type == "cpu" else _LARGER
     left = torch.ones(_ROWS * factor, _INNER * factor, dtype=dtype, device=device)
-    right = torch.ones(_INNER * factor, _COLUMNS, dtype=dtype, device=device)
-    return 2.0 * left.shape[0] * left.shape[1] * right.shape[1] / _seconds(device, lambda: left @ right)
+    weight = torch.ones(_COLUMNS, _INNER * factor, dtype=dtype, device=device)
+    products = 2.0 * left.shape[0] * weight.numel()
+    return products / _seconds(device, lambda: nn.functional.linear(left, weight))
 
 
 def _bytes_per_s(device: torch.device) -> float:
