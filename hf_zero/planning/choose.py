@@ -75,7 +75,8 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
     size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
-    for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
+    chances = candidates(training, ranks=hardware.ranks, separate=hardware.separate, per_host=hardware.per_host)
+    for candidate in chances:
         if candidate.checkpointing not in traces:
             traces[candidate.checkpointing] = trace(
                 model, micro_batch=training.micro_batch, length=training.length, checkpointing=candidate.checkpointing
@@ -115,7 +116,7 @@ def estimate(
     """
     config = ds_config(candidate, training)
     answers = resolved(config, training, model, hardware.ranks)
-    setting = Setting(answers, size, hardware.ranks, hardware.separate)
+    setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
     memory = rank_memory(model, setting, traced)
     seconds, bound = _step(model, hardware, training, candidate, traced, memory)
     moved = _traffic(model, hardware, answers)
@@ -137,8 +138,23 @@ def _traffic(model: PlannedModel, hardware: Hardware, answers: Resolved) -> Traf
         per_host=hardware.per_host,
         stage=answers.zero.stage,
         accumulation=answers.batch.accumulation_steps,
+        shard=shard_ranks(answers, hardware),
+        second_shard=second_shard(answers, hardware),
+        hops=2 if answers.zero.hops == 2 else 1,
     )
     return Traffic.of(traffic_of(sizes, wiring))
+
+
+def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
+    """Ranks that share the states of one copy of the model."""
+    size = answers.zero.shard_size
+    return hardware.ranks if size is None else hardware.per_host if size == "host" else size
+
+
+def second_shard(answers: Resolved, hardware: Hardware) -> int:
+    """Ranks that gather around use among themselves, 1 where all do that share the states."""
+    size = answers.zero.gather_size
+    return 1 if size is None else min(hardware.per_host if size == "host" else size, shard_ranks(answers, hardware))
 
 
 def _step(
@@ -157,6 +173,8 @@ def _step(
         micro_batches=training.accumulation,
         disk_optimizer=candidate.optimizer == "nvme",
         disk_parameters=candidate.parameters == "nvme",
+        shard=hardware.per_host if candidate.copy_per_host else None,
+        second_shard=candidate.second_shard,
     )
     step = simulate(hardware.machine(), shape, setup)
     return step.seconds, step.bound

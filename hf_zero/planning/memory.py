@@ -91,7 +91,7 @@ class Setting:
     def sharding(self) -> Sharding:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
-        size = self.resolved.zero.gather_size
+        size = self.resolved.zero.gather_size  # "host" is said of ranks that share states across hosts alone
         gather = min(size, self.shard_ranks) if isinstance(size, int) else self.shard_ranks
         kept = self.shard_ranks // gather
         return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere, kept_rows=kept)

@@ -91,7 +91,9 @@ def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
     plan = planned("", Training(length=4096), model, nodes=12_500)
     assert time.process_time() - started < 8
     assert plan.hardware.ranks == 100_000 and plan.chosen is not None
-    assert plan.chosen.traffic.across > 10 * plan.chosen.traffic.within
+    plain = next(each for each in plan.estimates if each.candidate.name == "stage 3, checkpointing")
+    assert plain.traffic.across > 10 * plain.traffic.within
+    assert plan.chosen.candidate.second_shard == 8 and plan.chosen.traffic.across < plain.traffic.across / 2
 
 
 def test_sizes_and_machines() -> None:
@@ -149,3 +151,19 @@ def test_json_has_what_the_table_has(plan: Plan) -> None:
     assert [each["name"] for each in found["candidates"]] == [each.candidate.name for each in plan.estimates]
     for each in found["candidates"]:
         assert each["device_total"] == sum(each["device"].values()) and each["fits"] == (not each["lacks"])
+
+
+def test_groups_within_hosts(tmp_path: Path) -> None:
+    """On several hosts: a copy per host sends less across and takes more; hpZ keeps gathers around use in a host."""
+    slow = {"nodes": 4, "gpus_per_node": 4, "network": "1G", "gpu": "h100"}
+    found = {
+        each.candidate.name: each for each in planned("2b", Training(length=64, checkpointing=True), **slow).estimates
+    }
+    plain, hybrid, second = (found[f"stage 3{group}, checkpointing"] for group in ("", ", a copy per host", ", hpZ 4"))
+    assert second.traffic.across < plain.traffic.across and hybrid.traffic.across < plain.traffic.across
+    assert hybrid.memory.states == pytest.approx(4 * plain.memory.states, rel=0.01)
+    assert second.memory.device["parameters"] == pytest.approx(4 * plain.memory.device["parameters"], rel=0.05)
+    assert max(second.seconds, hybrid.seconds) < plain.seconds
+    assert hybrid.config["hf_zero"] == {"shard_group": "host"}
+    assert second.config["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert not any(each.candidate.copy_per_host for each in planned("2b").estimates)
