@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import Collectives, uncompiled
 
 
 def enter(group: Collectives, tensor: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
 
 
-@torch.compiler.disable
+@uncompiled
 def summed(group: Collectives, tensor: Tensor) -> Tensor:
     """A new tensor: the sum over ranks. Collective."""
     numel = tensor.numel()
@@ -49,7 +49,7 @@ def summed(group: Collectives, tensor: Tensor) -> Tensor:
     return total
 
 
-@torch.compiler.disable
+@uncompiled
 def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     rows = tensor.numel() // tensor.shape[-1]
     flat = tensor.new_zeros(group.size, rows * max(sizes))
