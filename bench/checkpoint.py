@@ -22,7 +22,7 @@ from typing import Any
 
 from bench import checkpoint_report
 from bench.checkpoint_rank import MARK
-from bench.surroundings import RESULTS, ROOT, machine, public, rank_environments
+from bench.surroundings import ROOT, keep, machine, public, rank_environments
 
 ENGINES = ("hf_zero", "deepspeed")
 SHARD_MB = 300
@@ -198,9 +198,7 @@ def main() -> None:
     text = checkpoint_report.markdown(run)
     log.info(text)
     if options.name:
-        stem = RESULTS / f"{run['date'][:10]}-checkpoint-stage{options.stage}-{options.name}"
-        stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
+        keep(run, text, f"checkpoint-stage{options.stage}-{options.name}")
 
 
 def _parse() -> argparse.Namespace:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
 import statistics
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from bench.surroundings import RESULTS, ROOT, machine, public
+from bench.surroundings import ROOT, keep, machine, public
 
 sys.path.insert(0, str(ROOT / "examples"))
 from topics import Samples, load_topics, new_model  # noqa: E402
@@ -193,10 +191,8 @@ def main() -> None:
         "configs": {name: compression for name, (compression, _, _) in TECHNIQUES.items()},
         "results": results,
     }
-    stem = f"{datetime.date.today()}-compression-{options.name}"
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     text = report(results, options, parts)
-    (RESULTS / f"{stem}.md").write_text(text, encoding="utf-8")
+    keep(content, text, f"compression-{options.name}")
     sys.stdout.write(text)
 
 

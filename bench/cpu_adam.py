@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import resource
 import statistics
@@ -20,13 +19,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from bench.surroundings import keep
 from tests.support.oracle import oracle_environment
 
-RESULTS = Path(__file__).parent / "results"
 OURS, FLOOR, DEEPSPEED = "hf_zero, one pass", "same traffic without arithmetic", "DeepSpeedCPUAdam and its casts"
 OURS_8, FLOOR_8 = "hf_zero, one pass, 8-bit states", "traffic of 8-bit states without arithmetic"
 FUSED, FOREACH = "torch fused AdamW and its casts", "torch foreach AdamW and its casts"
@@ -246,10 +244,7 @@ def main() -> None:
     text = "\n\n".join(part for part in parts if part) + "\n"
     sys.stdout.write(text)
     if options.name:
-        stem = RESULTS / f"{datetime.date.today()}-cpu-adam-{options.name}"
-        stem.with_suffix(".md").write_text(text)
-        raw: dict[str, Any] = {**facts, "numel": options.numel, "ns_per_parameter": found}
-        stem.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+        keep({**facts, "numel": options.numel, "ns_per_parameter": found}, text, f"cpu-adam-{options.name}")
 
 
 if __name__ == "__main__":

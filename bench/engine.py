@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works as well as `python -m bench.engine`
 
 from bench import report  # noqa: E402
-from bench.surroundings import machine, public, rank_environments  # noqa: E402
+from bench.surroundings import keep, machine, public, rank_environments  # noqa: E402
 
 ENGINES = ("hf_zero", "hf_zero-released", "deepspeed", "fsdp2", "ddp", "compute")
 log = logging.getLogger("bench")
@@ -160,12 +160,9 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _write(run: dict[str, Any], arguments: argparse.Namespace) -> None:
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    stem = arguments.results / f"{run['date'][:10]}-{arguments.name}-{arguments.size}"
     text = report.markdown(run)
-    stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
-    log.info("%s\nwritten to %s.{json,md}", text, stem)
+    keep(run, text, f"{arguments.name}-{arguments.size}", arguments.results)
+    log.info("%s\nwritten to %s", text, arguments.results)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.meters import most_allocated
 from bench.surroundings import machine, public
 from hf_zero.api.entry import initialize
 
@@ -65,18 +65,6 @@ def step(engine: Any, rows: int, length: int) -> float:
     return float(loss.detach())
 
 
-def peak_bytes(engine: Any, rows: int, length: int) -> int:
-    """The largest sum of bytes allocated less bytes freed within one step."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(engine, rows, length)
-    now = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 def slope(lengths: list[int], peaks: list[int]) -> float:
     """Bytes per token, by least squares."""
     return statistics.linear_regression(lengths, peaks).slope
@@ -89,7 +77,7 @@ def memory(hidden: int, tokens: list[int], row: int) -> dict[str, Any]:
     for name, tiled in variants.items():
         engine = engine_for(hidden, tiled)
         step(engine, 1, 256)
-        peaks = [peak_bytes(engine, max(1, count // row), min(count, row)) for count in tokens]
+        peaks = [most_allocated(step, engine, max(1, count // row), min(count, row)) for count in tokens]
         found[name] = {"peak_bytes": peaks, "bytes_per_token": round(slope(tokens, peaks), 1)}
         engine.destroy()
     for name in ("tiled_loss", "tiled"):

@@ -8,10 +8,12 @@ import pstats
 import resource
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MB = 2**20
@@ -56,6 +58,14 @@ def rss_mb() -> float:
 def peak_rss_mb() -> float:
     """Highest resident memory since the last reset."""
     return _status_kb("VmHWM") / 1024
+
+
+def most_allocated(step: Callable[..., object], *arguments: Any) -> int:
+    """The largest sum of bytes that PyTorch's allocator for host memory gave less those it took back during a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step(*arguments)
+    events = profiled.profiler.kineto_results.events()
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"), default=0)
 
 
 def reset_peak_rss() -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import hf_zero  # noqa: E402
-from bench.surroundings import machine, public  # noqa: E402
+from bench.surroundings import keep, machine, public  # noqa: E402
 from hf_zero.config import FilePolicy  # noqa: E402
 from hf_zero.device.pinned import host_empty  # noqa: E402
 from hf_zero.offload.nvme.drive import Drive  # noqa: E402
@@ -51,10 +51,8 @@ def main() -> None:
         "fio": _fio(arguments),
     }
     text = report(run)
-    stem = arguments.results / f"{run['date'][:10]}-nvme-{arguments.name}"
-    stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
-    log.info("%s\nwritten to %s.{json,md}", text, stem)
+    keep(run, text, f"nvme-{arguments.name}", arguments.results)
+    log.info("%s\nwritten to %s", text, arguments.results)
 
 
 def _parse() -> argparse.Namespace:

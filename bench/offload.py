@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import timeline  # noqa: E402
-from bench.surroundings import machine, public  # noqa: E402
+from bench.surroundings import keep, machine, public  # noqa: E402
 
 SLACK = 1.15  # the promise: buffers, one unit, and 15%
 log = logging.getLogger("bench")
@@ -41,10 +41,8 @@ def main() -> None:
         "in_memory": _measure(arguments, []),
     }
     text = report(run)
-    stem = arguments.results / f"{run['date'][:10]}-offload-{arguments.name}"
-    stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(text)
-    log.info("%s\nwritten to %s.{json,md}", text, stem)
+    keep(run, text, f"offload-{arguments.name}", arguments.results)
+    log.info("%s\nwritten to %s", text, arguments.results)
 
 
 def _parse() -> argparse.Namespace:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
+from bench.surroundings import ROOT, keep
+
 RANKS, PER_RANK = 2, 4
 ADAM, ONE_BIT = "AdamW", "OneBitAdam"
 LIMIT_OF_LOSS, LIMIT_OF_BYTES = 1.02, 4.0
@@ -159,9 +159,7 @@ def main() -> None:
     text = report(found, command)
     sys.stdout.write(text)
     if options.name:
-        stem = RESULTS / f"{datetime.date.today()}-one-bit-{options.name}"
-        stem.with_suffix(".md").write_text(text)
-        stem.with_suffix(".json").write_text(json.dumps({"command": command, **found}, indent=1) + "\n")
+        keep({"command": command, **found}, text, f"one-bit-{options.name}")
 
 
 if __name__ == "__main__":

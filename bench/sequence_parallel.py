@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.long_sequences import INTERMEDIATE, LAYERS, VOCABULARY, slope
+from bench.meters import most_allocated
 from bench.surroundings import machine, public
 from hf_zero.api.entry import initialize
 from hf_zero.comm import this_process
@@ -63,18 +63,6 @@ def step(engine: Any, rows: int, length: int) -> None:
     engine.step()
 
 
-def peak_bytes(engine: Any, rows: int, length: int) -> int:
-    """The largest sum of bytes allocated less bytes freed within one step."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(engine, rows, length)
-    now = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="of all rows together")
@@ -88,7 +76,7 @@ def main() -> None:
     for size in options.sizes:
         engine = engine_for(options.hidden, size)
         step(engine, 1, 256)
-        peaks = [peak_bytes(engine, count // options.row, options.row) for count in options.tokens]
+        peaks = [most_allocated(step, engine, count // options.row, options.row) for count in options.tokens]
         found[str(size)] = {"peak_bytes": peaks, "bytes_per_token": round(slope(options.tokens, peaks), 1)}
         engine.destroy()
     first = found[str(options.sizes[0])]["bytes_per_token"]

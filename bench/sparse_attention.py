@@ -10,8 +10,6 @@ that was taken at once. Density: blocks that are computed, of all.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 import time
@@ -21,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
-from bench.surroundings import RESULTS, machine, public
+from bench.meters import most_allocated
+from bench.surroundings import keep, machine, public
 from hf_zero.attention.gathered import Rules, gathered_attention
 from hf_zero.attention.plan import make_plan
 from hf_zero.attention.sparsity import (
@@ -74,17 +72,6 @@ def once(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
     return time.process_time() - began
 
 
-def peak_bytes(attention: Attention, inputs: tuple[Tensor, Tensor, Tensor]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        once(attention, inputs)
-    now = most = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     torch.manual_seed(0)
     shape = (1, options.heads, options.tokens, options.head_size)
@@ -99,7 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             if turn:  # the first warms up
                 seconds[name].append(taken)
     return {
-        name: {"density": density, "seconds": seconds[name], "peak_bytes": peak_bytes(attention, inputs)}  # type: ignore[arg-type]
+        name: {"density": density, "seconds": seconds[name], "peak_bytes": most_allocated(once, attention, inputs)}
         for name, (attention, density) in ways.items()
     }
 
@@ -142,10 +129,8 @@ def main() -> None:
     torch.set_num_threads(1)
     found = measure(options)
     content = {"command": public(sys.argv), "machine": machine(), "torch": torch.__version__, "patterns": found}
-    stem = f"{datetime.date.today()}-sparse-attention-{options.name}"
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     text = report(found, options)
-    (RESULTS / f"{stem}.md").write_text(text, encoding="utf-8")
+    keep(content, text, f"sparse-attention-{options.name}")
     sys.stdout.write(text)
 
 

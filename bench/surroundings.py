@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -53,8 +54,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def keep(run: dict[str, Any], markdown: str, name: str) -> None:
-    """Write bench/results/DATE-NAME.json with everything, and .md."""
-    stem = RESULTS / f"{run['date'][:10]}-{name}"
+def keep(run: dict[str, Any], markdown: str, name: str, folder: Path = RESULTS) -> None:
+    """Write DATE-NAME.json with everything, and .md; `run` gets the date of today where it has none."""
+    run = {"date": str(datetime.date.today()), **run}
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{run['date'][:10]}-{name}"
     stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(markdown, encoding="utf-8")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.surroundings import RESULTS, ROOT, machine
+from bench.surroundings import ROOT, keep, machine
 
 RANKS, PER_RANK = 2, 4
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -175,10 +175,8 @@ def main() -> None:
     text = report(found, options, command)
     sys.stdout.write(text)
     if options.name:
-        stem = RESULTS / f"{datetime.date.today()}-zeropp-{options.name}"
-        stem.with_suffix(".md").write_text(text)
         content = {"command": command, "machine": machine(), "torch": torch.__version__, "kinds": found}
-        stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+        keep(content, text, f"zeropp-{options.name}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     engine, reducer, prefetcher ...      with SPANS.span("reduce", "bucket 3"): ...
     hf_zero.profiling.recorder           is the watcher, where the config asks for times or a trace
+    a profile of PyTorch's that runs     has a range "hf_zero gather model.layers.3 (backward)" for each that has a name
 
 Kinds: forward, backward, step, save (the engine's phases); reduce, gather (a rank's part in communication, whatever
 it is in). They nest; what a span takes without those inside it is its own.
@@ -12,6 +13,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
+
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 
 class Watcher(Protocol):
@@ -29,20 +33,27 @@ class Watcher(Protocol):
 
 
 class _Span:
-    __slots__ = ("_watcher", "_kind", "_name")
+    __slots__ = ("_watcher", "_kind", "_name", "_range")
 
-    def __init__(self, watcher: Watcher, kind: str, name: str) -> None:
+    def __init__(self, watcher: Watcher | None, kind: str, name: str, profiled_as: str | None) -> None:
         self._watcher = watcher
         self._kind = kind
         self._name = name
+        self._range = None if profiled_as is None else record_function(profiled_as)
 
     def __enter__(self) -> None:
-        self._watcher.begin(self._kind, self._name)
+        if self._range is not None:
+            self._range.__enter__()
+        if self._watcher is not None:
+            self._watcher.begin(self._kind, self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watcher.end()
+        if self._watcher is not None:
+            self._watcher.end()
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
 
 
 _UNWATCHED: AbstractContextManager[None] = nullcontext()
@@ -60,9 +71,18 @@ class Spans:
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
 
-    def span(self, kind: str, name: str = "") -> AbstractContextManager[None]:
-        """What runs inside is of this kind."""
-        return _UNWATCHED if self.watcher is None else _Span(self.watcher, kind, name)
+    def span(self, kind: str, name: str = "", phase: str = "") -> AbstractContextManager[None]:
+        """What runs inside is of this kind.
+
+        Args:
+            name: of the unit or bucket; without one, PyTorch's profiles do not show it.
+            phase: of the pass, for these profiles.
+        """
+        is_profiled = name != "" and _profiler_enabled()
+        if self.watcher is None and not is_profiled:
+            return _UNWATCHED
+        shown = f"hf_zero {kind} {name} ({phase})" if phase else f"hf_zero {kind} {name}"
+        return _Span(self.watcher, kind, name, shown if is_profiled else None)
 
 
 SPANS = Spans()

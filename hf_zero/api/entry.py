@@ -93,46 +93,79 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     num_ranks, host_sizes = this_process().size, hosts().sizes
-    tensors = tensor_groups_given(model, mpu)
-    given = groups_given(mpu if tensors is None else None, mesh_param)
+    asked = _Parallelism.given(model, mpu, mesh_param)
     resolved = resolve(
         raw,
         model=model_view(model),
         world_size=num_ranks,
         host_sizes=host_sizes,
-        sequence_size=None if given is None else given.get_sequence_parallel_world_size(),
-        tensor_size=None if tensors is None else tensors.get_tensor_model_parallel_world_size(),
+        sequence_size=asked.sequence_size,
+        tensor_size=asked.tensor_size,
     )
     _log_settings(resolved)
-    if tensors is None and resolved.tensor_size > 1:
-        tensors = TensorGroups.of_size(resolved.tensor_size)
-    if given is None and resolved.sequence_size > 1:
-        given = SequenceGroups.of_size(resolved.sequence_size)
-    sequences = None if given is None else given.partition
-    sizes = resolved.zero.shard_size, sequences, resolved.zero.gather_size
-    if tensors is None:
-        groups = parallel_groups(local_device(), *sizes)
-    else:
-        groups = parallel_groups(local_device(), *sizes, tensors.partition)
+    parallelism = asked.completed(resolved)
+    groups = parallelism.groups(resolved)
+    if parallelism.tensors is not None:
         shard_model(model, groups.tensor, local_device())
         check_first_batch(model, groups.tensor)
-    if resolved.zero.stage < 3:
-        groups = in_hops(groups, resolved.zero.hops, local_device())
     AT_WORK.drop_abandoned()
-    share_sequences(model, given, groups)
+    share_sequences(model, parallelism.sequences, groups)
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
         forward_only = functools.partial(_forward_only, resolved, groups)
         seen = weakref.proxy(engine)
         features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
-    vars(engine)["mpu"] = mpu if tensors is None else tensors
-    if tensors is not None:
-        use_tensor_groups(engine, tensors)
-    use_groups(engine, given)
+    vars(engine)["mpu"] = parallelism.tensors or mpu
+    parallelism.belongs_to(engine)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Parallelism:
+    """Who shares sequences and who holds parts of matrices; None: each rank has whole ones."""
+
+    sequences: SequenceGroups | None
+    tensors: TensorGroups | None
+
+    @classmethod
+    def given(cls, model: nn.Module, mpu: Any, mesh_param: Any) -> _Parallelism:
+        """What the arguments of `initialize` say. Collective."""
+        tensors = tensor_groups_given(model, mpu)
+        return cls(groups_given(mpu if tensors is None else None, mesh_param), tensors)
+
+    def completed(self, resolved: Resolved) -> _Parallelism:
+        """With what the config alone says. Collective."""
+        sequences, tensors = self.sequences, self.tensors
+        if tensors is None and resolved.tensor_size > 1:
+            tensors = TensorGroups.of_size(resolved.tensor_size)
+        if sequences is None and resolved.sequence_size > 1:
+            sequences = SequenceGroups.of_size(resolved.sequence_size)
+        return _Parallelism(sequences, tensors)
+
+    @property
+    def sequence_size(self) -> int | None:
+        return None if self.sequences is None else self.sequences.get_sequence_parallel_world_size()
+
+    @property
+    def tensor_size(self) -> int | None:
+        return None if self.tensors is None else self.tensors.get_tensor_model_parallel_world_size()
+
+    def groups(self, resolved: Resolved) -> ParallelGroups:
+        """Collective."""
+        zero, device = resolved.zero, local_device()
+        sequences = None if self.sequences is None else self.sequences.partition
+        tensors = None if self.tensors is None else self.tensors.partition
+        found = parallel_groups(device, zero.shard_size, sequences, zero.gather_size, tensors)
+        return in_hops(found, zero.hops, device) if zero.stage < 3 else found
+
+    def belongs_to(self, engine: ZeroEngine) -> None:
+        """`deepspeed.utils.groups` answers from these as long as `engine` lives."""
+        if self.tensors is not None:
+            use_tensor_groups(engine, self.tensors)
+        use_groups(engine, self.sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from hf_zero.comm.channels import (
     background_collectives,
     collectives_for,
     hosts,
-    sequence_process_group,
     set_timeout,
+    torch_group,
     watching_collectives,
 )
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives

@@ -68,12 +68,12 @@ def collectives_for(
     return collectives
 
 
-def sequence_process_group(partition: Partition) -> dist.ProcessGroup | None:
-    """torch's own of this rank's sequences, for programs that call it themselves; None without a process group.
-    Collective at first use.
+def torch_group(partition: Partition) -> dist.ProcessGroup | None:
+    """torch's own group of those that share this rank's sequences or matrices, for programs that call it themselves;
+    None without a process group. Collective at first use.
 
     Args:
-        partition: that of groups which share sequences.
+        partition: the ranks of every such group.
     """
     if not is_initialized():
         return None
@@ -81,7 +81,7 @@ def sequence_process_group(partition: Partition) -> dist.ProcessGroup | None:
 
 
 def adopt(group: dist.ProcessGroup) -> Partition:
-    """Take a group that exists as the one of `sequence_process_group`; returns those of all ranks. Collective."""
+    """Take a group that exists as the one of `torch_group`; returns those of all ranks. Collective."""
     ranks = tuple(dist.get_process_group_ranks(group))
     found = NativeCollectives().gather_objects(ranks)
     partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", found)))

@@ -58,11 +58,15 @@ class Prefetcher:
 
     # What this rank needs
 
+    @property
+    def _phase(self) -> str:
+        return "backward" if self.in_backward else "forward"
+
     def gather(self, unit: Unit) -> None:
         """The unit has its values when this returns."""
         if unit.is_gathered:
             return
-        with SPANS.span("gather", unit.name):
+        with SPANS.span("gather", unit.name, self._phase):
             if unit.state is UnitState.RELEASED:
                 self._ask_for(unit)
             unit.finish(self.buffers)
@@ -88,7 +92,7 @@ class Prefetcher:
         position = self._order.first_use[unit]
         order = -position if self.in_backward else position
         number = self._number + unit.index
-        with SPANS.span("gather", unit.name):
+        with SPANS.span("gather", unit.name, self._phase):
             unit.start(self._channel.negotiation.gather(number, order=order, in_backward=self.in_backward))
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:

@@ -13,8 +13,8 @@ from hf_zero.comm import (
     consecutive,
     group_of,
     init_distributed,
-    sequence_process_group,
     this_process,
+    torch_group,
 )
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config import ConfigError, Problem
@@ -44,8 +44,8 @@ class SequenceGroups:
         self.skips_evaluation = False
         self._process = this_process()
         self._ranks = group_of(self._process.rank, partition)
-        self._group = sequence_process_group(partition)
-        self._data_group = sequence_process_group(across(partition))
+        self._group = torch_group(partition)
+        self._data_group = torch_group(across(partition))
 
     @classmethod
     def of_size(cls, size: int) -> SequenceGroups:
@@ -139,7 +139,7 @@ def use_groups(engine: Any, groups: SequenceGroups | None) -> None:
 
 def process_group_of(groups: ParallelGroups) -> Any:
     """torch's group of the ranks that share this one's sequences; None where it has whole ones. Collective once."""
-    return sequence_process_group(groups.sequences) if groups.sequence.size > 1 else None
+    return torch_group(groups.sequences) if groups.sequence.size > 1 else None
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:

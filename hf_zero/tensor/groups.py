@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm import Partition, across, adopt, consecutive, group_of, sequence_process_group, this_process
+from hf_zero.comm import Partition, across, adopt, consecutive, group_of, this_process, torch_group
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
 
@@ -28,8 +28,8 @@ class TensorGroups:
         """Collective."""
         self.partition = partition
         self._rank = this_process().rank
-        self._group = sequence_process_group(partition)
-        self._data_group = sequence_process_group(across(partition))
+        self._group = torch_group(partition)
+        self._data_group = torch_group(across(partition))
 
     @classmethod
     def of_size(cls, size: int) -> TensorGroups:

@@ -19,6 +19,7 @@ from hf_zero.data.analyzer import DataAnalyzer, DistributedDataAnalyzer
 from hf_zero.data.packs import VariableBatches, batch_by_seqlens, scale_lr
 from hf_zero.data.sampling import sampler_for
 from hf_zero.data.variable_batches import (
+    PackSampler,
     dataloader_for_variable_batch_size,
     get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed,
     lr_scheduler_for_variable_batch_size,
@@ -149,10 +150,14 @@ class Mean(nn.Module):
         return self.weight * sum(map(len, samples))
 
 
-def run_training(rank: int, folder: str, resume: bool) -> tuple[list[list[int]], list[float]]:
+def run_training(rank: int, folder: str, resume: bool, accumulation: int = 2) -> tuple[list[list[int]], list[float]]:
     """Samples that this rank sees in two epochs, and the rate of every update."""
-    config = {**CONFIG, "data_efficiency": {"data_sampling": {"dynamic_batching": {
-        "enabled": True, "max_tokens": 10, "metrics_path": folder, "sequence_picking_order": "random"}}}}  # fmt: skip
+    packing = {"enabled": True, "max_tokens": 10, "metrics_path": folder, "sequence_picking_order": "random"}
+    config = {
+        **CONFIG,
+        "gradient_accumulation_steps": accumulation,
+        "data_efficiency": {"data_sampling": {"dynamic_batching": packing}},
+    }
     engine = initialize(model=Mean(), config=config)[0]
     data = [[index] * length for index, length in enumerate(LENGTHS * 3)]
     loader, schedule, keywords = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
@@ -188,7 +193,21 @@ def test_two_ranks_train_on_packs_and_resume_at_the_next_epoch(tmp_path: Path) -
     sizes = [size for epoch in range(2) for size in batches.epoch(epoch).samples]
     assert whole[1] == other[1] == pytest.approx([0.1 * size / 4 for size in sizes])
     second = len(batches.epoch(1).packs) // 2
-    assert resumed[0] == whole[0][-second:] and resumed[1] == whole[1][-len(batches.epoch(1).samples) :]
+    rates = whole[1][-len(batches.epoch(1).samples) :]
+    assert resumed == (whole[0][-second:], rates)
+    assert run_training(0, str(tmp_path), resume=True, accumulation=4) == (batches.epoch(1).packs, rates)  # one rank
+
+
+@pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
+def test_every_number_of_ranks_sees_the_same_packs_from_any_update_on(order: str) -> None:
+    batches = VariableBatches(LENGTHS * 6, PackingPolicy(max_tokens=10, order=order, seed=3), 4)
+    num_first, second = len(batches.epoch(0).samples), batches.epoch(1).packs
+    for update in (0, 1, num_first - 1, num_first + 1):
+        packs = batches.epoch(0).packs[update * 4 :] if update < num_first else second[(update - num_first) * 4 :]
+        for world in (1, 2, 4):
+            samplers = [PackSampler(batches.epoch, world, rank, lambda update=update: update) for rank in range(world)]
+            places = [place for group in zip(*samplers, strict=True) for place in group]
+            assert [batches.epoch(epoch).packs[number] for epoch, number in places] == packs
 
 
 def run_analysis(rank: int, folder: str) -> None:

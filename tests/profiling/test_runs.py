@@ -172,6 +172,23 @@ def test_what_is_not_asked_for_costs_nothing() -> None:
     engine.destroy()
 
 
+def profiled_ranges(_rank: int) -> set[str]:
+    nothing_kept = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    engine = new_engine(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **nothing_kept})
+    train(engine, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        train(engine, 1)
+    return {event.name for event in profiled.events() if event.name.startswith("hf_zero ")}
+
+
+def test_pytorchs_profiles_name_units_and_phases() -> None:
+    for names in run_ranks(profiled_ranges, 2):
+        assert {"hf_zero forward", "hf_zero backward", "hf_zero step", "hf_zero reduce bucket 0"} <= names
+        for layer in ("model.layers.0", "model.layers.1"):
+            gathers = {name for name in names if name.startswith(f"hf_zero gather {layer}")}
+            assert {name.rpartition(" (")[2] for name in gathers} == {"forward)", "backward)"}, names
+
+
 def test_a_watch_costs_under_two_percent() -> None:
     """By what it does, not by two noisy runs: marks per update times the time of one, against the update."""
     engine = new_engine(2, wall_clock_breakdown=True, log_level="error")

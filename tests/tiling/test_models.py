@@ -22,7 +22,7 @@ from hf_zero.tiling import mlp as mlp_module
 from hf_zero.tiling.feature import tiled_loss_of
 from hf_zero.tiling.logits import DeferredLogits
 from hf_zero.tiling.loss import loss_tile_tokens
-from hf_zero.tiling.mlp import dense_mlps, is_dense_mlp
+from hf_zero.tiling.mlp import dense_mlps, is_dense_mlp, norms_of_tokens
 from tests.step.test_stage3_traffic_and_memory import counted
 from tests.support.architectures import ARCHITECTURES, LLAMA
 from tests.support.models import tiny_llama
@@ -235,6 +235,25 @@ def test_which_modules_are_dense_mlps() -> None:
     convolution = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4))
     assert not is_dense_mlp(convolution) and not is_dense_mlp(nn.Linear(4, 4))
     assert is_dense_mlp(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_layer", "last"),
+    [
+        ("llama", ("input_layernorm", "post_attention_layernorm"), "model.norm"),
+        ("gpt2", ("ln_1", "ln_2"), "transformer.ln_f"),
+    ],
+)
+def test_norms_are_tiled_with_the_mlps(kind: str, of_layer: tuple[str, str], last: str) -> None:
+    model = build(kind)
+    found = norms_of_tokens(model)
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    assert [name.rpartition(".")[2] for name, _, _ in found] == [*(of_layer * layers), last.rpartition(".")[2]]
+    assert found[-1][0] == last and {width for *_, width in found} == {hidden}
+    engine = initialize(model=model, config={"train_batch_size": 1, "hf_zero": {"tiled_mlp": True}})[0]
+    assert all("forward" in vars(norm) for _, norm, _ in found)
+    engine.destroy()
+    assert not any("forward" in vars(norm) for _, norm, _ in found)
 
 
 def test_models_that_do_not_fit_are_refused() -> None:
