@@ -42,11 +42,15 @@ def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
 def summed(group: Collectives, tensor: Tensor) -> Tensor:
     """A new tensor: the sum over ranks. Collective."""
     numel = tensor.numel()
-    flat: Tensor = tensor.new_zeros(-(-numel // group.size) * group.size)
-    flat[:numel] = tensor.reshape(-1)
+    total: Tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if numel % group.size == 0:
+        group.all_reduce(total.view(-1)).wait()
+        return total
+    flat = tensor.new_zeros(-(-numel // group.size) * group.size)
+    flat[:numel] = total.view(-1)
     group.all_reduce(flat).wait()
-    total: Tensor = flat[:numel].view(tensor.shape)
-    return total
+    total.view(-1).copy_(flat[:numel])
+    return total  # never a view: models write into what their layers return
 
 
 @uncompiled
