@@ -33,7 +33,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.split, ctx.join = group, split, join
-        return cast("tuple[Tensor, ...]", _swapped(group, tensors, split, join))
+        return _swapped(group, tensors, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
-        return cast("Tensor", summed(group, tensor))
+        return summed(group, tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return cast("Tensor", _side_by_side(group, tensor, sizes))
+        return _side_by_side(group, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
