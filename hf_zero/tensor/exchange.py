@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import Collectives, uncompiled
 
 
 def enter(group: Collectives, tensor: Tensor) -> Tensor:
@@ -38,18 +38,22 @@ def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
 
 
-@torch.compiler.disable
+@uncompiled
 def summed(group: Collectives, tensor: Tensor) -> Tensor:
     """A new tensor: the sum over ranks. Collective."""
     numel = tensor.numel()
-    flat: Tensor = tensor.new_zeros(-(-numel // group.size) * group.size)
-    flat[:numel] = tensor.reshape(-1)
+    total: Tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if numel % group.size == 0:
+        group.all_reduce(total.view(-1)).wait()
+        return total
+    flat = tensor.new_zeros(-(-numel // group.size) * group.size)
+    flat[:numel] = total.view(-1)
     group.all_reduce(flat).wait()
-    total: Tensor = flat[:numel].view(tensor.shape)
-    return total
+    total.view(-1).copy_(flat[:numel])
+    return total  # never a view: models write into what their layers return
 
 
-@torch.compiler.disable
+@uncompiled
 def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     rows = tensor.numel() // tensor.shape[-1]
     flat = tensor.new_zeros(group.size, rows * max(sizes))
@@ -78,7 +82,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
-        return cast("Tensor", summed(group, tensor))
+        return summed(group, tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -89,7 +93,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return cast("Tensor", _side_by_side(group, tensor, sizes))
+        return _side_by_side(group, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

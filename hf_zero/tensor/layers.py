@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,21 +14,25 @@ from hf_zero.tensor.exchange import enter, gather, leave, split, summed
 
 
 class RowParallel:
-    """In front of nn.Linear or transformers' Conv1D: their weight holds rows for a part of the input, the output is
-    summed, and the bias is added once, after that."""
+    """Before nn.Linear or transformers' Conv1D: their weight holds rows for a part of the input, the output is summed,
+    and the bias is added once, after that. An input that is whole is split before: plans have some, such as linear
+    attentions between others."""
 
     tensor_group: Collectives
+    row_sizes: Sequence[int]
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.shape[-1] != self.row_sizes[self.tensor_group.rank] and inputs.shape[-1] == sum(self.row_sizes):
+            inputs = split(self.tensor_group, inputs, self.row_sizes)
         product = nn.functional.linear(inputs, self.weight) if isinstance(self, nn.Linear) else inputs @ self.weight
         output = leave(self.tensor_group, product)
         return output if self.bias is None else output + self.bias
 
 
 class PartialVocabulary:
-    """In front of nn.Embedding: its weight holds the rows of some tokens, the others come from other ranks."""
+    """Before nn.Embedding: its weight holds the rows of some tokens, the others come from other ranks."""
 
     tensor_group: Collectives
     first_token: int
@@ -43,11 +48,50 @@ class PartialVocabulary:
         return leave(self.tensor_group, found * is_here.unsqueeze(-1).to(found.dtype))
 
 
-def stand_in_front(mixin: type, module: nn.Module, **attributes: Any) -> None:
-    """`module`, still of its class, runs the forward of `mixin`."""
+def stand_in_front(mixin: type, module: nn.Module, base: type, **attributes: Any) -> None:
+    """`module`, still of its class, runs the forward of `mixin` in the place of that of `base`, one of its classes.
+
+    What a subclass does around `super().forward()`, such as to scale an embedding, still happens.
+    """
     for name, value in attributes.items():
         setattr(module, name, value)
-    module.__class__ = type(f"{mixin.__name__}{type(module).__name__}", (mixin, type(module)), {})
+    own = type(module)
+    first = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
+    module.__class__ = first if own is base else type(f"{mixin.__name__}{own.__name__}", (own, first), {})
+
+
+def row_parallel(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:
+    """`module`, an nn.Linear or transformers' Conv1D, of which rank r has rows for `sizes[r]` inputs."""
+    base = nn.Linear if isinstance(module, nn.Linear) else type(module)
+    stand_in_front(RowParallel, module, base, tensor_group=group, row_sizes=sizes)
+
+
+def partial_vocabulary(module: nn.Module, group: Collectives, first_token: int) -> None:
+    """`module`, an nn.Embedding."""
+    stand_in_front(PartialVocabulary, module, nn.Embedding, tensor_group=group, first_token=first_token)
+
+
+def has_halves(module: nn.Module) -> bool:
+    """Whether experts take the first half of what their `gate_up` matrices give for the gate, the second for the rest
+    (or else every second feature)."""
+    said = getattr(module, "is_concatenated", None)
+    if said is not None:
+        return bool(said)
+    try:
+        return "chunk(2" in inspect.getsource(type(module))
+    except (OSError, TypeError):
+        return False
+
+
+def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Whether the forward of `module` is that of `base`, or is known to call it."""
+    forward = type(module).forward
+    if forward is base.forward:
+        return True
+    try:
+        return "super().forward(" in inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
 
 
 def enter_inputs(module: nn.Module, group: Collectives, number: int = 1) -> None:
@@ -66,11 +110,6 @@ def enter_inputs(module: nn.Module, group: Collectives, number: int = 1) -> None
         return tuple(map(entered, args)), {name: entered(value) for name, value in keywords.items()}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def split_input(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:
-    """It gets its part of the last dimension of an input that is whole."""
-    module.register_forward_pre_hook(lambda _, args: (split(group, args[0], sizes), *args[1:]))
 
 
 def gather_output(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:

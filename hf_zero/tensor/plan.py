@@ -19,12 +19,31 @@ STYLES = (
     "mla_kv_a_proj",
     "all_reduce",
     "moe_identity_expert",
+    "rowwise_own_outputs",  # this and the next are not of transformers: of what is whole, a rank takes its part
+    "replicate_own_outputs",
     "local_params",
     "replicate",
 )
 # Layers of models without a plan, by the ends of their names. Fused query, key and value are three matrices in one.
 _BY_NAME = {
     "gpt2": {"attn.c_attn": "fused_attention", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+}
+# What lies between matrices cut in columns and those cut in rows sees a rank's part of the features. Plans that leave
+# out its parameters give them, upstream, a part of their gradient.
+_BETWEEN = ("q_norm", "k_norm", "act_fn")
+# What plans leave out, or have wrong, that is cut by heads: by the ends of names.
+_BY_HEADS = {
+    "doge": {"self_attn.A": "colwise", "self_attn.dt_proj": "rowwise_own_outputs"},
+    "esmc": {  # its norms are over all heads
+        "self_attn.q_proj": "colwise_gather_output",
+        "self_attn.k_proj": "colwise_gather_output",
+        "self_attn.q_norm": "replicate_own_outputs",
+        "self_attn.k_norm": "replicate_own_outputs",
+    },
+    "neomme": {
+        "self_attn.exclusive_self_attention.alpha": "colwise",
+        "model.value_embeddings": "replicate_own_outputs",
+    },
 }
 
 
@@ -37,6 +56,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     found = dict(_by_plan(model, getattr(model, "tp_plan", None) or {}))
     if not set(found.values()) & {*_OF_BLOCKS}:
         found |= _by_name(model)
+    found |= _left_out(model, found)
     unknown = sorted({style for style in found.values() if style not in (*STYLES, "fused_attention")})
     if unknown:
         raise ValueError(f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}")
@@ -49,6 +69,20 @@ def _by_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, s
         style = plan.get(name) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name))
         if style is not None:
             yield name, style
+
+
+def _left_out(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    cut = {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "packed_colwise")}
+    modules = dict(model.named_modules())
+    between = {
+        f"{owner}.{own}": "replicated_with_grad_allreduce"
+        for owner in cut
+        for own in _BETWEEN
+        if f"{owner}.{own}" in modules and f"{owner}.{own}" not in plan
+    }
+    ends = _BY_HEADS.get(str(getattr(getattr(model, "config", None), "model_type", None)), {})
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    return between | {name: style for name in names for end, style in ends.items() if f".{name}".endswith(f".{end}")}
 
 
 def _by_name(model: nn.Module) -> dict[str, str]:

@@ -14,11 +14,13 @@ from hf_zero.comm import Collectives
 from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of
 from hf_zero.log import logger
 from hf_zero.tensor import layers
-from hf_zero.tensor.exchange import enter
-from hf_zero.tensor.extents import Heads, Intervals, even, heads
+from hf_zero.tensor.exchange import enter, split
+from hf_zero.tensor.extents import Heads, Intervals, counts, even, heads
 from hf_zero.tensor.plan import plan_of
 
 _SHARDED = "_hf_zero_tensor_size"
+_GROUPED = 8  # grouped products of experts want rows of whole 16 bytes
+_OUTPUTS = ("o_proj", "dense", "out_proj")  # names of what follows the heads of an attention
 
 
 def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> None:
@@ -94,10 +96,12 @@ class _Sharder:
             if whole:
                 raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
 
-    def _check_heads(self) -> None:
+    def _text_config(self) -> Any:
         config: Any = getattr(self._model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        number = getattr(config, "num_attention_heads", None)
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def _check_heads(self) -> None:
+        number = getattr(self._text_config(), "num_attention_heads", None)
         if isinstance(number, int) and number < self._group.size:
             raise ValueError(
                 f"attention heads >= ranks per tensor group does not hold: {number} < {self._group.size}; take a "
@@ -108,6 +112,11 @@ class _Sharder:
         group = self._group
         if style.startswith("colwise"):
             self._columns(name, module, gathers=style != "colwise")
+        elif style == "rowwise_own_outputs":
+            self._rows(name, module, splits=False)
+            self._keep_own_outputs(module)
+        elif style == "replicate_own_outputs":
+            self._keep_own_outputs(module)
         elif style.startswith("rowwise"):
             self._rows(name, module, splits=style != "rowwise")
         elif style == "fused_attention":
@@ -116,14 +125,17 @@ class _Sharder:
             self._cut(module, even(_outputs(module), group.size, packed=2), of_outputs=True)
             layers.enter_inputs(module, group)
         elif style == "packed_rowwise":
-            self._cut(module, even(_inputs(module), group.size, packed=2), of_outputs=False)
-            layers.stand_in_front(layers.RowParallel, module, tensor_group=group)
+            intervals = even(_inputs(module), group.size, packed=2)
+            self._cut(module, intervals, of_outputs=False)
+            layers.row_parallel(module, group, _sizes(intervals))
         elif style == "moe_tp_experts":
             layers.enter_inputs(module, group, number=2)  # tokens, and the weights with which experts count
             layers.leave_output(module, group)
         elif style == "moe_identity_expert":
             module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
         elif style == "all_reduce":
+            if any(f"{name}.{own}" in self._plan for own in module._parameters):
+                layers.enter_inputs(module, group, number=2)  # layers inside would do it by themselves
             layers.leave_output(module, group)
         elif style == "replicated_with_grad_allreduce":
             layers.sum_gradients(module, group)
@@ -139,7 +151,9 @@ class _Sharder:
         if found is not None and own in ("k_proj", "v_proj") and found.key is not None:
             self._whole_key_heads(name, module, found)
             return
-        unit = 1 if found is None else self._head_extent(name)
+        unit = 1
+        if found is not None:
+            unit = extent // sum(found.query) if own == "q_proj" else self._head_extent(name)
         intervals = even(extent, group.size, unit=unit)
         self._check_halves(name, extent, gathers=gathers or found is not None)
         self._cut(module, intervals, of_outputs=True)
@@ -153,12 +167,30 @@ class _Sharder:
         intervals = even(_inputs(module), self._group.size, unit=self._head_extent(name) if knows_heads else 1)
         self._check_halves(name, _inputs(module), gathers=splits or knows_heads)
         self._cut(module, intervals, of_outputs=False)
-        if splits:
-            layers.split_input(module, self._group, _sizes(intervals))
-        layers.stand_in_front(layers.RowParallel, module, tensor_group=self._group)
+        layers.row_parallel(module, self._group, _sizes(intervals))
+
+    def _keep_own_outputs(self, module: nn.Module) -> None:
+        group = self._group
+        config: Any = self._text_config()
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            number = getattr(config, key, group.size)
+            if number % group.size:
+                raise ValueError(
+                    f"{key} = ranks per tensor group x heads per rank does not hold: {number} != {group.size} x n; "
+                    f"{type(self._model).__name__} can be cut by whole shares of its heads only"
+                )
+        layers.change_output(module, lambda output: split(group, output, counts(output.shape[-1], group.size)))
 
     def _check_halves(self, name: str, extent: int, *, gathers: bool) -> None:
         """Parts of MLPs need not be equal. Those of attentions whose heads are not known must be."""
+        owner: Any = self._modules[name.rpartition(".")[0]]
+        per_head = getattr(owner, "head_dim", 1)
+        if name.endswith(("k_proj", "v_proj")) and not gathers and extent // per_head % self._group.size:
+            raise ValueError(
+                f"{name}: key heads = ranks per tensor group x heads per rank does not hold: {extent // per_head} != "
+                f"{self._group.size} x n, and its attention is of no known shape; take a tensor_parallel.autotp_size "
+                f"that divides {extent // per_head}"
+            )
         is_attention = "attn" in name.rpartition(".")[0].rpartition(".")[2] or "attention" in name
         if is_attention and not gathers and extent % self._group.size:
             raise ValueError(
@@ -170,21 +202,14 @@ class _Sharder:
     def _heads_of(self, name: str) -> Heads | None:
         """Of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim of its own."""
         owner, _, own = name.rpartition(".")
-        if own not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        if own not in ("q_proj", "k_proj", "v_proj", *_OUTPUTS):
             return None
         if owner not in self._heads:
             attention: Any = self._modules[owner]
-            extent = getattr(attention, "head_dim", None)
-            shapes = [getattr(attention, each, None) for each in ("q_proj", "k_proj", "v_proj", "o_proj")]
-            if not isinstance(extent, int) or not all(isinstance(each, nn.Linear) for each in shapes):
+            numbers = _numbers_of_heads(attention)
+            if numbers is None:
                 return None
-            query, key, value, output = shapes
-            assert query is not None and key is not None and value is not None and output is not None
-            if any(e % extent for e in (_outputs(query), _outputs(key))) or _inputs(output) != _outputs(query):
-                return None  # a gate beside the queries, for one
-            if _outputs(value) != _outputs(key):
-                return None
-            found = heads(_outputs(query) // extent, _outputs(key) // extent, self._group.size)
+            found = heads(*numbers, self._group.size)
             self._heads[owner] = found
             if found.key is not None:
                 attention.num_key_value_groups = found.groups[self._group.rank]
@@ -216,7 +241,7 @@ class _Sharder:
         attention.num_heads = attention.split_size // extent
 
     def _rope_enters(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        config: Any = getattr(module, "config", None) or getattr(self._model, "config", None)
+        config: Any = getattr(module, "config", None) or self._text_config()
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         extent = int(config.qk_rope_head_dim)
 
@@ -227,12 +252,14 @@ class _Sharder:
         return change
 
     def _embedding(self, module: nn.Module, *, by_tokens: bool) -> None:
+        if by_tokens and not layers.calls_forward_of(module, nn.Embedding):
+            return  # nobody knows what it does with its rows: whole on every rank
         weight: Any = module.weight
         intervals = even(weight.shape[0 if by_tokens else 1], self._group.size)
         self._keep(weight, 0 if by_tokens else 1, intervals)
         if by_tokens:
             first = intervals[self._group.rank][0].start
-            layers.stand_in_front(layers.PartialVocabulary, module, tensor_group=self._group, first_token=first)
+            layers.partial_vocabulary(module, self._group, first)
         else:
             layers.gather_output(module, self._group, _sizes(intervals))
 
@@ -245,7 +272,7 @@ class _Sharder:
             if parameter.requires_grad:
                 parameter.register_hook(functools.partial(_summed, self._group))
             return
-        packed = 2 if style.startswith("packed") else 1
+        packed = 2 if style.startswith("packed") or (own.startswith("gate_up") and layers.has_halves(owner)) else 1
         if style.endswith("colwise"):
             dim = max(parameter.dim() - 2, 0) if parameter.dim() != 1 else 0
         elif style.endswith("rowwise"):
@@ -254,7 +281,11 @@ class _Sharder:
             dim = parameter.dim() - 1
         else:
             raise ValueError(f"the plan has style {style} for a parameter ({own}), which is known for layers only")
-        self._keep(parameter, dim, even(parameter.shape[dim], self._group.size, packed=packed))
+        extent = parameter.shape[dim] // packed
+        unit = (
+            _GROUPED if parameter.dim() > 2 and extent % _GROUPED == 0 and extent >= _GROUPED * self._group.size else 1
+        )
+        self._keep(parameter, dim, even(parameter.shape[dim], self._group.size, unit=unit, packed=packed))
 
     def _cut(self, module: nn.Module, intervals: Intervals, *, of_outputs: bool) -> None:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -269,6 +300,21 @@ class _Sharder:
 
     def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
         keep_part(parameter, TensorPart(self._group, tuple(parameter.shape), dim, intervals))
+
+
+def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:
+    """Query heads and key heads of an attention; None: it has no known shape."""
+    extent, query, key = (getattr(attention, name, None) for name in ("head_dim", "q_proj", "k_proj"))
+    value = getattr(attention, "v_proj", None) or key  # some take keys for values
+    output = next((getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name)), None)
+    if not isinstance(extent, int) or not all(isinstance(each, nn.Linear) for each in (query, key, value, output)):
+        return None
+    features = _inputs(output)
+    if features % extent or _outputs(key) % extent or _outputs(value) != _outputs(key):
+        return None
+    if _outputs(query) % features:  # a multiple: what gates a head lies beside its query
+        return None
+    return features // extent, _outputs(key) // extent
 
 
 def _summed(group: Collectives, gradient: Tensor) -> Tensor:

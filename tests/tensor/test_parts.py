@@ -17,7 +17,7 @@ from hf_zero.tensor.batches import check_first_batch, digest
 from hf_zero.tensor.exchange import enter, gather, leave, split
 from hf_zero.tensor.extents import Heads, even, heads
 from hf_zero.tensor.groups import TensorGroups, tensor_groups_given, tp_model_init
-from hf_zero.tensor.layers import PartialVocabulary, RowParallel, stand_in_front
+from hf_zero.tensor.layers import partial_vocabulary, row_parallel
 from hf_zero.tensor.plan import plan_of
 from hf_zero.tensor.shard import shard_model
 from tests.tensor.training import batches, model_of
@@ -71,8 +71,8 @@ def test_alone_everything_is_as_it_was() -> None:
     assert torch.equal(y, x) and torch.equal(x.grad if x.grad is not None else x, torch.ones_like(x))
     row, table = nn.Linear(4, 5), nn.Embedding(7, 4, padding_idx=0)
     ids, before = torch.arange(7), (row(x), table(torch.arange(7)))
-    stand_in_front(RowParallel, row, tensor_group=ALONE)
-    stand_in_front(PartialVocabulary, table, tensor_group=ALONE, first_token=0)
+    row_parallel(row, ALONE, [4])
+    partial_vocabulary(table, ALONE, 0)
     assert isinstance(row, nn.Linear) and torch.allclose(row(x), before[0]) and torch.equal(table(ids), before[1])
     table(ids).sum().backward()
     gradient = table.weight.grad
