@@ -208,38 +208,3 @@ def optimizer_size(training: Training) -> OptimizerSize:
     policy = OptimizerPolicy(type=training.optimizer, params=params)
     optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     return OptimizerSize(states_per_element(optimizer), stored_bytes_per_element(optimizer))
-
-
-def reasoning(found: Plan) -> list[str]:
-    """Why it is this one, step by step, in the order of preference."""
-    lines = []
-    for each in found.estimates:
-        if each is found.chosen:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}; taken")
-        elif each.fits:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}")
-        else:
-            lines.append(f"{each.candidate.name}: does not fit: {'; '.join(each.lacks)}")
-    if found.chosen is None:
-        lines.append(what_else(found))
-    return [*lines, *found.refused]
-
-
-def _speed(each: Estimate, found: Plan) -> str:
-    rate = each.tokens_per_s(found.training, found.hardware.ranks)
-    return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {each.bound}"
-
-
-def what_else(found: Plan) -> str:
-    """What would make something fit."""
-    least = min(found.estimates, key=lambda each: each.memory.device_total)
-    words = ["nothing fits"]
-    if found.training.micro_batch > 1:
-        words.append("take a micro-batch of 1 and accumulate")
-    if found.training.checkpointing is False:
-        words.append("allow gradient checkpointing")
-    if found.training.nvme_path is None:
-        words.append("name a drive with --nvme-path")
-    needed = gigabytes(least.memory.device_total)
-    words.append(f"more devices (the leanest, {least.candidate.name}, needs {needed} each)")
-    return "; ".join(words)

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, reasoning
+from hf_zero.planning.choose import Estimate, Plan, gigabytes
+from hf_zero.planning.reasons import reasoning
 
 _WIDTH_IN_FILES = 150
 

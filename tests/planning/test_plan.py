@@ -15,10 +15,11 @@ from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
-from hf_zero.planning.choose import Plan, choose, reasoning
+from hf_zero.planning.choose import Plan, choose
 from hf_zero.planning.machine import hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
+from hf_zero.planning.reasons import reasoning, remedies
 from hf_zero.planning.show import as_dict
 from tests.planning.material import config_folder, planned
 
@@ -167,3 +168,16 @@ def test_groups_within_hosts(tmp_path: Path) -> None:
     assert hybrid.config["hf_zero"] == {"shard_group": "host"}
     assert second.config["zero_optimization"]["zero_hpz_partition_size"] == 4
     assert not any(each.candidate.copy_per_host for each in planned("2b").estimates)
+
+
+def test_what_would_make_it_fit() -> None:
+    """Every remedy on top of those before it, by the sums of candidates, the cheapest first."""
+    machine = {"gpu": "abacus", "device_memory": "1.9G", "gpus_per_node": 4}
+    plan = planned("350M", Training(length=8192, micro_batch=2), **machine)
+    least = min(plan.estimates, key=lambda each: each.memory.device_total)
+    found = list(remedies(plan, least))
+    assert [each.what.split()[0] for each in found][0] == "a" and "sequence_parallel_size 4" in found[-1].what
+    assert "activation_checkpointing.cpu_checkpointing" in [each.what for each in found]
+    sizes = [least.memory.device_total, *(each.device for each in found)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 3
+    assert "which fits a device" in reasoning(plan)[-1] or "more devices" in reasoning(plan)[-1]
