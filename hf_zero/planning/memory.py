@@ -241,7 +241,9 @@ def _update_buffers(setting: Setting, layout: FlatLayout) -> int:
     if policy is None or policy.device != "nvme":
         return 0
     longest = max((numel for _, numel in _owned(setting, layout)), default=0)
-    vectors = policy.buffer_count * (1 + policy.reads_ahead + policy.writes_behind)
+    # The pool grows as it is asked: masters and states of a sub-group; gradients have buffers of their own.
+    asked = min(policy.buffer_count, 1 + setting.optimizer.num_states)
+    vectors = asked * (1 + policy.reads_ahead + policy.writes_behind)
     return FP32_BYTES * min(zero.sub_group_numel, longest) * vectors
 
 
