@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,11 @@ def build_ds_step(model: nn.Module, config: dict[str, object]) -> Step:
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine_step(engine)
+
+
+def engine_step(engine: Any) -> Step:
+    """Forward, backward and update of an engine of hf_zero or DeepSpeed."""
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
@@ -57,12 +63,17 @@ def build_ddp_step(model: nn.Module) -> Step:
     return _autocast_step(wrapped, autocast=True)
 
 
-def build_fsdp2_step(model: nn.Module, reshard: bool) -> Step:
-    """fully_shard per block; ``reshard`` frees whole parameters between forward and backward."""
+def build_fsdp2_step(model: nn.Module, reshard: bool, shard_size: int | None = None) -> Step:
+    """fully_shard per block; ``reshard`` frees whole parameters between forward and backward. With a ``shard_size``
+    below the number of ranks it is HSDP: shards within, copies across."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    world = dist.get_world_size()
+    if shard_size is None:
+        mesh = init_device_mesh("cpu", (world,))
+    else:
+        mesh = init_device_mesh("cpu", (world // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.model.layers:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

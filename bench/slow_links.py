@@ -1,4 +1,5 @@
-"""Steps on two hosts that a slow link joins: ZeRO++ beside plain stage 3, hybrid sharding and two hops beside stage 2.
+"""Steps on two hosts that a slow link joins: ZeRO++ beside plain stage 3, hybrid sharding and two hops beside stage 2,
+hybrid stage 3 beside FSDP2's.
 
     python -m bench.slow_links --name 100mbit               # as root: makes two network namespaces, and takes them away
 
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench.engines import build_fsdp2_step, ds_config, engine_step
 from bench.models import SIZES, build_model
 from bench.surroundings import ROOT, keep, machine
 
@@ -40,8 +42,10 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stage 2, one hop": ({"stage": 2}, {"hops": 1}),
     "stage 2, two hops": ({"stage": 2}, {"hops": 2}),
     "stage 2, shard_group host": ({"stage": 2}, {"shard_group": "host"}),
+    "stage 3, shard_group host": (THREE, {"shard_group": "host"}),
 }
-AGAINST = {"stage 3": list(WAYS)[1:3], "stage 2, one hop": list(WAYS)[4:]}
+HSDP = "FSDP2, HSDP"  # frees whole parameters after forward, as THREE does
+AGAINST = {"stage 3": list(WAYS)[1:3], "stage 2, one hop": list(WAYS)[4:6], HSDP: list(WAYS)[6:]}
 
 
 @contextlib.contextmanager
@@ -76,30 +80,26 @@ def two_hosts(rate: str, delay: str) -> Iterator[tuple[list[str], bool]]:
 def train(rounds: int, size: str, output: str) -> None:
     """One rank."""
     import hf_zero
-    from hf_zero.comm import ledger
+    from hf_zero.comm import background_collectives, ledger
 
-    engines, generator = {}, torch.Generator().manual_seed(int(os.environ["RANK"]))
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    steps = {}
     for way, (zero, own) in WAYS.items():
-        config = {
-            "train_micro_batch_size_per_gpu": SIZES[size].batch,
-            "zero_optimization": zero,
-            "hf_zero": own,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        }
-        engines[way] = hf_zero.initialize(model=build_model(SIZES[size]), config=config)[0]
+        config = {**ds_config(zero["stage"], SIZES[size].batch, "own"), "zero_optimization": zero, "hf_zero": own}
+        steps[way] = engine_step(hf_zero.initialize(model=build_model(SIZES[size]), config=config)[0])
+    steps[HSDP] = build_fsdp2_step(build_model(SIZES[size]), reshard=True, shard_size=PER_HOST)
+    everybody = background_collectives()
     shape = (SIZES[size].batch, SIZES[size].length)
     found: list[dict[str, list[float]]] = []
     for _ in range(rounds + 1):
         found.append({})
-        for way, engine in engines.items():
+        for way, step in steps.items():
             ids = torch.randint(SIZES[size].vocabulary, shape, generator=generator)
-            engine.groups.world.gather_objects(None)
+            everybody.gather_objects(None)
             ledger.reset()
             started = time.perf_counter()
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
-            engine.groups.world.gather_objects(None)
+            step(ids)
+            everybody.gather_objects(None)
             found[-1][way] = [time.perf_counter() - started, sum(t.across for t in ledger.tallies.values())]
     if os.environ["RANK"] == "0":
         Path(output).write_text(json.dumps(found[1:]), encoding="utf-8")  # the first round warms up
@@ -144,12 +144,12 @@ def markdown(run: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     base = {way: way for way in AGAINST} | {way: base for base, ways in AGAINST.items() for way in ways}
-    for way in WAYS:
+    for way in [*WAYS, HSDP]:
         times = [each[way][0] for each in rounds]
         ratios = [each[way][0] / each[base[way]][0] for each in rounds]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) of {base[way]}"
-        megabytes = rounds[0][way][1] / 1e6
-        lines.append(f"| {way} | {statistics.median(times):.2f} | {megabytes:.1f} | {ratio} |")
+        megabytes = "not counted" if way == HSDP else f"{rounds[0][way][1] / 1e6:.1f}"
+        lines.append(f"| {way} | {statistics.median(times):.2f} | {megabytes} | {ratio} |")
     return "\n".join([*lines, ""])
 
 

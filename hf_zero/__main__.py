@@ -34,8 +34,11 @@ def main(words: Sequence[str] | None = None) -> int:
         add_report_arguments(report)
         return run_report(parser.parse_args(words))
     if words[:1] == ["plan"]:
-        from hf_zero.planning.command import add_arguments as add_plan_arguments
-        from hf_zero.planning.command import run as run_plan
+        from hf_zero.planning import collector_off
+
+        with collector_off():
+            from hf_zero.planning.command import add_arguments as add_plan_arguments
+            from hf_zero.planning.command import run as run_plan
 
         add_plan_arguments(plan)
         return run_plan(parser.parse_args(words))

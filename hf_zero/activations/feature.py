@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
+from hf_zero.comm import uncompiled
 from hf_zero.config import Resolved
 from hf_zero.features import Progress, TrainingFeature
 from hf_zero.log import logger
@@ -75,7 +75,7 @@ class _Around:
     def __init__(self, original: Any, calls: CheckpointedCalls) -> None:
         self.original = original
         # torch's compiler would trace what counts and pools, and compile it anew whenever a count has changed.
-        self._run = torch.compiler.disable(calls.run)
+        self._run = uncompiled(calls.run)
         self._checkpoint = _without_offload(original) if calls.policy.on_host else original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:

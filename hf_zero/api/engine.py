@@ -94,6 +94,7 @@ class ZeroEngine(nn.Module):
         self.global_steps = self.global_samples = self._num_skipped = 0
         self.training_features = parts.features
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
+        self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
         self._background_save = BackgroundSave()
         self._is_destroyed = False
         self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
@@ -103,6 +104,7 @@ class ZeroEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; its output is returned untouched."""
         self.gradients.note_forward()
+        self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
         kwargs = self.training_features.before_forward(self.training_progress, kwargs)
         phase = "forward" if torch.is_grad_enabled() else "evaluation"
         with self.phases.phase(phase), self._forward_precision.context():

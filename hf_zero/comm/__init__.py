@@ -11,7 +11,7 @@ from hf_zero.comm.channels import (
     torch_group,
     watching_collectives,
 )
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives, uncompiled
 from hf_zero.comm.groups import ParallelGroups, ShardSize, parallel_groups
 from hf_zero.comm.hops import in_hops
 from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of

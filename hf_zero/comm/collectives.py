@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +17,25 @@ from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
 
 MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """What meets other ranks stays out of compiled code: `torch.compiler.disable`, as soon as somebody has loaded the
+    compiler, which takes seconds. Until then there is nothing that could compile it."""
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # tracing stops before `run`, not inside
+    return run  # type: ignore[return-value]
 
 
 class Collectives(ABC):

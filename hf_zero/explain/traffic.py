@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hf_zero.config import ConfigError, Findings, Problem
 from hf_zero.config.checks import model_dtype
+from hf_zero.config.choices.shard_groups import gather_size_in, shard_size_in
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero
 from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of, within_bytes
@@ -61,7 +62,7 @@ def traffic_rows(findings: Findings, per_host: int | None, parameters: float | N
         rule = f"{ranks} ranks do not fill hosts of {per_host}"
         raise ConfigError(Problem("--gpus-per-node", per_host, rule, "give a divisor of --world-size"))
     sizes = _sizes(findings, parameters)
-    unit = 1.0 if parameters is not None else 1 / (sizes.gathered * sizes.weight_bytes)
+    unit = 1.0 if parameters is not None else 1 / (_UNIT_NUMEL * sizes.weight_bytes)
     return tuple(_sent(name, sizes, wiring, unit, links) for name, wiring in _variants(_wiring(findings, per_host)))
 
 
@@ -73,19 +74,21 @@ def _sizes(findings: Findings, parameters: float | None) -> Sizes:
     kept = min(num, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance // 2) if parameters else 0
     communication = findings.config.communication_data_type
     sent = each if communication is None else 4 if communication == "fp32" else 2
+    num //= findings.tensor_size  # a rank's part of the matrices; the few parameters that are not cut are small
     return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=each, gradient_bytes=sent)
 
 
 def _wiring(findings: Findings, per_host: int) -> Wiring:
     zero, own = findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero()
-    shard = zero.mics_shard_size
-    second = min(zero.zero_hpz_partition_size, findings.world_size)
+    # Ranks that hold parts of the same matrices are neighbours: of a host, every so manyth holds the same parts.
+    ranks, per_host = findings.world_size // findings.tensor_size, max(1, per_host // findings.tensor_size)
+    shard, second = shard_size_in(zero, own), gather_size_in(zero, own)
     return Wiring(
-        ranks=findings.world_size,
+        ranks=ranks,
         per_host=per_host,
         stage=zero.stage,
-        shard=shard if shard > 0 else None,
-        second_shard=second if zero.stage == 3 else 1,
+        shard=per_host if shard == "host" else shard,
+        second_shard=1 if second is None else min(per_host if second == "host" else second, ranks),
         quantized_weights=zero.zero_quantized_weights and zero.stage == 3,
         gradient_bits=own.quantized_gradient_bits if zero.zero_quantized_gradients and zero.stage == 3 else None,
         accumulation=findings.batch.accumulation_steps if findings.batch is not None else 1,

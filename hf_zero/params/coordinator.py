@@ -12,7 +12,6 @@ take another, the ranks agree on that at the step (`reorder`).
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.comm import uncompiled
 from hf_zero.params.edits import ShardedEdits
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
 from hf_zero.params.passes import Backward, Forward
@@ -71,8 +71,8 @@ class ParameterCoordinator:
         assert self._handles is None, "already watching"
         self._handles = []
         for hooked in self._order.hooked_modules:
-            enter = _uncompiled(functools.partial(self._enter, hooked))
-            leave = _uncompiled(functools.partial(self._leave, hooked))
+            enter = uncompiled(functools.partial(self._enter, hooked))
+            leave = uncompiled(functools.partial(self._leave, hooked))
             self._handles.append(hooked.module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(hooked.module.register_forward_hook(leave, always_call=True))
 
@@ -178,11 +178,3 @@ def _tensors(output: Any) -> list[Tensor]:
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             found.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
     return found
-
-
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    # Importing the compiler takes seconds, so it is asked only where it is loaded already.
-    if "torch._dynamo" in sys.modules:
-        disabled: Callable[..., None] = torch.compiler.disable(hook)
-        return disabled
-    return hook

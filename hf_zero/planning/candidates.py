@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_zero.config import Resolved, TrainingView, resolve
@@ -14,12 +14,19 @@ Place = Literal["cpu", "nvme"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to train."""
+    """One way to train.
+
+    Attributes:
+        copy_per_host: states are sharded over the ranks of a host, each of which has a copy (`hf_zero.shard_group`).
+        second_shard: ranks of a host that gather around use among themselves (hpZ); 1: all that share the states.
+    """
 
     stage: int
     optimizer: Place | None = None
     parameters: Place | None = None
     checkpointing: bool = False
+    copy_per_host: bool = False
+    second_shard: int = 1
 
     @property
     def name(self) -> str:
@@ -27,6 +34,8 @@ class Candidate:
         words = [f"stage {self.stage}"]
         words += [f"optimizer {self.optimizer}"] if self.optimizer else []
         words += [f"parameters {self.parameters}"] if self.parameters else []
+        words += ["a copy per host"] * self.copy_per_host
+        words += [f"hpZ {self.second_shard}"] if self.second_shard > 1 else []
         return ", ".join(words + ["checkpointing"] * self.checkpointing)
 
     @property
@@ -35,6 +44,8 @@ class Candidate:
         words = [f"z{self.stage}"]
         words += [f"opt-{self.optimizer}"] if self.optimizer else []
         words += [f"param-{self.parameters}"] if self.parameters else []
+        words += ["host"] * self.copy_per_host
+        words += [f"hpz-{self.second_shard}"] if self.second_shard > 1 else []
         return "_".join(words + ["ckpt"] * self.checkpointing)
 
 
@@ -99,8 +110,13 @@ class Training:
         return " ".join(words + ["--gradient_checkpointing true"] * candidate.checkpointing)
 
 
-def candidates(training: Training, *, ranks: int, separate: bool) -> Iterator[Candidate]:
-    """Those that differ on such a machine, by preference; without checkpointing first."""
+def candidates(training: Training, *, ranks: int, separate: bool, per_host: int | None = None) -> Iterator[Candidate]:
+    """Those that differ on such a machine, by preference; without checkpointing first.
+
+    Args:
+        per_host: ranks of a host, all of them by default. Of several hosts each may have a copy of the states, or
+            (stage 3) what its ranks gather around use.
+    """
     ways = (False, True) if training.checkpointing is None else (training.checkpointing,)
     for each in PREFERRED:
         if "nvme" in (each.optimizer, each.parameters) and training.nvme_path is None:
@@ -109,8 +125,18 @@ def candidates(training: Training, *, ranks: int, separate: bool) -> Iterator[Ca
             continue  # host memory is where everything is
         if ranks == 1 and each.stage in (1, 2) and each != Candidate(2, optimizer="cpu"):
             continue  # nothing to share with: the same as stage 0
-        for checkpointing in ways:
-            yield Candidate(each.stage, each.optimizer, each.parameters, checkpointing)
+        for grouped in _grouped(each, ranks, per_host or ranks):
+            yield from (replace(grouped, checkpointing=checkpointing) for checkpointing in ways)
+
+
+def _grouped(each: Candidate, ranks: int, per_host: int) -> Iterator[Candidate]:
+    """The candidate, and with groups that lie within hosts."""
+    yield each
+    if each.stage == 0 or not 1 < per_host < ranks:
+        return
+    if each.stage == 3 and each.parameters is None:
+        yield replace(each, second_shard=per_host)
+    yield replace(each, copy_per_host=True)
 
 
 def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
@@ -126,7 +152,9 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
         if place is not None:
             zero[key] = {"device": place, "pin_memory": True}
             zero[key] |= {"nvme_path": training.nvme_path} if place == "nvme" else {}
+    zero |= {"zero_hpz_partition_size": candidate.second_shard} if candidate.second_shard > 1 else {}
     config: dict[str, Any] = {"zero_optimization": zero}
+    config |= {"hf_zero": {"shard_group": "host"}} if candidate.copy_per_host else {}
     if training.precision != "fp32":
         config[training.precision] = {"enabled": "auto"}
     if training.optimizer.lower() != "adamw":

@@ -75,7 +75,8 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
     size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
-    for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
+    chances = candidates(training, ranks=hardware.ranks, separate=hardware.separate, per_host=hardware.per_host)
+    for candidate in chances:
         if candidate.checkpointing not in traces:
             traces[candidate.checkpointing] = trace(
                 model, micro_batch=training.micro_batch, length=training.length, checkpointing=candidate.checkpointing
@@ -115,7 +116,7 @@ def estimate(
     """
     config = ds_config(candidate, training)
     answers = resolved(config, training, model, hardware.ranks)
-    setting = Setting(answers, size, hardware.ranks, hardware.separate)
+    setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
     memory = rank_memory(model, setting, traced)
     seconds, bound = _step(model, hardware, training, candidate, traced, memory)
     moved = _traffic(model, hardware, answers)
@@ -137,8 +138,23 @@ def _traffic(model: PlannedModel, hardware: Hardware, answers: Resolved) -> Traf
         per_host=hardware.per_host,
         stage=answers.zero.stage,
         accumulation=answers.batch.accumulation_steps,
+        shard=shard_ranks(answers, hardware),
+        second_shard=second_shard(answers, hardware),
+        hops=2 if answers.zero.hops == 2 else 1,
     )
     return Traffic.of(traffic_of(sizes, wiring))
+
+
+def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
+    """Ranks that share the states of one copy of the model."""
+    size = answers.zero.shard_size
+    return hardware.ranks if size is None else hardware.per_host if size == "host" else size
+
+
+def second_shard(answers: Resolved, hardware: Hardware) -> int:
+    """Ranks that gather around use among themselves, 1 where all do that share the states."""
+    size = answers.zero.gather_size
+    return 1 if size is None else min(hardware.per_host if size == "host" else size, shard_ranks(answers, hardware))
 
 
 def _step(
@@ -157,6 +173,8 @@ def _step(
         micro_batches=training.accumulation,
         disk_optimizer=candidate.optimizer == "nvme",
         disk_parameters=candidate.parameters == "nvme",
+        shard=hardware.per_host if candidate.copy_per_host else None,
+        second_shard=candidate.second_shard,
     )
     step = simulate(hardware.machine(), shape, setup)
     return step.seconds, step.bound
@@ -190,38 +208,3 @@ def optimizer_size(training: Training) -> OptimizerSize:
     policy = OptimizerPolicy(type=training.optimizer, params=params)
     optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     return OptimizerSize(states_per_element(optimizer), stored_bytes_per_element(optimizer))
-
-
-def reasoning(found: Plan) -> list[str]:
-    """Why it is this one, step by step, in the order of preference."""
-    lines = []
-    for each in found.estimates:
-        if each is found.chosen:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}; taken")
-        elif each.fits:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}")
-        else:
-            lines.append(f"{each.candidate.name}: does not fit: {'; '.join(each.lacks)}")
-    if found.chosen is None:
-        lines.append(what_else(found))
-    return [*lines, *found.refused]
-
-
-def _speed(each: Estimate, found: Plan) -> str:
-    rate = each.tokens_per_s(found.training, found.hardware.ranks)
-    return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {each.bound}"
-
-
-def what_else(found: Plan) -> str:
-    """What would make something fit."""
-    least = min(found.estimates, key=lambda each: each.memory.device_total)
-    words = ["nothing fits"]
-    if found.training.micro_batch > 1:
-        words.append("take a micro-batch of 1 and accumulate")
-    if found.training.checkpointing is False:
-        words.append("allow gradient checkpointing")
-    if found.training.nvme_path is None:
-        words.append("name a drive with --nvme-path")
-    needed = gigabytes(least.memory.device_total)
-    words.append(f"more devices (the leanest, {least.candidate.name}, needs {needed} each)")
-    return "; ".join(words)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from hf_zero.config import ConfigError, Problem
+from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import Training
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--disk", metavar="SIZE", help="of one host, with --nvme-path; found where the path is here")
     machine.add_argument("--nvme-path", metavar="DIR", help="where states may go: without it no drive is used")
     machine.add_argument("--link", metavar="SIZE", help="bytes per second between the devices of a host, one direction")
+    machine.add_argument("--calibrate", action="store_true", help="measure this machine's speeds first, in a second")
     machine.add_argument("--network", metavar="SIZE", help="bytes per second to other hosts, for one device")
     training = parser.add_argument_group("the training")
     training.add_argument("--seq-length", type=int, default=2048, metavar="N", help="tokens of a sample (2048)")
@@ -123,6 +125,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
         nvme_path=arguments.nvme_path,
     )
     machine = hardware(vars(arguments))
+    if arguments.calibrate:
+        machine = calibrated(machine, arguments.precision)
     return load_model(arguments.model, arguments.precision, arguments.lora_rank), machine, training
 
 

@@ -69,6 +69,7 @@ class Setup:
     disk_optimizer: bool = False  # what is away is on a drive
     disk_parameters: bool = False
     shard: int | None = None  # ranks that share the states, on one host; None: all
+    second_shard: int = 1  # of stage 3: ranks of a host that gather around use (hpZ); 1: all that share the states
 
     @property
     def name(self) -> str:
@@ -181,6 +182,11 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     if ranks < machine.gpus:  # what the shards' ranks have summed is summed over the copies of each shard
         copies = machine.gpus / ranks
         reduce += 2 * 2 * owned * (copies - 1) / copies / min(machine.link, machine.network)
+    around_use, updated_rows = once, 0.0
+    if setup.stage == 3 and 1 < setup.second_shard < ranks:  # what they keep between them they get after an update
+        groups = ranks / setup.second_shard
+        around_use = _exchange(machine, 2 * numel, setup.second_shard)
+        updated_rows = 2 * numel / setup.second_shard * (groups - 1) / groups / min(machine.link, machine.network)
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     moved = 2 * owned / machine.host_link
@@ -188,13 +194,13 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     return _Seconds(
         forward=forward,
         backward=forward * (1 + setup.trained + setup.recomputes),
-        gather=once if setup.stage == 3 else 0.0,
+        gather=around_use if setup.stage == 3 else 0.0,
         reduce=reduce * setup.trained,
         bring=moved if setup.offload_parameters else 0.0,
         take=moved * setup.trained if setup.offload_optimizer else 0.0,
         host_update=UPDATE_BYTES * updated / machine.host_memory if setup.offload_optimizer else 0.0,
         update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
-        gather_updated=once if setup.stage in (1, 2) else 0.0,
+        gather_updated=once if setup.stage in (1, 2) else updated_rows * setup.trained,
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
         read_states=states,
         write_states=states,
@@ -242,8 +248,7 @@ def _update(step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, fl
             step.do("disk", f"states {unit} back", one.write_states, updated)
         if setup.offload_optimizer and not setup.offload_parameters:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
-        if setup.stage in (1, 2):
-            step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
+        step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
 
 
 def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> float:

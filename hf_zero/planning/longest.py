@@ -22,6 +22,7 @@ from hf_zero.planning.choose import gigabytes, optimizer_size
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling, trace
+from hf_zero.planning.reasons import KEPT_ON_DEVICE
 from hf_zero.planning.show import config_text
 from hf_zero.planning.trace import Trace
 
@@ -29,7 +30,6 @@ _TILES = 16, 32  # lengths that are traced, in units of a tile: what is as large
 _LEAST_TILE = 1024
 _GRAIN = 1024  # lengths are multiples of it
 _SUB_GROUP = 100_000_000
-_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _reach(
     device, host = lines
     if on_host:
         kept = training.micro_batch * model.hidden * model.dtype.itemsize  # of one layer, for each token
-        leaves = max(0, model.layers - _ON_DEVICE)
+        leaves = max(0, model.layers - KEPT_ON_DEVICE)
         device = replace(device, per_token=device.per_token - leaves * kept)
         host = replace(host, per_token=leaves * kept)
     host = Line(host.fixed * hardware.per_host, host.per_token * hardware.per_host)

@@ -18,6 +18,8 @@ from hf_zero.quantities import bytes_of
 CPU = "cpu"
 CONTEXT_BYTES = 1.5e9  # of a GPU: the driver's context, the buffers of NCCL, the libraries' workspaces
 FRAGMENTS = 0.04  # of a GPU's memory, which an allocator cannot give out in the sizes that are asked for
+PROCESS_BYTES = 0.5e9  # of a rank on a CPU: interpreter and libraries, the workspaces of matrix products
+HOLES = 0.1  # of such a rank's memory, which glibc's heap keeps between what is in use: 2% to 11% (bench/planning.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class Hardware:
     @property
     def limit(self) -> float:
         """Bytes of a device that a plan may use."""
-        return self.device_memory * (1 - FRAGMENTS) - CONTEXT_BYTES if self.separate else self.device_memory
+        if self.separate:
+            return self.device_memory * (1 - FRAGMENTS) - CONTEXT_BYTES
+        return self.device_memory * (1 - HOLES) - PROCESS_BYTES
 
     def machine(self) -> Machine:
         """As the event model sees one device."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import nn
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
-from hf_zero.config.policies import Resolved
+from hf_zero.config.policies import GatherPolicy, Resolved
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, GRADIENT_BUFFERS
@@ -90,7 +91,7 @@ class Setting:
     def sharding(self) -> Sharding:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
-        size = self.resolved.zero.gather_size
+        size = self.resolved.zero.gather_size  # "host" is said of ranks that share states across hosts alone
         gather = min(size, self.shard_ranks) if isinstance(size, int) else self.shard_ranks
         kept = self.shard_ranks // gather
         return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere, kept_rows=kept)
@@ -133,12 +134,29 @@ def trained_specs(module: nn.Module) -> list[ParameterSpec]:
 
 
 def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, PlannedUnits | None]:
-    specs, zero, sharding = trained_specs(model.module), setting.resolved.zero, setting.sharding
-    if sharding.shards_parameters:
-        units = plan_units(model, specs, setting.shard_ranks, zero.gather)
-        return FlatLayout(tuple(specs), units.buckets, setting.shard_ranks), units
-    numel = effective_bucket_numel(sum(spec.numel for spec in specs), zero.bucket_numel)
-    return plan_layout(specs, world=setting.shard_ranks, bucket_numel=numel), None
+    zero = setting.resolved.zero
+    if setting.sharding.shards_parameters:
+        return _unit_layout(model, setting.shard_ranks, zero.gather)
+    return _flat_layout(model, setting.shard_ranks, zero.bucket_numel), None
+
+
+@lru_cache(maxsize=4)  # many candidates of one model have the same
+def _unit_layout(model: PlannedModel, ranks: int, policy: GatherPolicy) -> tuple[FlatLayout, PlannedUnits]:
+    specs = _specs(model)
+    units = plan_units(model, specs, ranks, policy)
+    return FlatLayout(specs, units.buckets, ranks), units
+
+
+@lru_cache(maxsize=4)
+def _flat_layout(model: PlannedModel, ranks: int, bucket_numel: int) -> FlatLayout:
+    specs = _specs(model)
+    numel = effective_bucket_numel(sum(spec.numel for spec in specs), bucket_numel)
+    return plan_layout(specs, world=ranks, bucket_numel=numel)
+
+
+@lru_cache(maxsize=4)
+def _specs(model: PlannedModel) -> tuple[ParameterSpec, ...]:
+    return tuple(trained_specs(model.module))
 
 
 class _Ledger:
@@ -175,8 +193,8 @@ def _parameters(
     model: PlannedModel, setting: Setting, layout: FlatLayout, units: PlannedUnits | None, ledger: _Ledger
 ) -> None:
     if units is None:
-        frozen = sum(p.numel() * p.itemsize for p in model.module.parameters() if not p.requires_grad)
-        ledger.add("device", PARAMETERS, sum(b.numel * _size(b.dtype) for b in layout.buckets) + frozen)
+        flat = sum(bucket.numel * _size(bucket.dtype) for bucket in layout.buckets)
+        ledger.add("device", PARAMETERS, flat + model.num_frozen_bytes)
         return
     policy, count = setting.resolved.zero.offload_param, setting.sharding.kept_rows
     rows = units.row_bytes * count
@@ -245,9 +263,9 @@ def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
 def _buffers(
     model: PlannedModel, setting: Setting, layout: FlatLayout, units: PlannedUnits | None, ledger: _Ledger
 ) -> None:
-    ledger.add("device", BUFFERS, sum(b.numel() * b.itemsize for b in model.module.buffers()))
+    ledger.add("device", BUFFERS, model.num_buffer_bytes)
     sharding, precision, far = setting.sharding, setting.precision, _far(setting)
-    sent = owned = 0
+    sent = owned = longest = 0
     for bucket in layout.buckets:
         dtype = getattr(torch, bucket.dtype)
         travels, summed = precision.communication_dtype(dtype), precision.accumulation_dtype(dtype)
@@ -256,8 +274,9 @@ def _buffers(
         )
         sent = max(sent, 0 if in_place else bucket.numel * travels.itemsize)
         owned = max(owned, sharding.owned(bucket).numel * travels.itemsize)
-    if setting.shard_ranks > 1:
-        ledger.add("device", BUFFERS, MAX_SEND_BUFFERS * sent)
+        longest = max(longest, bucket.numel * travels.itemsize)
+    if setting.shard_ranks > 1:  # on a CPU, ranks of a host also show each other what they sum in place
+        ledger.add("device", BUFFERS, MAX_SEND_BUFFERS * (sent if setting.separate else longest))
     if far != "device" and setting.separate:
         ledger.add("device", BUFFERS, RESULTS * owned)
         ledger.add("host", BUFFERS, (RESULTS + STAGING_BUFFERS) * owned)

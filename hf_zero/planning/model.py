@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
+from hf_zero.planning import collector_off
 from hf_zero.planning.repeat import FEW, NotAlike, stretch
 from hf_zero.planning.trace import Segment, Trace, trace_step
 from hf_zero.quantities import count_of
@@ -44,7 +46,7 @@ class Tiling:
         return Features(made + ([TiledLoss(_base(module))] if self.loss else []))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PlannedModel:
     """A model without weights.
 
@@ -64,15 +66,23 @@ class PlannedModel:
     lora_rank: int = 0
     notes: tuple[str, ...] = field(default=())
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
 
-    @property
+    @cached_property
+    def num_frozen_bytes(self) -> int:
+        return sum(p.numel() * p.itemsize for p in self.module.parameters() if not p.requires_grad)
+
+    @cached_property
+    def num_buffer_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.itemsize for buffer in self.module.buffers())
+
+    @cached_property
     def view(self) -> ModelView:
         """As the resolver sees it."""
         shapes = tuple(tuple(parameter.shape) for parameter in self.module.parameters())
@@ -103,9 +113,12 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> Plan
         ConfigError: for a source that is none of these, or a model that cannot be built from its config.
     """
     count = count_of(source)
-    config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
     try:
-        module = _build(config, _DTYPES[precision], lora_rank)
+        with collector_off():
+            config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
+            module = _build(config, _DTYPES[precision], lora_rank)
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError(Problem("--lora-rank", lora_rank, str(error), "pip install peft")) from None
     except (ValueError, AttributeError, KeyError, RuntimeError, TypeError) as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, reasoning
+from hf_zero.planning.choose import Estimate, Plan, gigabytes
 from hf_zero.planning.memory import KINDS
-from hf_zero.planning.show import config_text, title
+from hf_zero.planning.reasons import reasoning
+from hf_zero.planning.show import config_text, or_none, title
 
 COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#999999", "#009e73")))
 _STYLE = """
@@ -25,8 +26,9 @@ h1 { font-size: 1.4rem; margin: .5rem 0 } h2 { font-size: 1.15rem; margin: 1.6re
 .legend i { display: inline-block; width: .9rem; height: .9rem; margin-right: .35rem; vertical-align: -.1rem }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto } ol { padding-left: 1.4rem }
 li { overflow-wrap: anywhere } .scroll { overflow-x: auto }
-table { border-collapse: collapse } td, th { padding: .2rem .7rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid #ddd } td:first-child, th:first-child { text-align: left }
+table { border-collapse: collapse; width: 100% } td, th { padding: .2rem .5rem; text-align: right;
+  border-bottom: 1px solid #ddd; vertical-align: top } td { white-space: nowrap }
+td:first-child, th:first-child { text-align: left; white-space: normal; min-width: 9rem } code { white-space: nowrap }
 @media (max-width: 40rem) { .row { grid-template-columns: 1fr; gap: .1rem } .row .total { text-align: left } }
 """
 
@@ -62,8 +64,14 @@ def _answer(plan: Plan) -> Iterator[str]:
         yield f"<p><strong>{escape(reasoning(plan)[-1])}</strong></p>"
         return
     yield f"<p>Take <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
-    yield f"<code>{escape(plan.training.flags(chosen.candidate))}</code> and this ds.json:</p>"
+    yield f"{_flags(plan.training.flags(chosen.candidate))} and this ds.json:</p>"
     yield f"<pre>{escape(config_text(chosen))}</pre>"
+
+
+def _flags(text: str) -> str:
+    """Lines break between flags only."""
+    flags = text.removeprefix("--").split(" --")
+    return " ".join(f"<code>--{escape(flag)}</code>" for flag in flags)
 
 
 def _legend(plan: Plan) -> Iterator[str]:
@@ -109,7 +117,7 @@ def _table(plan: Plan) -> Iterator[str]:
             each.traffic.within,
             each.traffic.across,
         )
-        cells = [escape(each.candidate.name), *map(gigabytes, sizes), f"{each.seconds:.3f} s"]
+        cells = [escape(each.candidate.name), *map(or_none, sizes), f"{each.seconds:.3f} s"]
         cells.append(f"{each.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}")
         kind = "chosen" if each is plan.chosen else "" if each.fits else "no"
         yield f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

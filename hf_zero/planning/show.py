@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, reasoning
+from hf_zero.planning.choose import Estimate, Plan, gigabytes
+from hf_zero.planning.reasons import reasoning
 
 _WIDTH_IN_FILES = 150
 
@@ -85,17 +86,18 @@ def _cells(each: Estimate, plan: Plan) -> tuple[str, ...]:
         gigabytes(memory.device_total),
         gigabytes(states),
         gigabytes(memory.device.get("activations", 0)),
-        _or_none(memory.host_total * per_host),
-        _or_none(memory.disk_total * per_host),
-        _or_none(each.traffic.within),
-        _or_none(each.traffic.across),
+        or_none(memory.host_total * per_host),
+        or_none(memory.disk_total * per_host),
+        or_none(each.traffic.within),
+        or_none(each.traffic.across),
         f"{each.seconds:.2f} s" if each.seconds >= 0.1 else f"{each.seconds * 1e3:.1f} ms",
         f"{each.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}",
         each.bound,
     )
 
 
-def _or_none(size: float) -> str:
+def or_none(size: float) -> str:
+    """1.2 GB, and a dash for nothing."""
     return gigabytes(size) if size >= 1 else "-"
 
 
@@ -143,6 +145,8 @@ def _as_dict(each: Estimate, plan: Plan) -> dict[str, Any]:
         "offload_optimizer": candidate.optimizer,
         "offload_param": candidate.parameters,
         "gradient_checkpointing": candidate.checkpointing,
+        "copy_per_host": candidate.copy_per_host,
+        "second_shard": candidate.second_shard,
         "device": dict(memory.device),
         "host": dict(memory.host),
         "disk": dict(memory.disk),

@@ -86,7 +86,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        *batch, heads, length, _ = query.shape  # laid out as its projections are, so that a reshape needs no copy
+        result = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
         ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return result
 

@@ -3,6 +3,7 @@ made it fit."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ON_CPU = ("can't allocate memory", "not enough memory")
 # A recomputed block keeps its input; what one block computes is there while it is recomputed.
 _BLOCKS_WITHOUT_A_NUMBER = 8
+_TILE_TOKENS = 1024  # that tiled MLPs and losses run over at a time, at least
+_LOSS_BYTES = 8  # of a logit beside itself: in fp32, and its gradient
+_MLP_TENSORS = 4  # of the inner width, in the model's dtype: gate, up, activation, product
+_INPUTS_ON_DEVICE = 2  # with cpu_checkpointing: of the layer at work, and of the next on its way back
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,7 @@ def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
             f"gradient_accumulation_steps {steps * 2}, which computes the same"
         )
         yield Change(what, kinds.get(REST, 0) // 2)
-    if _can_checkpoint(engine.module):
-        blocks = getattr(getattr(engine.module, "config", None), "num_hidden_layers", None) or _BLOCKS_WITHOUT_A_NUMBER
-        frees = int(kinds.get(REST, 0) * (1 - 2 / (blocks + 1)))
-        yield Change("gradient checkpointing (--gradient_checkpointing)", frees)
+    yield from _activation_changes(engine, kinds.get(REST, 0))
     states = kinds.get(MASTERS, 0) + kinds.get(STATES, 0)
     # What every rank still has whole.
     whole = (states if zero.stage == 0 else 0) + (kinds.get(GRADIENTS, 0) if zero.stage < 2 else 0)
@@ -135,8 +137,46 @@ def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
         yield Change('zero_optimization.offload_optimizer {"device": "cpu"}', states + kinds.get(GRADIENTS, 0))
     if zero.stage < 3 and world > 1:
         yield Change("zero_optimization.stage 3", int((whole + kinds.get(GATHERED, 0)) * left))
+    yield from _shared_sequences(engine, kinds.get(REST, 0))
     if zero.stage == 3 and zero.offload_param is None and runtime_is_separate(engine):
         yield Change('zero_optimization.offload_param {"device": "cpu"}', kinds.get(SHARDS, 0))
+
+
+def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
+    """Gradient checkpointing; then, of what it leaves, tiles, and inputs of layers on the host."""
+    config, shape = _text_config(engine.module), tuple(engine.input_shape or ())
+    blocks = int(getattr(config, "num_hidden_layers", None) or _BLOCKS_WITHOUT_A_NUMBER)
+    features, tokens = engine.settings.resolved.features, math.prod(shape)
+    is_off = _can_checkpoint(engine.module)
+    if is_off:
+        yield Change("gradient checkpointing (--gradient_checkpointing)", int(rest * (1 - 2 / (blocks + 1))))
+    size = next((parameter.element_size() for parameter in engine.module.parameters()), 4)
+    cut = max(0, tokens - _TILE_TOKENS)  # tokens whose share is gone when a tile at a time is there
+    logits = cut * int(getattr(config, "vocab_size", None) or 0) * (size + _LOSS_BYTES)
+    if logits and not features.tiled_loss:
+        yield Change('hf_zero {"tiled_loss": true}', min(rest, logits))
+    inner = cut * int(getattr(config, "intermediate_size", None) or 0) * size * _MLP_TENSORS
+    if inner and not features.tiled_mlp:
+        yield Change('hf_zero {"tiled_mlp": true}', min(rest, inner * (blocks if is_off else 1)))
+    inputs = tokens * int(getattr(config, "hidden_size", None) or 0) * size * max(0, blocks - _INPUTS_ON_DEVICE)
+    if inputs and not (features.activations and features.activations.on_host) and runtime_is_separate(engine):
+        also = "gradient checkpointing and " if is_off else ""
+        yield Change(also + 'activation_checkpointing {"cpu_checkpointing": true}', min(rest, inputs))
+
+
+def _shared_sequences(engine: Any, rest: int) -> Iterator[Change]:
+    config = _text_config(engine.module)
+    heads, ranks = int(getattr(config, "num_attention_heads", None) or 0), engine.groups.shard.size
+    shared = max((n for n in range(1, ranks + 1) if heads and ranks % n == 0 and heads % n == 0), default=1)
+    if shared > 1 and engine.settings.resolved.sequence_size == 1:
+        yield Change(f"sequence_parallel_size {shared}", int(rest * (1 - 1 / shared)))
+
+
+def _text_config(module: Any) -> Any:
+    """Of a language model, also inside of one of several kinds."""
+    config = getattr(module, "config", None)
+    getter = getattr(config, "get_text_config", None)
+    return config if getter is None else getter()
 
 
 def runtime_is_separate(engine: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import Collectives, uncompiled
 
 # [batch, heads, positions, head extent]
 HEADS, POSITIONS = 1, 2
@@ -33,14 +33,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.split, ctx.join = group, split, join
-        return cast("tuple[Tensor, ...]", _swapped(group, tensors, split, join))
+        return _swapped(group, tensors, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, None, *_swapped(ctx.group, grads, ctx.join, ctx.split)
 
 
-@torch.compiler.disable
+@uncompiled
 def _swapped(group: Collectives, tensors: Sequence[Tensor], split: int, join: int) -> tuple[Tensor, ...]:
     parts = [tensor.unflatten(split, (group.size, -1)).movedim(split, 0) for tensor in tensors]
     sizes = [part[0].numel() for part in parts]

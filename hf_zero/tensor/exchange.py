@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import Collectives, uncompiled
 
 
 def enter(group: Collectives, tensor: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
 
 
-@torch.compiler.disable
+@uncompiled
 def summed(group: Collectives, tensor: Tensor) -> Tensor:
     """A new tensor: the sum over ranks. Collective."""
     numel = tensor.numel()
@@ -53,7 +53,7 @@ def summed(group: Collectives, tensor: Tensor) -> Tensor:
     return total  # never a view: models write into what their layers return
 
 
-@torch.compiler.disable
+@uncompiled
 def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     rows = tensor.numel() // tensor.shape[-1]
     flat = tensor.new_zeros(group.size, rows * max(sizes))
@@ -82,7 +82,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
-        return cast("Tensor", summed(group, tensor))
+        return summed(group, tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return cast("Tensor", _side_by_side(group, tensor, sizes))
+        return _side_by_side(group, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

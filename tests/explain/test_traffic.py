@@ -61,3 +61,11 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*words, "--parameters", "7b", "--network", "10G", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["traffic"]
     assert told[0]["name"] == THIS and told[0]["across"] == pytest.approx(7e9 * 4 * (3 - 1 / 14) * 4 / 8, rel=0.01)
+
+
+def test_groups_and_parts_of_matrices() -> None:
+    plain = rows({"stage": 2})[THIS]
+    hybrid = rows({"stage": 2}, hf_zero={"shard_group": "host"})
+    assert hybrid[THIS].across == hybrid["hybrid, shards over 8 ranks"].across < plain.across
+    halves = rows({"stage": 2}, tensor_parallel={"autotp_size": 2})[THIS]  # 8 ranks of 4 per host hold the same half
+    assert halves.across == pytest.approx(plain.across / 2) and halves.within < plain.within / 2

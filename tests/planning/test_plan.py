@@ -13,11 +13,13 @@ import pytest
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.device.kinds import found_accelerators
+from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
-from hf_zero.planning.choose import Plan, choose, reasoning
+from hf_zero.planning.choose import Plan, choose
 from hf_zero.planning.machine import hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
+from hf_zero.planning.reasons import reasoning, remedies
 from hf_zero.planning.show import as_dict
 from tests.planning.material import config_folder, planned
 
@@ -90,7 +92,9 @@ def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
     plan = planned("", Training(length=4096), model, nodes=12_500)
     assert time.process_time() - started < 8
     assert plan.hardware.ranks == 100_000 and plan.chosen is not None
-    assert plan.chosen.traffic.across > 10 * plan.chosen.traffic.within
+    plain = next(each for each in plan.estimates if each.candidate.name == "stage 3, checkpointing")
+    assert plain.traffic.across > 10 * plain.traffic.within
+    assert plan.chosen.candidate.second_shard == 8 and plan.chosen.traffic.across < plain.traffic.across / 2
 
 
 def test_sizes_and_machines() -> None:
@@ -101,7 +105,10 @@ def test_sizes_and_machines() -> None:
         hardware({"gpu": "abacus"})
     assert hardware({"gpu": "abacus", "device_memory": "10G"}).device_memory == 10e9
     here = hardware({"gpu": "cpu", "gpus_per_node": 4, "host_memory": "8G"})
-    assert (here.device_memory, here.separate, here.limit) == (2e9, False, 2e9)
+    assert (here.device_memory, here.separate, here.limit) == (2e9, False, 1.3e9)
+    measured = calibrated(here, "fp32")
+    assert 1e8 < measured.gpu.flops < 1e13 and 1e8 < measured.gpu.link < measured.gpu.memory < 1e12
+    assert "measured on this machine" in measured.notes[-1]
     assert hardware({"gpu": "NVIDIA A100-SXM4-80GB"}).gpu.flops == 187e12
     assert all(each.num_bytes > 0 for each in found_accelerators())
 
@@ -145,3 +152,32 @@ def test_json_has_what_the_table_has(plan: Plan) -> None:
     assert [each["name"] for each in found["candidates"]] == [each.candidate.name for each in plan.estimates]
     for each in found["candidates"]:
         assert each["device_total"] == sum(each["device"].values()) and each["fits"] == (not each["lacks"])
+
+
+def test_groups_within_hosts(tmp_path: Path) -> None:
+    """On several hosts: a copy per host sends less across and takes more; hpZ keeps gathers around use in a host."""
+    slow = {"nodes": 4, "gpus_per_node": 4, "network": "1G", "gpu": "h100"}
+    found = {
+        each.candidate.name: each for each in planned("2b", Training(length=64, checkpointing=True), **slow).estimates
+    }
+    plain, hybrid, second = (found[f"stage 3{group}, checkpointing"] for group in ("", ", a copy per host", ", hpZ 4"))
+    assert second.traffic.across < plain.traffic.across and hybrid.traffic.across < plain.traffic.across
+    assert hybrid.memory.states == pytest.approx(4 * plain.memory.states, rel=0.01)
+    assert second.memory.device["parameters"] == pytest.approx(4 * plain.memory.device["parameters"], rel=0.05)
+    assert max(second.seconds, hybrid.seconds) < plain.seconds
+    assert hybrid.config["hf_zero"] == {"shard_group": "host"}
+    assert second.config["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert not any(each.candidate.copy_per_host for each in planned("2b").estimates)
+
+
+def test_what_would_make_it_fit() -> None:
+    """Every remedy on top of those before it, by the sums of candidates, the cheapest first."""
+    machine = {"gpu": "abacus", "device_memory": "1.9G", "gpus_per_node": 4}
+    plan = planned("350M", Training(length=8192, micro_batch=2), **machine)
+    least = min(plan.estimates, key=lambda each: each.memory.device_total)
+    found = list(remedies(plan, least))
+    assert [each.what.split()[0] for each in found][0] == "a" and "sequence_parallel_size 4" in found[-1].what
+    assert "activation_checkpointing.cpu_checkpointing" in [each.what for each in found]
+    sizes = [least.memory.device_total, *(each.device for each in found)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 3
+    assert "which fits a device" in reasoning(plan)[-1] or "more devices" in reasoning(plan)[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,25 @@ def test_changes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     shard.size = 1
     one_step(engine)
+    engine.destroy()
+
+
+def test_what_shapes_say_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles, inputs on the host, ranks per sequence: bytes of [2, 8192] tokens of a model whose widths are known."""
+    monkeypatch.setattr(out_of_memory, "runtime_is_separate", lambda engine: True)
+    engine = new_engine(optimizer=ADAMW, zero_optimization={"stage": 2})
+    widths = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 256, "vocab_size": 1000}
+    monkeypatch.setattr(out_of_memory, "_text_config", lambda _: SimpleNamespace(num_attention_heads=6, **widths))
+    shard, engine.groups.shard.size, engine.input_shape = engine.groups.shard, 4, torch.Size([2, 8192])
+    size, tokens = next(engine.module.parameters()).element_size(), 2 * 8192
+    found = {change.what: change.frees for change in changes(engine, {REST: 12 * GIB})}
+    assert found['hf_zero {"tiled_loss": true}'] == (tokens - 1024) * 1000 * (size + 8)
+    assert found['hf_zero {"tiled_mlp": true}'] == (tokens - 1024) * 256 * 4 * size
+    assert found['activation_checkpointing {"cpu_checkpointing": true}'] == tokens * 64 * size * 30
+    assert found["sequence_parallel_size 2"] == 6 * GIB
+    names = [name.split()[0].split("_")[0] for name in found]
+    assert names.index("hf") < names.index("activation") < names.index("sequence")
+    shard.size = 1
     engine.destroy()
 
 
