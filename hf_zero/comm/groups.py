@@ -46,7 +46,7 @@ class ParallelGroups:
         across_gather: the ranks of `shard` with the same place in their `gather` groups, which keep the same rows:
             updated ones are gathered here. A group of one without hpZ.
         access: the ranks of `shard` on another one, for parameters that the user gathers.
-        access_world: all ranks on that channel.
+        access_world: all ranks of this lane on that channel.
         sequence: ranks that see parts of the same sequences; a group of one without sequence parallelism.
         data: ranks in this one's place in every such group, which see other data.
         tensor: ranks that hold parts of the same matrices and see the same samples; a group of one without tensor
@@ -224,7 +224,7 @@ def parallel_groups(
         gather=group(cut.gather, Channel.GATHER, cut.shard),
         across_gather=group(cut.across_gather),
         access=group(cut.shard, Channel.ACCESS),
-        access_world=group(whole, Channel.ACCESS),
+        access_world=group(whole if lanes is None else lanes, Channel.ACCESS),
         sequence=group(sequences, Channel.SEQUENCE),
         data=lane if across(sequences) == whole else group(across(sequences)),
         tensor=group(alone if tensors is None else tensors, Channel.TENSOR),

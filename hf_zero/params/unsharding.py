@@ -108,7 +108,7 @@ def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = Non
 
 @torch.no_grad()
 def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None:
-    collectives = handles[0].groups.access_world
+    collectives, parts = handles[0].groups.access_world, handles[0].groups.tensor.size
     for handle in handles:
         values = handle.parameter.data
         if values.shape != handle.shape or values.dtype != handle.shard.dtype:
@@ -120,7 +120,7 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
             )
         if not values.is_contiguous():
             handle.show(values.contiguous())
-    if collectives.size > 1:
-        collectives.broadcast([handle.parameter.data for handle in handles], source=modifier_rank)
+    if collectives.size > 1:  # with tensor parallelism among the ranks that hold the same part
+        collectives.broadcast([handle.parameter.data for handle in handles], source=modifier_rank // parts)
     for handle in handles:
         handle.write(handle.parameter.data)

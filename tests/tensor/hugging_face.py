@@ -25,9 +25,12 @@ class Samples(Dataset[Batch]):
         return self.rows[index]
 
 
-def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: Path | None = None, **more: Any) -> Trained:
+def by_trainer(
+    rows: list[Batch], folder: Path, *, stage: int, resume: Path | None = None, accumulated: int = 1, **more: Any
+) -> Trained:
     """With "auto" batch sizes, a checkpoint after every second update, and the model saved at the end."""
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    model = model_of("llama")  # before stage 3 is known, which would shard it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     config = config_with(stage, 2, zero_optimization=zero) | dict.fromkeys(keys, "auto")
     options: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2, **more}
@@ -36,6 +39,7 @@ def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: Path | No
         use_cpu=True,
         deepspeed=config,
         per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulated,
         max_grad_norm=CLIP,
         learning_rate=RATE,
         lr_scheduler_type="constant",
@@ -47,11 +51,11 @@ def by_trainer(rows: list[Batch], folder: Path, *, stage: int, resume: Path | No
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(model_of("llama"), arguments, train_dataset=Samples(rows), data_collator=default_data_collator)
+    trainer = Trainer(model, arguments, train_dataset=Samples(rows), data_collator=default_data_collator)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(folder / "saved"))
-    assert trainer.model_wrapped.train_batch_size() == 2 * (arguments.world_size // 2)
+    assert trainer.model_wrapped.train_batch_size() == 2 * (arguments.world_size // 2) * accumulated
     return Trained(
         [entry["loss"] for entry in logged],
         [entry["grad_norm"] for entry in logged],

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.sequence.test_hugging_face import fresh
 from tests.support.ranks import run_ranks
 from tests.tensor.hugging_face import by_accelerator, by_trainer
-from tests.tensor.training import Trained, batches, in_one_process, model_of
+from tests.tensor.training import Trained, batches, by_tokens, in_one_process, model_of, padded
 
 
 def largest_difference(found: Trained, plain: Trained) -> float:
@@ -30,7 +30,16 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     found["resumed"] = largest_difference(by_trainer(rows, root, stage=2, resume=root / "checkpoint-2"), plain)
     fresh()
     found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
+    fresh()
+    found["padded"] = trainer_with_padding(root / "padded", updates=2, data_ranks=1, accumulated=3)
     return found
+
+
+def trainer_with_padding(folder: Path, *, updates: int, data_ranks: int, accumulated: int, stage: int = 2) -> float:
+    rows = padded(updates * data_ranks * accumulated)
+    plain = by_tokens(model_of("llama"), rows, together=data_ranks * accumulated)
+    found = by_trainer(rows, folder, stage=stage, accumulated=accumulated, save_strategy="no")
+    return largest_difference(found, plain)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -49,3 +58,20 @@ def _four_ranks(rank: int, folder: str) -> float:
 def test_two_data_ranks_of_two_parts_under_trainer(tmp_path: Path) -> None:
     """Trainer deals other batches to them, and counts the tokens of all ranks."""
     assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < 1e-5
+
+
+def _padded_for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str, float]:
+    found = {}
+    for accumulated, stage in ((1, 2), (3, 2), (3, 3)):
+        name, sizes = f"{accumulated} at stage {stage}", {"data_ranks": data_ranks, "accumulated": accumulated}
+        found[name] = trainer_with_padding(Path(folder) / name, updates=updates, stage=stage, **sizes)
+        fresh()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_padding_and_accumulation_under_trainer(tmp_path: Path, data_ranks: int) -> None:
+    """20 updates; `gradient_accumulation_steps` 1 and 3."""
+    for found in run_ranks(_padded_for_long, 2 * data_ranks, str(tmp_path), data_ranks, 20, init=False, timeout_s=250):
+        assert {number: difference for number, difference in found.items() if difference > 1e-5} == {}

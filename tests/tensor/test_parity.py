@@ -11,6 +11,7 @@ from tests.tensor.training import compare
 
 TOLERANCE = 1e-5
 Found = dict[str, tuple[float, ...]]
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
 def _all(rank: int, tensor: int, world: int, kinds: tuple[str, ...], stages: tuple[int, ...], steps: int) -> Found:
@@ -30,11 +31,57 @@ def test_two_ranks_train_as_one_process() -> None:
 
 
 def test_four_ranks_train_as_one_process() -> None:
-    _check(2, 4, ("uneven", "mixtral"), (2,), 3)
+    _check(2, 4, ("uneven", "mixtral"), (2, 3), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral", "phi3", "uneven"])
 @pytest.mark.parametrize(("tensor", "world"), [(2, 2), (4, 4), (2, 4)])
 def test_every_kind_trains_as_one_process(kind: str, tensor: int, world: int) -> None:
-    _check(tensor, world, (kind,), (0, 1, 2), 20)
+    _check(tensor, world, (kind,), (0, 1, 2, 3), 20)
+
+
+def _otherwise(rank: int, steps: int, kind: str) -> Found:
+    """What training can have besides; bf16 rounds weights, activations and gradients."""
+    dropout = [] if kind != "gpt2" else [("dropout", {}), ("attention", {})]
+    return {
+        "three accumulated": compare(rank, kind, 2, 2, world=2, steps=steps, accumulated=3),
+        "optimizer on the host": compare(
+            rank, kind, 2, 2, world=2, steps=steps, zero_optimization=OFFLOAD, zero_force_ds_cpu_optimizer=False
+        ),
+        **{why: compare(rank, f"{kind}, {why}", 1, 2, world=2, steps=steps, **more) for why, more in dropout},
+        "bf16": compare(rank, kind, 1, 2, world=2, steps=steps, bf16={"enabled": True}),
+    }
+
+
+def _check_otherwise(steps: int, kind: str) -> None:
+    both = run_ranks(_otherwise, 2, steps, kind)
+    assert both[0] == both[1]
+    for found in both:
+        assert max(found.pop("attention", (0,))) < 1  # ranks draw for the heads they have, in step with each other
+        assert max(found.pop("bf16")) < 0.1
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+
+
+def test_accumulation_offload_dropout_and_bf16() -> None:
+    _check_otherwise(2, "gpt2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral"])
+def test_accumulation_offload_dropout_and_bf16_for_long(kind: str) -> None:
+    _check_otherwise(20, kind)
+
+
+def _accumulates(rank: int, kinds: tuple[str, ...], steps: int) -> Found:
+    return {
+        f"{kind}, stage {stage}": compare(rank, kind, stage, 2, world=4, steps=steps, accumulated=3)
+        for kind, stage in itertools.product(kinds, (0, 1, 2, 3))
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mixtral"])
+def test_three_accumulated_on_two_data_ranks(kind: str) -> None:
+    for found in run_ranks(_accumulates, 4, (kind,), 20):
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}

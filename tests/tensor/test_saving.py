@@ -9,11 +9,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_zero.checkpoint import CheckpointError
 from hf_zero.config import ConfigError
 from tests.support.ranks import run_ranks
-from tests.tensor.training import RATE, batches, config_with, in_one_process, model_of
+from tests.tensor.training import RATE, batches, config_of, config_with, in_one_process, model_of
 
 
 def _engine(kind: str, config: dict[str, Any], **more: Any) -> Any:
@@ -36,7 +37,8 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
     found = {}
     for stage in stages:
         data, root = batches(4), Path(folder) / str(stage)
-        first = _engine("uneven", config_with(stage, 2))
+        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        first = _engine("uneven", config_with(stage, 2, zero_optimization=zero))
         _train(first, data[:2])
         first.save_checkpoint(str(root))
         assert first.save_16bit_model(str(root), "whole.bin")
@@ -61,15 +63,40 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), (0, 2)):
+    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), (0, 2, 3)):
         assert {name: difference for name, difference in found.items() if difference > 1e-6} == {}
+
+
+def _gathers(rank: int, folder: str) -> tuple[float, float, bool]:
+    """On two data ranks of two parts, stage 3: what `GatheredParameters` shows and keeps; a resumed checkpoint."""
+    data, data_rank = batches(6), rank // 2
+    engine = _engine("uneven", config_with(3, 2))
+    _train(engine, data[data_rank:2:2])
+    weight = engine.module.model.layers[0].mlp.down_proj.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        shown = tuple(weight.shape)
+        weight.data.fill_(rank + 1.0)  # every rank of the first tensor group its own part
+    whole = engine.module_state_dict()["model.layers.0.mlp.down_proj.weight"]
+    engine.save_checkpoint(folder)
+    went_on = _train(engine, data[2 + data_rank :: 2])
+    second = _engine("uneven", config_with(3, 2))
+    second.load_checkpoint(folder)
+    resumed = _train(second, data[2 + data_rank :: 2])
+    kept = max((whole[:, :25] - 1).abs().max().item(), (whole[:, 25:] - 2).abs().max().item())
+    return kept, max(abs(a - b) for a, b in zip(went_on, resumed, strict=True)), shown == (24, 25)
+
+
+def test_parameters_that_are_gathered_are_parts(tmp_path: Path) -> None:
+    assert run_ranks(_gathers, 4, str(tmp_path)) == [(0.0, 0.0, True)] * 4
 
 
 def _refusals(rank: int) -> None:
     with pytest.raises(ConfigError, match="world size = data ranks x ranks per tensor group does not hold: 2 != n x 4"):
         _engine("llama", config_with(1, 4))
-    with pytest.raises(ConfigError, match="zero_optimization.stage"):
-        _engine("llama", config_with(3, 2))
+    with deepspeed.zero.Init(config_dict_or_path=config_with(3, 1)):
+        sharded = LlamaForCausalLM(config_of("llama"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a model with whole weights"):
+        deepspeed.initialize(model=sharded, config=config_with(3, 2) | {"optimizer": {"type": "SGD"}})
     with pytest.raises(ValueError, match="has no tensor-parallel plan"):
         deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config_with(0, 2) | {"optimizer": {"type": "SGD"}})
     with pytest.raises(ConfigError, match=r"data ranks \(world size 2 / 2 per tensor group\)"):

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-VOCABULARY, RATE, CLIP = 67, 0.1, 0.5
+VOCABULARY, RATE, CLIP, SEED = 67, 0.1, 0.5, 23
 Batch = dict[str, Tensor]
 
 
@@ -27,8 +27,9 @@ def config_of(kind: str) -> PreTrainedConfig:
     """Tiny; "uneven": 6 query heads, 3 key heads and an MLP of 50, which few numbers of ranks divide."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
-    if kind == "gpt2":
-        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    if kind.startswith("gpt2"):  # "gpt2, dropout" drops activations that are whole, "gpt2, attention" those of heads
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.2 if kind == "gpt2, dropout" else 0.0)
+        dropouts["attn_pdrop"] = 0.2 if kind == "gpt2, attention" else 0.0
         return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCABULARY, **dropouts)
     if kind == "mixtral":
         return MixtralConfig(**shape, **common, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
@@ -67,11 +68,44 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def in_one_process(model: nn.Module, data: list[Batch], *, data_ranks: int) -> Trained:
-    """Plain PyTorch; an update takes one batch of each data rank."""
+def padded(number: int) -> list[Batch]:
+    """Rows of different lengths, with whose first token no loss is counted."""
+    made, generator = batches(number), torch.Generator().manual_seed(12)
+    for batch in made:
+        lengths = torch.randint(4, batch["input_ids"].shape[1] + 1, (len(batch["input_ids"]), 1), generator=generator)
+        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths).long()
+        batch["input_ids"] = batch["input_ids"] * batch["attention_mask"]
+        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+        batch["labels"][:, 0] = -100
+    return made
+
+
+def by_tokens(model: nn.Module, data: list[Batch], *, together: int) -> Trained:
+    """Plain PyTorch; an update takes `together` batches, whose tokens count alike."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses, norms = [], []
+    for start in range(0, len(data), together):
+        tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in data[start : start + together])
+        total = 0.0
+        for batch in data[start : start + together]:
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            (loss / tokens).backward()
+            total += loss.item() / tokens
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def in_one_process(model: nn.Module, data: list[Batch], *, data_ranks: int) -> Trained:
+    """Plain PyTorch; an update takes one batch of each data rank, or `data_ranks` = those x accumulated ones."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    losses, norms = [], []
+    torch.manual_seed(SEED)
     for start in range(0, len(data), data_ranks):
         for batch in data[start : start + data_ranks]:
             loss = model(**batch).loss
@@ -93,35 +127,43 @@ def config_with(stage: int, tensor: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def in_parts(rank: int, model: nn.Module, data: list[Batch], *, stage: int, tensor: int, world: int) -> Trained:
-    """The engine; other values on all ranks but the first, which must not matter."""
+def in_parts(
+    rank: int, model: nn.Module, data: list[Batch], *, stage: int, tensor: int, world: int, **more: Any
+) -> Trained:
+    """The engine; other values on all ranks but the first, which must not matter. `more`: in its config."""
     model = copy.deepcopy(model)
     if rank:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config_with(stage, tensor))[0]
-    data_ranks = world // tensor
-    assert engine.train_batch_size() == 2 * data_ranks
+    config = config_with(stage, tensor, **more)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    data_ranks, accumulated = world // tensor, engine.gradient_accumulation_steps()
+    assert engine.train_batch_size() == 2 * data_ranks * accumulated
     losses, norms = [], []
+    torch.manual_seed(SEED)
     for batch in data[rank // tensor :: data_ranks]:
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        norms.append(float(engine.get_global_grad_norm()))
+        if len(losses) % accumulated == 0:
+            norms.append(float(engine.get_global_grad_norm()))
     weights = engine.module_state_dict()
     engine.destroy()
     return Trained(losses, norms, weights)
 
 
-def compare(rank: int, kind: str, stage: int, tensor: int, *, world: int, steps: int = 4) -> tuple[float, ...]:
-    """Largest differences of (a loss, a norm, a weight)."""
+def compare(
+    rank: int, kind: str, stage: int, tensor: int, *, world: int, steps: int = 4, accumulated: int = 1, **more: Any
+) -> tuple[float, ...]:
+    """Largest differences of (a loss, a norm, a weight). `more`: in the engine's config."""
     data_ranks = world // tensor
-    data, model = batches(steps * data_ranks), model_of(kind)
-    plain = in_one_process(model, data, data_ranks=data_ranks)
-    parts = in_parts(rank, model, data, stage=stage, tensor=tensor, world=world)
+    data, model = batches(steps * data_ranks * accumulated), model_of(kind)
+    plain = in_one_process(model, data, data_ranks=data_ranks * accumulated)
+    more["gradient_accumulation_steps"] = accumulated
+    parts = in_parts(rank, model, data, stage=stage, tensor=tensor, world=world, **more)
     losses = plain.losses[rank // tensor :: data_ranks]
     return (
         max(abs(a - b) for a, b in zip(parts.losses, losses, strict=True)),

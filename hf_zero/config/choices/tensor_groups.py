@@ -53,5 +53,3 @@ def _beside(config: Root, sequence_size: int) -> Iterator[tuple[str, object]]:
         yield MICS if zero.mics_shard_size > 0 else SHARD_GROUP, size
     if gather_size_in(zero, own) is not None:
         yield HPZ, gather_size_in(zero, own)
-    if zero.stage == 3:
-        yield "zero_optimization.stage", 3
