@@ -28,5 +28,6 @@ from hf_zero.comm.process_group import (
     local_device,
     this_process,
 )
+from hf_zero.comm.program_groups import ProgramGroups
 from hf_zero.comm.rows import Pending, Rows
 from hf_zero.comm.torch_backend import NativeCollectives

@@ -5,17 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hf_zero.comm import (
-    ParallelGroups,
-    Partition,
-    across,
-    adopt,
-    consecutive,
-    group_of,
-    init_distributed,
-    this_process,
-    torch_group,
-)
+from hf_zero.comm import ParallelGroups, Partition, ProgramGroups, adopt, init_distributed, this_process, torch_group
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
@@ -23,7 +13,7 @@ from hf_zero.errors import WrongArgument
 _OTHER_SIZES = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
 
 
-class SequenceGroups:
+class SequenceGroups(ProgramGroups):
     """What `UlyssesSPAttentionHF.register_with_transformers` returns, and `deepspeed.initialize(mpu=...)` takes.
 
         world 4, 2 ranks per sequence     rank 0 1 | 2 3
@@ -34,33 +24,15 @@ class SequenceGroups:
     Names are DeepSpeed's. Groups are torch's own, for programs that call torch.distributed themselves.
 
     Attributes:
-        partition: the ranks of every sequence group.
         skips_evaluation: in eval mode each rank has whole sequences.
     """
 
+    size_name = "sequence_parallel_size"
+
     def __init__(self, partition: Partition) -> None:
         """Collective."""
-        self.partition = partition
+        super().__init__(partition)
         self.skips_evaluation = False
-        self._process = this_process()
-        self._ranks = group_of(self._process.rank, partition)
-        self._group = torch_group(partition)
-        self._data_group = torch_group(across(partition))
-
-    @classmethod
-    def of_size(cls, size: int) -> SequenceGroups:
-        """`size` consecutive ranks share sequences. Collective.
-
-        Raises:
-            WrongArgument: the number of ranks is no multiple of `size`.
-        """
-        world = this_process().size
-        if size < 1 or world % size:
-            raise WrongArgument(
-                f"world size = data ranks x sequence_parallel_size does not hold: {world} != n x {size}; start a "
-                f"multiple of {size} ranks, or give a divisor of {world}"
-            )
-        return cls(consecutive(range(world), size))
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
         """The groups are there already; another size is an error."""
@@ -84,15 +56,6 @@ class SequenceGroups:
 
     def get_sequence_data_parallel_rank(self) -> int:
         return self._process.rank
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data_group
-
-    def get_data_parallel_world_size(self) -> int:
-        return len(self.partition)
-
-    def get_data_parallel_rank(self) -> int:
-        return group_of(self._process.rank, across(self.partition)).index(self._process.rank)
 
     def get_model_parallel_world_size(self) -> int:
         return 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm import Partition, across, adopt, consecutive, group_of, this_process, torch_group
+from hf_zero.comm import ProgramGroups, adopt
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
 
@@ -16,7 +16,7 @@ _SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size
 _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
-class TensorGroups:
+class TensorGroups(ProgramGroups):
     """What `engine.mpu` is where ranks hold parts of matrices. Names are DeepSpeed's and Megatron's.
 
     world 4, 2 ranks per matrix       rank 0 1 | 2 3
@@ -24,49 +24,20 @@ class TensorGroups:
         data-parallel group of rank 2        0   2        the same parts, other batches
     """
 
-    def __init__(self, partition: Partition) -> None:
-        """Collective."""
-        self.partition = partition
-        self._rank = this_process().rank
-        self._group = torch_group(partition)
-        self._data_group = torch_group(across(partition))
-
-    @classmethod
-    def of_size(cls, size: int) -> TensorGroups:
-        """`size` consecutive ranks hold parts of the same matrices. Collective.
-
-        Raises:
-            WrongArgument: the number of ranks is no multiple of `size`.
-        """
-        world = this_process().size
-        if size < 1 or world % size:
-            raise WrongArgument(
-                f"world size = data ranks x ranks per tensor group does not hold: {world} != n x {size}; start a "
-                f"multiple of {size} ranks, or take an autotp_size that divides {world}"
-            )
-        return cls(consecutive(range(world), size))
+    size_name = "tensor_parallel.autotp_size"
 
     def get_tensor_model_parallel_group(self) -> Any:
         return self._group
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        return len(self.partition[0])
+        return len(self._ranks)
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return group_of(self._rank, self.partition).index(self._rank)
+        return self._ranks.index(self._process.rank)
 
     get_model_parallel_group = get_tensor_model_parallel_group
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
     get_model_parallel_rank = get_tensor_model_parallel_rank
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data_group
-
-    def get_data_parallel_world_size(self) -> int:
-        return len(self.partition)
-
-    def get_data_parallel_rank(self) -> int:
-        return group_of(self._rank, across(self.partition)).index(self._rank)
 
 
 _ENGINES: list[tuple[weakref.ref[Any], TensorGroups]] = []  # what `deepspeed.utils.groups` answers from
