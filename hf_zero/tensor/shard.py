@@ -191,7 +191,8 @@ class _Sharder:
                 f"{self._group.size} x n, and its attention is of no known shape; take a tensor_parallel.autotp_size "
                 f"that divides {extent // per_head}"
             )
-        is_attention = "attn" in name.rpartition(".")[0].rpartition(".")[2] or "attention" in name
+        owners = name.split(".")[-3:-1]  # self_attn.q_proj.linear, self_attn.0.q_b_proj
+        is_attention = "attention" in name or any("attn" in owner for owner in owners)
         if is_attention and not gathers and extent % self._group.size:
             raise ValueError(
                 f"{name}: features = ranks per tensor group x features per rank does not hold: {extent} != "
