@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.sequence.test_hugging_face import fresh
+from tests.sequence.training import packed
 from tests.support.ranks import run_ranks
 from tests.tensor.hugging_face import by_accelerator, by_trainer
-from tests.tensor.training import Trained, batches, by_tokens, in_one_process, model_of, padded
+from tests.tensor.training import Batch, Trained, batches, by_tokens, in_one_process, model_of, padded
 
 
 def largest_difference(found: Trained, plain: Trained) -> float:
@@ -31,12 +32,15 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     fresh()
     found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
     fresh()
-    found["padded"] = trainer_with_padding(root / "padded", updates=2, data_ranks=1, accumulated=3)
+    found["padded"] = against_one_process(padded(6), root / "padded", accumulated=3)
+    fresh()
+    found["packed"] = against_one_process([packed(row) for row in batches(2)], root / "packed")
     return found
 
 
-def trainer_with_padding(folder: Path, *, updates: int, data_ranks: int, accumulated: int, stage: int = 2) -> float:
-    rows = padded(updates * data_ranks * accumulated)
+def against_one_process(
+    rows: list[Batch], folder: Path, *, data_ranks: int = 1, accumulated: int = 1, stage: int = 2
+) -> float:
     plain = by_tokens(model_of("llama"), rows, together=data_ranks * accumulated)
     found = by_trainer(rows, folder, stage=stage, accumulated=accumulated, save_strategy="no")
     return largest_difference(found, plain)
@@ -60,18 +64,23 @@ def test_two_data_ranks_of_two_parts_under_trainer(tmp_path: Path) -> None:
     assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < 1e-5
 
 
-def _padded_for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str, float]:
+def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str, float]:
     found = {}
     for accumulated, stage in ((1, 2), (3, 2), (3, 3)):
         name, sizes = f"{accumulated} at stage {stage}", {"data_ranks": data_ranks, "accumulated": accumulated}
-        found[name] = trainer_with_padding(Path(folder) / name, updates=updates, stage=stage, **sizes)
-        fresh()
+        for kind, rows in rows_of(updates * data_ranks * accumulated).items():
+            found[f"{kind}, {name}"] = against_one_process(rows, Path(folder) / kind / name, stage=stage, **sizes)
+            fresh()
     return found
+
+
+def rows_of(number: int) -> dict[str, list[Batch]]:
+    return {"padded": padded(number), "packed": [packed(row) for row in batches(number)]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_ranks", [1, 2])
-def test_padding_and_accumulation_under_trainer(tmp_path: Path, data_ranks: int) -> None:
+def test_padding_packing_and_accumulation_under_trainer(tmp_path: Path, data_ranks: int) -> None:
     """20 updates; `gradient_accumulation_steps` 1 and 3."""
-    for found in run_ranks(_padded_for_long, 2 * data_ranks, str(tmp_path), data_ranks, 20, init=False, timeout_s=250):
+    for found in run_ranks(_for_long, 2 * data_ranks, str(tmp_path), data_ranks, 20, init=False, timeout_s=400):
         assert {number: difference for number, difference in found.items() if difference > 1e-5} == {}

@@ -89,7 +89,8 @@ def by_tokens(model: nn.Module, data: list[Batch], *, together: int) -> Trained:
         tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in data[start : start + together])
         total = 0.0
         for batch in data[start : start + together]:
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            inputs = {name: values for name, values in batch.items() if name != "labels"}
+            logits = model(**inputs).logits[:, :-1]
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
             (loss / tokens).backward()
             total += loss.item() / tokens
