@@ -58,6 +58,7 @@ class ParallelGroups:
         hosts: which ranks share a host.
         copies: the ranks of every shard group of this lane: as many copies of the states.
         sequences: the ranks of every sequence group.
+        tensors: the ranks of every tensor group.
     """
 
     world: Collectives
@@ -76,11 +77,17 @@ class ParallelGroups:
     hosts: Hosts
     copies: Partition
     sequences: Partition
+    tensors: Partition
 
     @property
     def replica(self) -> int:
         """Number of this rank's copy of the states."""
         return next(number for number, ranks in enumerate(self.copies) if self.world.ranks[self.world.rank] in ranks)
+
+    def place_in_lane(self, rank: int) -> int:
+        """That of the rank in this one's lane that sees the same samples as `rank` of the world."""
+        beside = next(ranks for ranks in self.tensors if rank in ranks)
+        return next(place for place, own in enumerate(self.lane.ranks) if own in beside)
 
     def is_first_copy(self, *, per_host: bool) -> bool:
         """Whether this rank's copy of the states is the first, or with `per_host` the first that lies on its hosts;
@@ -112,6 +119,7 @@ class ParallelGroups:
             hosts=hosts or Hosts.one(world.size),
             copies=(world.ranks,),
             sequences=tuple((rank,) for rank in world.ranks),
+            tensors=tuple((rank,) for rank in world.ranks),
         )
 
 
@@ -216,6 +224,7 @@ def parallel_groups(
     world = group(whole)
     alone: Partition = tuple((rank,) for rank in whole[0])
     sequences = alone if sequences is None else sequences
+    tensors = alone if tensors is None else tensors
     lane = world if lanes is None else group(lanes)
     return ParallelGroups(
         world=world,
@@ -227,11 +236,12 @@ def parallel_groups(
         access_world=group(whole if lanes is None else lanes, Channel.ACCESS),
         sequence=group(sequences, Channel.SEQUENCE),
         data=lane if across(sequences) == whole else group(across(sequences)),
-        tensor=group(alone if tensors is None else tensors, Channel.TENSOR),
+        tensor=group(tensors, Channel.TENSOR),
         lane=lane,
         host=group(cut.host),
         across_hosts=group(cut.across_hosts),
         hosts=known,
         copies=cut.shard if lanes is None else (lane.ranks,),
         sequences=sequences,
+        tensors=tensors,
     )

@@ -108,7 +108,7 @@ def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = Non
 
 @torch.no_grad()
 def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None:
-    collectives, parts = handles[0].groups.access_world, handles[0].groups.tensor.size
+    groups = handles[0].groups
     for handle in handles:
         values = handle.parameter.data
         if values.shape != handle.shape or values.dtype != handle.shard.dtype:
@@ -120,7 +120,8 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
             )
         if not values.is_contiguous():
             handle.show(values.contiguous())
-    if collectives.size > 1:  # with tensor parallelism among the ranks that hold the same part
-        collectives.broadcast([handle.parameter.data for handle in handles], source=modifier_rank // parts)
+    if groups.access_world.size > 1:
+        source = groups.place_in_lane(modifier_rank)
+        groups.access_world.broadcast([handle.parameter.data for handle in handles], source=source)
     for handle in handles:
         handle.write(handle.parameter.data)

@@ -283,9 +283,8 @@ class _Sharder:
         else:
             raise ValueError(f"the plan has style {style} for a parameter ({own}), which is known for layers only")
         extent = parameter.shape[dim] // packed
-        unit = (
-            _GROUPED if parameter.dim() > 2 and extent % _GROUPED == 0 and extent >= _GROUPED * self._group.size else 1
-        )
+        in_groups = parameter.dim() > 2 and extent % _GROUPED == 0 and extent >= _GROUPED * self._group.size
+        unit = _GROUPED if in_groups else 1
         self._keep(parameter, dim, even(parameter.shape[dim], self._group.size, unit=unit, packed=packed))
 
     def _cut(self, module: nn.Module, intervals: Intervals, *, of_outputs: bool) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hf_zero.comm.groups import Cut
 from hf_zero.comm.hosts import Hosts, across, consecutive, group_of
+from tests.support.in_process import InProcessWorld
 
 TWO_HOSTS = Hosts((0, 0, 1, 1))
 
@@ -86,3 +87,16 @@ def test_every_rank_is_in_one_group_of_each_kind(named: list[int], size: int) ->
 def test_groups_and_the_groups_across_them() -> None:
     groups = consecutive(range(6), 3)
     assert groups == ((0, 1, 2), (3, 4, 5)) and across(groups) == ((0, 3), (1, 4), (2, 5))
+
+
+def test_places_in_lanes_follow_tensor_groups_that_are_no_neighbours() -> None:
+    world = InProcessWorld(4)
+    tensors = ((0, 3), (2, 1))
+
+    def body(rank: int) -> tuple[tuple[int, ...], list[int]]:
+        groups = world.parallel_groups(None, None, None, tensors)
+        return groups.lane.ranks, [groups.place_in_lane(other) for other in range(4)]
+
+    for lane, places in world.run(body):
+        beside = [next(ranks for ranks in tensors if other in ranks) for other in range(4)]
+        assert [lane[place] in ranks for place, ranks in zip(places, beside, strict=True)] == [True] * 4
