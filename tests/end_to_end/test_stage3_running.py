@@ -50,6 +50,7 @@ def run_flat(rank: int) -> tuple[list[int], list[int], list[int]]:
     return levels, kept, objects
 
 
+@pytest.mark.slow  # tests/step has it for the engine alone
 def test_memory_is_flat_over_200_steps() -> None:
     """Memory grew from step to step until the job died, hours later."""
     largest = max(p.numel() for p in tiny_llama().parameters())

@@ -84,7 +84,7 @@ def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
     assert finished.output.count("trained") == 2
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_one_rank_raising_ends_all(stage: int, tmp_path: Path) -> None:
     finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, with_stage(stage)), 1], processes=3, timeout_s=TIMEOUT_S)
     assert_refused(finished, "a fault in the user's model", error="RuntimeError")
@@ -111,6 +111,7 @@ def trainer_words(folder: Path, config: Any, *more: str) -> list[str]:
             },
             r"offload_param",
             id="not-at-this-stage",
+            marks=pytest.mark.slow,
         ),
         pytest.param(Case(stage=9).ds_config, "stage", id="unknown-stage", marks=pytest.mark.slow),
     ],

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.sites import Site
 
 SCRIPT = """
@@ -94,6 +96,7 @@ def test_scenario_1_other_entries_beside_the_file(full: Site, tmp_path: Path) ->
     assert "but:  offload_param_device = 'cpu'  [accelerate config file]" in output
 
 
+@pytest.mark.slow  # as the file in test_launch_flag.py
 def test_scenario_2_the_file_alone(full: Site, tmp_path: Path) -> None:
     code, output = launched(full, tmp_path, FILE_ALONE, FIXED)
     assert code == 0, output

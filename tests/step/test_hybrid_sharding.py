@@ -102,8 +102,8 @@ def in_threads(hosts: int, body: Callable[..., T], *given: Any) -> list[T]:
     [
         (1, 2, 1, 0.0, 4),
         (2, 1, 2, CLIP, 4),
-        (3, 2, 1, 0.0, 4),
         (3, 2, 2, CLIP, 4),
+        pytest.param(3, 2, 1, 0.0, 4, marks=pytest.mark.slow),
         *(
             pytest.param(stage, hosts, accumulation, 0.0 if stage == 3 else CLIP, STEPS, marks=pytest.mark.slow)
             for stage in (1, 2, 3)

@@ -124,7 +124,7 @@ def run_memory(rank: int, cases: list[tuple[int, bool]]) -> list[Levels]:
     return levels
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_model_states_are_those_of_the_zero_formula(world: int) -> None:
     """Parameters + gradients + optimizer (master and two moments): ZeRO paper, section 3."""
     formula = {

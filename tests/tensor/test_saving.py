@@ -62,8 +62,9 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
     return found
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), (0, 2, 3)):
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)])
+def test_checkpoints(tmp_path: Path, stages: tuple[int, ...]) -> None:
+    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), stages):
         assert {name: difference for name, difference in found.items() if difference > 1e-6} == {}
 
 
