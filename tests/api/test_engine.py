@@ -314,7 +314,7 @@ def test_arguments_are_checked_before_anything_happens() -> None:
         initialize(config=config())
     with pytest.raises(ConfigError, match="no config was given"):
         initialize(model=AwkwardMLP())
-    with pytest.raises(NotImplementedError, match="only data and sequence parallelism"):
+    with pytest.raises(NotImplementedError, match="object has neither get_sequence_parallel_group"):
         initialize(model=AwkwardMLP(), config=config(), mpu=object())
     with pytest.raises(ConfigError, match=r'"SGDD"|SGDD'):
         initialize(model=AwkwardMLP(), config=config(optimizer={"type": "SGDD", "params": {}}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger, process_group
+from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger, process_group, uncompiled
 from hf_zero.comm.collectives import LoneCollectives, own_shard
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
@@ -139,3 +139,23 @@ def test_contradictory_launcher_variables_are_named(
     monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have made a world of one
     with mock.patch.dict(os.environ, environment, clear=True), pytest.raises(ValueError, match=r"RANK=.*WORLD_SIZE="):
         init_distributed()
+
+
+def test_what_meets_other_ranks_is_never_traced() -> None:
+    """Also where it ran before the compiler was loaded."""
+
+    @uncompiled
+    def meet(values: Tensor) -> Tensor:
+        return torch.sin(values)
+
+    traced: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        traced.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    values = torch.ones(2)
+    meet(values)
+    compiled = torch.compile(lambda values: torch.tan(meet(torch.cos(values))), backend=backend)
+    assert torch.equal(compiled(values), torch.tan(torch.sin(torch.cos(values))))
+    assert traced == [torch.cos, torch.tan]

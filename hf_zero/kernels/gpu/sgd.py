@@ -38,8 +38,9 @@ def _sgd(  # type: ignore[no-untyped-def]
             g = b
     p -= lr * g
     store_rounded(weight, offsets, p, mask, seed)
-    if buffer is not None and seed is None:
-        tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
+    if buffer is not None:
+        if seed is None:
+            tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
     if lp_param is not None:
         store_rounded(lp_param, offsets, p, mask, seed)
 
