@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shape
+from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.tensor import layers
 from hf_zero.tensor.adapters import (
@@ -324,7 +325,7 @@ class _Sharder:
             layers.row_parallel(layer, self._group, sizes)
 
     def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
-        keep_part(parameter, TensorPart(self._group, tuple(parameter.shape), dim, intervals))
+        keep_part(parameter, TensorPart(self._group, Cut(tuple(parameter.shape), dim, intervals)))
 
 
 def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:

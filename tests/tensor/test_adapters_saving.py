@@ -44,13 +44,13 @@ def difference(found: Trained, plain: Trained) -> float:
     return max(*weights, *(abs(a - b) for a, b in zip(found.losses, plain.losses, strict=True)))
 
 
-def _engine(model: nn.Module, stage: int) -> Any:
+def _engine(model: nn.Module, stage: int, tensor: int = 2) -> Any:
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_with(stage, 2, zero_optimization=zero))[
-        0
-    ]
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config_with(stage, tensor, zero_optimization=zero)
+    )[0]
 
 
 def _train(engine: Any, data: list[Any]) -> list[float]:
@@ -83,6 +83,12 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
         second = _engine(model, stage)
         assert second.load_checkpoint(str(root))[0]
         resumed = _train(second, data[2:])
+        alone = _engine(model, stage, tensor=1)
+        assert alone.load_checkpoint(str(root))[0]
+        again = alone.module_state_dict()
+        found[f"whole matrices, stage {stage}"] = max(
+            (again[name] - value).abs().max().item() for name, value in plain.weights.items()
+        )
         found[f"resumed, stage {stage}"] = max(abs(a - b) for a, b in zip(went_on, resumed, strict=True))
     return found
 
