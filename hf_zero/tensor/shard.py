@@ -36,17 +36,34 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
         if before != group.ranks:
             raise ValueError(f"the model has already been cut for ranks {before}, and now is to be for {group.ranks}")
         return
+    plan = _plan_without_adapters(model)
+    _send_values(model, group, device)
+    _cut(model, plan, group)
+    cut = [name for name, parameter in model.named_parameters() if part_of(parameter) is not None]
+    logger.info("tensor parallelism: %d parameters are cut for %d ranks", len(cut), group.size)
+
+
+def cut_model(model: nn.Module, group: Collectives) -> None:
+    """The same without sending anything: of a model on the meta device, for those who want to know its parts.
+
+    Raises:
+        ValueError: it cannot be cut for so many ranks.
+    """
+    _cut(model, _plan_without_adapters(model), group)
+
+
+def _plan_without_adapters(model: nn.Module) -> dict[str, str]:
     if hasattr(model, "get_base_model"):
         raise ValueError(
             "tensor parallelism cuts models without adapters only: PEFT's layers stand around matrices that are cut; "
             "remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
         )
-    plan = plan_of(model)
-    _send_values(model, group, device)
+    return plan_of(model)
+
+
+def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
     _Sharder(model, plan, group).run()
     vars(model)[_SHARDED] = group.ranks
-    cut = [name for name, parameter in model.named_parameters() if part_of(parameter) is not None]
-    logger.info("tensor parallelism: %d parameters are cut for %d ranks", len(cut), group.size)
 
 
 @torch.no_grad()
