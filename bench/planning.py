@@ -4,7 +4,8 @@
 
 Every run trains a Llama on 2 gloo ranks of this machine for a few steps in a process of its own. Model states are read
 from the engine; the peak is that of memory which no file backs, with the rank's own shared blocks, over what was there
-after imports and a first small step (libraries keep workspaces). glibc is told to give back what is freed: with its
+after imports and a step in plain PyTorch (libraries keep workspaces). It is the larger rank's, in the median of rounds:
+of a drive's buffers more are in use at one time, fewer at another. glibc is told to give back what is freed: with its
 defaults holes in the heap stay on top, which `plan` leaves room for (`hf_zero.planning.machine.HOLES`).
 
 Artificial limits of memory then stand for smaller machines: is what `plan` takes for each of them the fastest of the
@@ -126,7 +127,7 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     stage, optimizer, checkpointing = WAYS[way]
     torch.manual_seed(0)
     config = _ds_config(folder, size, stage, optimizer, nvme)
-    wake_libraries()
+    wake_libraries(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)), size)
     gc.collect()
     trim()
     before = anonymous_bytes()
@@ -164,17 +165,15 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     engine.destroy()
 
 
-def wake_libraries() -> None:
-    """What libraries keep from their first call on is no part of any model: above all room for packed matrices."""
+def wake_libraries(model: Any, size: Size) -> None:
+    """What libraries keep from their first call on is no part of any training: room for packed matrices and, on
+    processors with bf16, the code that oneDNN makes for every shape. So there is a step of the same shapes before."""
     import torch
 
-    torch.ones(512, 1024) @ torch.ones(1024, 8192)
-    for dtype in (torch.float32, torch.bfloat16):
-        layer = torch.nn.Linear(64, 64, dtype=dtype)
-        loss = torch.nn.functional.cross_entropy(layer(torch.ones(8, 64, dtype=dtype)).float(), torch.zeros(8).long())
-        loss.backward()
-        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-        optimizer.step()
+    model = model.to(torch.bfloat16 if size.precision == "bf16" else torch.float32).train()
+    tokens = torch.zeros(size.batch, size.length, dtype=torch.long)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
 def _ds_config(folder: str, size: Size, stage: int, optimizer: str | None, nvme: str) -> dict[str, Any]:
@@ -274,7 +273,8 @@ def _run(name: str, way: str, estimate: Any, rounds: Sequence[Sequence[dict[str,
         "measured": {
             "states": max(sum(rank["states"].values()) for rank in ranks),
             "by_kind": ranks[0]["states"],
-            "peak": max(rank["peak"] for rank in ranks),
+            "peak": median(max(rank["peak"] for rank in each) for each in rounds),
+            "peaks": [max(rank["peak"] for rank in each) for each in rounds],
             "shared": max(rank["shared"] for rank in ranks),
             "imports": max(rank["imports"] for rank in ranks),
             "cpu_s": [max(rank["cpu_s"] for rank in each) for each in rounds],

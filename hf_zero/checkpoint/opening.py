@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +14,10 @@ from hf_zero.checkpoint.deepspeed.read_whole import Shapes, read_stage_0, read_u
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.durable import Written
 from hf_zero.checkpoint.manifest import check_content, files_to_check, intact_alternatives
+from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives
+from hf_zero.layout.cuts import Cut
 
 T = TypeVar("T")
 
@@ -34,7 +36,39 @@ def open_checkpoint(
     Raises:
         CheckpointError: naming the file that is missing, damaged, foreign or not part of one checkpoint.
     """
-    return view_of(find(directory, tag), groups)
+    folders = find(directory, tag)
+    if len(folders) == 1:
+        return view_of(folders[0], groups)
+    return joined([view_of(folder) for folder in folders], with_optimizer=False)
+
+
+def view_of_part(
+    folders: Sequence[Folder],
+    groups: Sequence[Shapes] | None,
+    cuts: Mapping[str, Cut],
+    tensor: Collectives,
+    *,
+    with_optimizer: bool = True,
+) -> CheckpointView:
+    """What this rank of a tensor group holds of a checkpoint, however many ranks per tensor group have written it.
+
+    Args:
+        folders: as `find` returns them.
+        groups: as for `open_checkpoint`, with the shapes of this rank's parts.
+        cuts: how the model's parameters are cut; empty without tensor parallelism.
+        tensor: the ranks that hold the other parts.
+
+    Raises:
+        CheckpointError: it cannot be put together, or is of another model.
+    """
+    if len(folders) == tensor.size:
+        view = view_of(folders[tensor.rank], groups)
+        if tensor.size == 1 or saved_cuts(view) in (None, cuts):
+            return view
+    shapes = groups and [{name: cuts[name].shape if name in cuts else s for name, s in g.items()} for g in groups]
+    views = [view_of(folder, shapes if len(folders) == 1 else None) for folder in folders]
+    whole = views[0] if len(views) == 1 else joined(views, with_optimizer=with_optimizer)
+    return in_parts(whole, cuts, tensor.rank, with_optimizer=with_optimizer) if cuts else whole
 
 
 def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> CheckpointView:

@@ -35,6 +35,7 @@ from hf_zero.checkpoint.shard_states import (
     summarise,
 )
 from hf_zero.checkpoint.subject import ModelSubject, Subject
+from hf_zero.checkpoint.tensor_ranks import tensor_parts_for_file
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.layout.partitions import (
     GroupPartition,
@@ -322,8 +323,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     has_masters = any(sub_group.lp_param is not None for sub_group in own)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
-    name = ds.model_file(0, 0, subject.tensor_rank)
-    return {name: {**model_states(run, weights, in_order, optimizer), ds.HF_ZERO: ours(part)}}
+    return {ds.model_file(0, 0, subject.tensor_rank): model_states(run, weights, in_order, optimizer, ours(part))}
 
 
 def _whole_state(subject: Subject, master: Tensor, state: Mapping[str, Any]) -> GroupState:
@@ -346,7 +346,7 @@ def model_files_of(
     if not subject.writes or (subject.stage < 3 and not writes_shared_file):
         return {}
     name = ds.model_file(subject.groups.shard.rank, subject.stage, subject.tensor_rank)
-    return {name: {**model_states(run, weights, []), ds.HF_ZERO: {ds.MANIFEST_KEY: True}}}
+    return {name: model_states(run, weights, [], ours={ds.MANIFEST_KEY: True})}
 
 
 def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
@@ -370,6 +370,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
         frozen=None
         if exclude_frozen and not frozen
         else {name: _fragment(p, rank, world) if sharded else p.detach() for name, p in frozen.items()},
+        tensor_parts=tensor_parts_for_file(subject.module),
     )
 
 

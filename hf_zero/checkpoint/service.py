@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_lates
 from hf_zero.checkpoint.deepspeed.states import RunState
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
-from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of
+from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of_part
 from hf_zero.checkpoint.save import files_of, model_files_of
 from hf_zero.checkpoint.subject import ModelSubject, Subject
+from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
@@ -145,15 +146,14 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
         return None
     with ledger.phase("checkpoint"):
         try:
-            parts = subject.tensor_rank, subject.groups.tensor.size
-            folder = together(lambda: list_files(root / str(tag), str(tag), parts), collectives)
-            check_together(folder, collectives)
-            plan = together(lambda: _plan(subject, folder, request), collectives)
+            folders = together(lambda: list_files(root / str(tag), str(tag)), collectives)
+            check_together(folders[0], collectives)
+            plan = together(lambda: _plan(subject, folders, request), collectives)
         except CheckpointError as error:
             raise name_alternative(error, root, str(tag), collectives) from error
         apply(subject, plan)
         _check_drives(subject)
-    logger.info("checkpoint %s (stage %d, %d ranks) is loaded", folder.path, plan.view.stage, plan.view.world)
+    logger.info("checkpoint %s (stage %d, %d ranks) is loaded", folders[0].path, plan.view.stage, plan.view.world)
     return plan.view
 
 
@@ -164,8 +164,10 @@ def _latest(root: Path, policy: CheckpointPolicy) -> str | None:
     return tag_in_latest(root)
 
 
-def _plan(subject: ModelSubject, folder: Folder, request: LoadRequest) -> LoadPlan:
-    view = view_of(folder, subject.group_shapes() if isinstance(subject, Subject) else None)
+def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest) -> LoadPlan:
+    shapes = subject.group_shapes() if isinstance(subject, Subject) else None
+    tensor, wants_states = subject.groups.tensor, request.optimizer and isinstance(subject, Subject)
+    view = view_of_part(folders, shapes, cuts_of(subject.module), tensor, with_optimizer=wants_states)
     return plan_load(subject, view, strict=request.strict, with_optimizer=request.optimizer)
 
 

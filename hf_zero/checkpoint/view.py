@@ -6,14 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder
-from hf_zero.checkpoint.files.stream import Streamed, fill
+from hf_zero.checkpoint.files.stream import Parts, Streamed, fill
 from hf_zero.checkpoint.whole_states import ShardKey
 from hf_zero.layout.reshard import Extent
 
@@ -35,19 +35,29 @@ class Pieces:
     """Where one whole tensor lies: 1-D parts that follow one another, in `shape`."""
 
     shape: tuple[int, ...]
-    parts: tuple[Tensor, ...]
+    parts: Parts
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype if self.parts else torch.float32
+        return next((part.dtype for part in self.parts), torch.float32)
 
     def to_stream(self, dtype: torch.dtype | None = None) -> Streamed:
         return Streamed(dtype or self.dtype, self.shape, self.parts)
 
 
+class Elements(Protocol):
+    """All state of one kind of all trainable parameters."""
+
+    def parts(self, parameter: int, start: int, stop: int) -> Iterable[Tensor]:
+        """The elements [start, stop) of one parameter: 1-D tensors that follow one another."""
+
+    def whole(self, parameter: int, numel: int) -> Parts:
+        """All `numel` elements of one parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateElements:
-    """All state of one kind of all trainable parameters: extents of elements in mapped tensors."""
+    """Extents of elements in mapped tensors."""
 
     extents: Mapping[int, Sequence[Extent]]  # by parameter, in order
     buffers: Mapping[tuple[int, int], Tensor]  # by (rank, buffer)
@@ -61,6 +71,9 @@ class StateElements:
                 buffer = self.buffers[extent.rank, extent.buffer]
                 found.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
         return found
+
+    def whole(self, parameter: int, numel: int) -> Parts:
+        return tuple(self.parts(parameter, 0, numel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,7 @@ class CheckpointView:
     buffers: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     groups: tuple[Group, ...]
-    elements: Mapping[str, StateElements]
+    elements: Mapping[str, Elements]
     meta: Mapping[str, Any]
     scaler: Mapping[str, Any] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -112,7 +125,7 @@ class CheckpointView:
     def read(self, name: str, state: str = MASTER, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of one parameter's state, 1-D, in memory."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
-        parts = self.elements[state].parts(self.indices[name], start, stop)
+        parts = list(self.elements[state].parts(self.indices[name], start, stop))
         return torch.cat(parts) if parts else torch.empty(0)
 
     def read_into(self, target: Tensor, name: str, state: str = MASTER, start: int = 0) -> None:
@@ -122,7 +135,7 @@ class CheckpointView:
     def master(self, name: str) -> Pieces:
         """A trainable parameter's weights in update precision."""
         shape = self.shapes[name]
-        return Pieces(tuple(shape), tuple(self.elements[MASTER].parts(self.indices[name], 0, math.prod(shape))))
+        return Pieces(tuple(shape), self.elements[MASTER].whole(self.indices[name], math.prod(shape)))
 
     def client_state(self) -> dict[str, Any]:
         """What `load_checkpoint` returns to its caller."""

@@ -9,49 +9,36 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.layout import Interval
+from hf_zero.layout.cuts import Cut
 
 _PART = "_hf_zero_tensor_part"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """How a parameter is cut along one of its dimensions. Parts need not be equal, and may lie in several pieces.
-
-        q, k and v in one matrix, 2 ranks          q q k k v v
-            of rank 0                              q   k   v
+    """What this rank holds of a parameter, beside other ranks.
 
     Attributes:
         group: the ranks that hold the parts.
-        shape: of the whole parameter.
-        dim: the dimension that is cut.
-        intervals: of every rank: what it holds along `dim`, in ascending order.
+        cut: which rank holds what.
     """
 
     group: Collectives
-    shape: tuple[int, ...]
-    dim: int
-    intervals: tuple[tuple[Interval, ...], ...]
+    cut: Cut
 
     def of(self, whole: Tensor, rank: int | None = None) -> Tensor:
         """A copy of what a rank (default this one) holds of `whole`."""
-        mine = self.intervals[self.group.rank if rank is None else rank]
-        return torch.cat([whole.narrow(self.dim, piece.start, piece.numel) for piece in mine], dim=self.dim)
-
-    def part_shape(self, rank: int) -> tuple[int, ...]:
-        shape = list(self.shape)
-        shape[self.dim] = sum(piece.numel for piece in self.intervals[rank])
-        return tuple(shape)
+        return torch.cat(self._places(whole, self.group.rank if rank is None else rank), dim=self.cut.dim)
 
     @torch.no_grad()
     def whole(self, part: Tensor) -> Tensor:
         """The parameter from what all ranks hold of it. Collective."""
-        shapes = [self.part_shape(rank) for rank in range(self.group.size)]
+        shapes = [self.cut.part_shape(rank) for rank in range(self.group.size)]
         row = max(torch.Size(shape).numel() for shape in shapes)
         flat = torch.zeros(self.group.size, row, dtype=part.dtype, device=part.device)
         flat[self.group.rank, : part.numel()] = part.detach().reshape(-1)
         self.group.all_gather(flat.view(-1)).wait()
-        found = part.new_empty(self.shape)
+        found = part.new_empty(self.cut.shape)
         for rank, shape in enumerate(shapes):
             theirs = flat[rank, : torch.Size(shape).numel()].view(shape)
             for place, values in zip(self._places(found, rank), self._pieces(theirs, rank), strict=True):
@@ -59,10 +46,10 @@ class TensorPart:
         return found
 
     def _places(self, whole: Tensor, rank: int) -> list[Tensor]:
-        return [whole.narrow(self.dim, piece.start, piece.numel) for piece in self.intervals[rank]]
+        return [whole.narrow(self.cut.dim, piece.start, piece.numel) for piece in self.cut.intervals[rank]]
 
     def _pieces(self, part: Tensor, rank: int) -> list[Tensor]:
-        return list(part.split([piece.numel for piece in self.intervals[rank]], dim=self.dim))
+        return list(part.split([piece.numel for piece in self.cut.intervals[rank]], dim=self.cut.dim))
 
 
 @torch.no_grad()
@@ -87,4 +74,4 @@ def whole_value(parameter: Tensor, values: Tensor) -> Tensor:
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Of all its parts together."""
     part = part_of(parameter)
-    return tuple(parameter.shape) if part is None else part.shape
+    return tuple(parameter.shape) if part is None else part.cut.shape

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
-from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of
+from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shape
+from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.tensor import layers
 from hf_zero.tensor.exchange import enter, split
@@ -316,7 +317,7 @@ class _Sharder:
             setattr(module, name, size)
 
     def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
-        keep_part(parameter, TensorPart(self._group, tuple(parameter.shape), dim, intervals))
+        keep_part(parameter, TensorPart(self._group, Cut(tuple(parameter.shape), dim, intervals)))
 
 
 def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:
@@ -344,12 +345,10 @@ def _sizes(intervals: Intervals) -> list[int]:
 
 
 def _outputs(module: Any) -> int:
-    part = part_of(module.weight)
-    shape = module.weight.shape if part is None else part.shape
+    shape = whole_shape(module.weight)
     return int(shape[0] if isinstance(module, nn.Linear) else shape[1])
 
 
 def _inputs(module: Any) -> int:
-    part = part_of(module.weight)
-    shape = module.weight.shape if part is None else part.shape
+    shape = whole_shape(module.weight)
     return int(shape[1] if isinstance(module, nn.Linear) else shape[0])

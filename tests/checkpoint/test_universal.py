@@ -40,7 +40,7 @@ def universal(tmp_path: Path) -> tuple[Path, Contents]:
 
 def test_every_state_is_read(universal: tuple[Path, Contents]) -> None:
     folder, contents = universal
-    check_together(find(folder.parent, folder.name), LoneCollectives())
+    check_together(*find(folder.parent, folder.name), LoneCollectives())
     view = open_checkpoint(folder.parent, folder.name)
     for name, value in contents.trainable.items():
         assert torch.equal(view.read(name), value.flatten())
@@ -65,7 +65,7 @@ def test_a_flipped_byte_is_named(universal: tuple[Path, Contents], name: str) ->
     data[data.rindex(b"PK\x01\x02") // 2] ^= 4
     (folder / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=name):
-        check_together(find(folder.parent, folder.name), LoneCollectives())
+        check_together(*find(folder.parent, folder.name), LoneCollectives())
 
 
 # Writing the form

@@ -13,6 +13,7 @@ from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shap
 from hf_zero.config import ConfigError, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.layout import Interval
+from hf_zero.layout.cuts import Cut
 from hf_zero.tensor.batches import check_first_batch, digest
 from hf_zero.tensor.exchange import enter, gather, leave, split
 from hf_zero.tensor.extents import Heads, even, heads
@@ -54,7 +55,7 @@ class Second(LoneCollectives):
 
 def test_a_parameter_in_parts() -> None:
     whole = torch.arange(24.0).view(6, 4)
-    part = TensorPart(Second(), (6, 4), 0, even(6, 2, packed=3))
+    part = TensorPart(Second(), Cut((6, 4), 0, even(6, 2, packed=3)))
     parameter = nn.Parameter(whole.clone())
     keep_part(parameter, part)
     assert part_of(parameter) is part and whole_shape(parameter) == (6, 4)

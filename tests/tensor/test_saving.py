@@ -9,10 +9,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from hf_zero.checkpoint import CheckpointError
+from hf_zero.comm.tensor_parts import whole_value
 from hf_zero.config import ConfigError
+from hf_zero.zero_to_fp32 import main as zero_to_fp32
 from tests.support.ranks import run_ranks
 from tests.tensor.training import RATE, batches, config_of, config_with, in_one_process, model_of
 
@@ -56,9 +59,6 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
             assert second.load_checkpoint(str(root))[0]
         resumed = _train(second, data[2:])
         found[f"resumed, stage {stage}"] = max(abs(a - b) for a, b in zip(went_on, resumed, strict=True))
-        alone = _engine("uneven", config_with(stage, 1))
-        with pytest.raises(CheckpointError, match="2 rank.s. per tensor group, and is to be read with 1"):
-            alone.load_checkpoint(str(root))
     return found
 
 
@@ -66,6 +66,65 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
 def test_checkpoints(tmp_path: Path, stages: tuple[int, ...]) -> None:
     for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), stages):
         assert {name: difference for name, difference in found.items() if difference > 1e-6} == {}
+
+
+SIZES = ((2, 3, "uneven"), (2, 1, "gpt2"), (1, 2, "mixtral"), (4, 0, "uneven"))  # ranks per tensor group, stage, model
+
+
+def _states(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters and moments of whole parameters, by name and kind."""
+    module = engine.module
+    found = {}
+    for name, parameter in module.named_parameters():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            values = deepspeed.utils.safe_get_full_optimizer_state(parameter, kind)
+            found[f"{name} {kind}"] = whole_value(parameter, values.view(parameter.shape))
+        values = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        found[name] = whole_value(parameter, values.view(parameter.shape))
+    return found
+
+
+def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str], loads: list[int]) -> None:
+    size, stage, kind = saves
+    data, root = batches(8), Path(folder)
+
+    def of_rank(ranks_per_group: int, number: int) -> list[Any]:
+        """Batches for one more update."""
+        data_ranks = 4 // ranks_per_group
+        return data[number * data_ranks + rank // ranks_per_group : (number + 1) * data_ranks : data_ranks]
+
+    first = _engine(kind, config_with(stage, size))
+    _train(first, of_rank(size, 0))
+    _train(first, of_rank(size, 1))
+    first.save_checkpoint(str(root))
+    expected = _states(first)
+    for other in loads:
+        engine = _engine(kind, config_with(3 if other == 4 else 1, other))
+        engine.load_checkpoint(str(root))
+        found = _states(engine)
+        assert {name: values for name, values in found.items() if not torch.equal(values, expected[name])} == {}
+        assert engine.global_steps == 2
+        _train(engine, data[rank // other : 4 : 4 // other][:1])
+    if rank == 0:
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(root))
+        weights.pop("lm_head.weight" if kind == "gpt2" else "", None)  # the embedding once more
+        assert {name for name, values in weights.items() if not torch.equal(values, expected[name])} == set()
+        assert zero_to_fp32([str(root), str(root / "whole.safetensors")]) == 0
+        loaded = load_file(root / "whole.safetensors")
+        assert {name for name, values in weights.items() if not torch.equal(values, loaded[name])} == set()
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        (SIZES[0], [1, 4]),
+        *(pytest.param(saves, [1, 2, 4], marks=pytest.mark.slow) for saves in SIZES[1:]),
+        pytest.param((2, 3, "phi3"), [4, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_go_on_with_other_parts(tmp_path: Path, saves: tuple[int, int, str], loads: list[int]) -> None:
+    """Masters and both moments to the bit, at any stage and number of data ranks; whole weights out of the files."""
+    run_ranks(_resumes_at_other_sizes, 4, str(tmp_path), saves, loads)
 
 
 def _gathers(rank: int, folder: str) -> tuple[float, float, bool]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.deepspeed import keys as ds
@@ -17,7 +18,8 @@ _MAX_TAG_BYTES = 4096
 class Folder:
     """One checkpoint: the folder of its tag and the state files in it, by rank.
 
-    `model_files` has the single key 0 where all ranks share one file (stages 0 to 2).
+    `model_files` has the single key 0 where all ranks share one file (stages 0 to 2). Where ranks hold parts of
+    matrices, the files are those of the ranks that hold the same parts, and there is a `Folder` for each part.
     """
 
     path: Path
@@ -28,8 +30,8 @@ class Folder:
     is_universal: bool
 
 
-def find(directory: str | os.PathLike[str], tag: str | None = None) -> Folder:
-    """The checkpoint `tag` in `directory`, by default the one that `latest` names.
+def find(directory: str | os.PathLike[str], tag: str | None = None) -> Sequence[Folder]:
+    """The checkpoint `tag` in `directory`, by default the one that `latest` names; of every tensor rank.
 
     `directory` may also be the folder of a tag itself.
 
@@ -80,21 +82,15 @@ def _plain_tag(path: Path, content: bytes) -> str:
     return tag
 
 
-def list_files(path: Path, tag: str, parts: tuple[int, int] = (0, 1)) -> Folder:
-    """The state files in the folder of one tag; all those that its manifest lists are there in full size.
-
-    Args:
-        parts: of tensor-parallel training: whose parts of matrices are wanted, of how many.
-    """
+def list_files(path: Path, tag: str) -> Sequence[Folder]:
+    """The state files in the folder of one tag, by tensor rank; all those that its manifest lists are there in full
+    size."""
     if not path.is_dir():
         raise CheckpointError(path, f"there is no checkpoint with the tag {tag!r}", _other_tags(path.parent))
     if (path / ds.UNIVERSAL_FOLDER).is_dir():
-        _check_tensor_size(path, 1, parts[1])
-        return _universal(path, tag)
+        return [_universal(path, tag)]
     files_to_check(path)  # knows which file is missing; what follows only sees that some are not there
-    model: dict[int, Path] = {}
-    optimizer: dict[int, Path] = {}
-    shared, tensor_ranks = False, set()
+    folders: dict[int, Folder] = {}
     for entry in sorted(path.iterdir()):
         if not entry.name.endswith((ds.MODEL_SUFFIX, ds.OPTIMIZER_SUFFIX)):
             continue
@@ -106,30 +102,19 @@ def list_files(path: Path, tag: str, parts: tuple[int, int] = (0, 1)) -> Folder:
                 "belong here",
                 "convert the checkpoint with the program that wrote it, or move the stray file away",
             )
-        tensor_ranks.add(parsed.mp_rank)
-        if parsed.mp_rank != parts[0]:
-            continue
-        files = model if parsed.kind == "model" else optimizer
+        is_shared = parsed.kind == "model" and parsed.rank is None
+        folder = folders.setdefault(parsed.mp_rank, Folder(path, tag, {}, {}, True, False))
+        if is_shared:
+            folders[parsed.mp_rank] = folder = replace(folder, model_file_per_rank=False)
+        files = folder.model_files if parsed.kind == "model" else folder.optimizer_files
         rank = parsed.rank or 0
         if rank in files:
             raise CheckpointError(entry, f"stands for the same rank as {files[rank].name}", "remove the stray file")
         files[rank] = entry
-        shared = shared or (parsed.kind == "model" and parsed.rank is None)
-    if tensor_ranks:
-        _check_tensor_size(path, max(tensor_ranks) + 1, parts[1])
-    folder = Folder(path, tag, model, optimizer, not shared, False)
-    _check_ranks(folder)
-    return folder
-
-
-def _check_tensor_size(path: Path, saved: int, wanted: int) -> None:
-    if saved != wanted:
-        raise CheckpointError(
-            path,
-            f"was written with {saved} rank(s) per tensor group, and is to be read with {wanted}: parts of matrices "
-            "are not put together from a checkpoint",
-            f"set tensor_parallel.autotp_size to {saved}, or start from whole weights (save_16bit_model, save_model)",
-        )
+    found = [folders.get(rank, Folder(path, tag, {}, {}, True, False)) for rank in range(max(folders, default=0) + 1)]
+    for folder in found:
+        _check_ranks(folder)
+    return found
 
 
 def _universal(path: Path, tag: str) -> Folder:

@@ -102,6 +102,7 @@ STEPS = "steps"
 WHOLE_STATES = "whole_states"
 SHARD_STATES = "shard_states"
 GRADIENT_ERRORS = "gradient_errors"
+TENSOR_PARTS = "tensor_parts"
 MANIFEST_KEY = "manifest"
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")

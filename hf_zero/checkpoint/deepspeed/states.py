@@ -46,6 +46,7 @@ class ModelWeights:
         shared: second names of tied parameters -> first names.
         frozen_shapes, frozen: parameters that are not trained: whole, or this rank's shard at stage 3. None leaves
             them out of the file (`exclude_frozen_parameters`).
+        tensor_parts: how parameters are cut of which this file has parts; see `tensor_ranks`.
     """
 
     module: Mapping[str, Content]
@@ -53,6 +54,7 @@ class ModelWeights:
     shared: Mapping[str, str]
     frozen_shapes: Shapes | None
     frozen: Mapping[str, Content] | None
+    tensor_parts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def model_states(
     weights: ModelWeights,
     group_shapes: Sequence[Shapes] | None,
     optimizer: Mapping[str, Any] | None = None,
+    ours: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Content of a model file.
 
@@ -109,7 +112,9 @@ def model_states(
         group_shapes: trainable parameters in the order in which they lie in the optimizer files, one dictionary per
             group (stage 3: per sub-group); None without an optimizer.
         optimizer: at stage 0, its whole state.
+        ours: what only hf_zero reads.
     """
+    extras = {**(ours or {}), **({ds.TENSOR_PARTS: dict(weights.tensor_parts)} if weights.tensor_parts else {})}
     frozen_shapes = None if weights.frozen is None else _sizes(weights.frozen_shapes or {})
     states: dict[str, Any] = {
         ds.MODULE: OrderedDict(weights.module),
@@ -131,7 +136,7 @@ def model_states(
         ds.DS_VERSION: ds.FORMAT_VERSION,
         ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION},
     }
-    return {**states, **plain(dict(run.client_state))}
+    return {**states, **plain(dict(run.client_state)), **({ds.HF_ZERO: extras} if extras else {})}
 
 
 def _features(states: Mapping[str, Any]) -> dict[str, Any]:

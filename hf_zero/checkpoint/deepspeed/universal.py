@@ -20,6 +20,7 @@ from hf_zero.checkpoint.files.durable import PARTIAL, into_place
 from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.opening import open_checkpoint
+from hf_zero.checkpoint.tensor_ranks import saved_cuts
 from hf_zero.checkpoint.transaction import move_into_place
 from hf_zero.checkpoint.view import MASTER, CheckpointView
 
@@ -56,6 +57,9 @@ def _refuse_unfit(view: CheckpointView) -> None:
         raise CheckpointError(where, "is of stage 0, whose weights are whole and have no universal form", fix)
     if not view.groups or MASTER not in view.elements:
         raise CheckpointError(where, "holds no optimizer state with names of parameters", fix)
+    if saved_cuts(view):
+        problem = "is of tensor-parallel training: its model files, which the universal form takes over, hold parts"
+        raise CheckpointError(where, problem, f"{fix}; save again without tensor_parallel.autotp_size to convert that")
     if view.whole_states or view.shard_states:
         raise CheckpointError(where, "holds optimizer states that are not one value per element", fix)
 

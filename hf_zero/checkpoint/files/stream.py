@@ -23,6 +23,25 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
+class Between:
+    """The elements [start, stop) of what lies in so many parts that they are found one by one, when they are read.
+
+    Attributes:
+        read: elements from start to stop -> 1-D parts that follow one another.
+    """
+
+    read: Callable[[int, int], Iterable[Tensor]]
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.read(self.start, self.stop))
+
+
+Parts = tuple[Tensor, ...] | Between
+
+
+@dataclass(frozen=True, slots=True)
 class Streamed:
     """A tensor as it will stand in a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
 
@@ -31,10 +50,14 @@ class Streamed:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Tensor, ...]
+    parts: Parts
 
     def __post_init__(self) -> None:
-        have = sum(part.numel() for part in self.parts)
+        have = (
+            self.parts.stop - self.parts.start
+            if isinstance(self.parts, Between)
+            else sum(part.numel() for part in self.parts)
+        )
         assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
 
     @property
@@ -48,6 +71,12 @@ class Streamed:
     def chunks(self) -> Iterator[Tensor]:
         """The elements in order, as contiguous 1-D CPU tensors of at most CHUNK_BYTES."""
         limit = max(1, CHUNK_BYTES // self.dtype.itemsize)
+        if isinstance(self.parts, Between):  # rows of some KB: each chunk is filled with as many as it takes
+            for start in range(0, self.numel, limit):
+                chunk = torch.empty(min(limit, self.numel - start), dtype=self.dtype)
+                fill(chunk, span(self.parts, start, start + chunk.numel()))
+                yield chunk
+            return
         for part in self.parts:
             for chunk in part.detach().split(limit) if part.numel() else ():
                 here = chunk.to(device="cpu", dtype=self.dtype).contiguous()
@@ -55,6 +84,9 @@ class Streamed:
 
     def span(self, start: int, stop: int) -> Streamed:
         """The elements [start, stop), 1-D."""
+        if isinstance(self.parts, Between):
+            first = self.parts.start
+            return Streamed(self.dtype, (stop - start,), Between(self.parts.read, first + start, first + stop))
         return Streamed(self.dtype, (stop - start,), tuple(span(self.parts, start, stop)))
 
     def materialise(self) -> Tensor:
@@ -95,6 +127,9 @@ def streamed(tensor: Tensor, dtype: torch.dtype | None = None) -> Streamed:
 
 def span(parts: Iterable[Tensor], start: int, stop: int) -> Iterator[Tensor]:
     """Views of the elements [start, stop) of 1-D `parts` that follow one another."""
+    if isinstance(parts, Between):
+        yield from parts.read(parts.start + start, parts.start + stop)
+        return
     cursor = 0
     for part in parts:
         low, high = max(start, cursor), min(stop, cursor + part.numel())

@@ -1,0 +1,219 @@
+"""Checkpoints of training whose ranks hold parts of matrices: the whole out of all ranks' files, and other parts of it.
+
+    saved by 2 ranks per tensor group          loaded by 4, or by 1
+        mp_rank_00   [a a a a]                     [a a] [a a] [b b] [b b]
+        mp_rank_01   [b b b b]                     [a a a a b b b b]
+
+Model files say how their parameters are cut. Nothing is copied before it is read: intervals of a part are looked up in
+the whole, and those of the whole in the parts that were saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.stream import Between, Parts, span
+from hf_zero.checkpoint.view import CheckpointView, Elements, Pieces
+from hf_zero.comm.tensor_parts import part_of
+from hf_zero.layout import Interval
+from hf_zero.layout.cuts import Cut
+
+_SHAPE, _DIM, _INTERVALS = "shape", "dim", "intervals"
+_FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
+
+
+def cuts_of(module: nn.Module) -> dict[str, Cut]:
+    """How the parameters are cut of which this rank holds parts, by name."""
+    return {name: part.cut for name, p in module.named_parameters() if (part := part_of(p)) is not None}
+
+
+def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The same in plain containers."""
+    return {
+        name: {
+            _SHAPE: list(cut.shape),
+            _DIM: cut.dim,
+            _INTERVALS: [[[piece.start, piece.stop] for piece in mine] for mine in cut.intervals],
+        }
+        for name, cut in cuts_of(module).items()
+    }
+
+
+def saved_cuts(view: CheckpointView) -> dict[str, Cut] | None:
+    """How what was saved is cut; None: the file does not say.
+
+    Raises:
+        CheckpointError: what it says is no such thing.
+    """
+    ours = view.meta.get(ds.HF_ZERO)
+    stated = ours.get(ds.TENSOR_PARTS) if isinstance(ours, Mapping) else None
+    if not isinstance(stated, Mapping):
+        return None
+    return {str(name): _cut(name, entry, view.folder.path) for name, entry in stated.items()}
+
+
+def _cut(name: object, entry: Any, path: Path) -> Cut:
+    try:
+        intervals = tuple(tuple(Interval(start, stop) for start, stop in mine) for mine in entry[_INTERVALS])
+        return Cut(tuple(int(extent) for extent in entry[_SHAPE]), int(entry[_DIM]), intervals)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(path, f"does not say how {name!r} is cut, but {entry!r} ({error})", _FIX) from error
+
+
+def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> CheckpointView:
+    """The checkpoint of one rank that has all, out of those of the ranks of a tensor group, in their order.
+
+    Raises:
+        CheckpointError: the files do not say how parameters are cut, or something is of another size than they say;
+            or the optimizer's states are not one value per element, and are wanted.
+    """
+    first = views[0]
+    cuts = saved_cuts(first)
+    if cuts is None:
+        raise CheckpointError(
+            first.folder.path,
+            f"was written with {len(views)} ranks per tensor group, and does not say how its matrices are cut: parts "
+            "cannot be put together",
+            f"set tensor_parallel.autotp_size to {len(views)}, or start from whole weights (save_16bit_model, "
+            "save_model)",
+        )
+    _check_parts(views, cuts)
+    if with_optimizer:
+        _refuse_bound_states(views, f"{len(views)} ranks")
+    kinds = [kind for kind in first.elements if all(kind in view.elements for view in views)]
+    frozen = {name: _whole_pieces(name, cuts.get(name), views) for name in first.frozen}
+    return replace(
+        first,
+        shapes={name: cuts[name].shape if name in cuts else shape for name, shape in first.shapes.items()},
+        frozen=frozen,
+        elements={kind: _Joined(kind, tuple(views), tuple(first.shapes), cuts) for kind in kinds},
+        whole_states={},
+        shard_states={},
+        gradient_errors=(),
+    )
+
+
+def in_parts(
+    view: CheckpointView, cuts: Mapping[str, Cut], rank: int, *, with_optimizer: bool = True
+) -> CheckpointView:
+    """What a rank of a tensor group holds of a checkpoint of whole parameters.
+
+    Raises:
+        CheckpointError: a parameter has another shape there; or the optimizer's states are not one value per element,
+            and are wanted.
+    """
+    for name, cut in cuts.items():
+        have = view.shapes.get(name) or (view.frozen[name].shape if name in view.frozen else cut.shape)
+        if tuple(have) != cut.shape:
+            problem = f"{name!r} has the shape {tuple(have)} there and {cut.shape} in the model"
+            raise CheckpointError(view.folder.path, problem, "build the model that was saved")
+    if with_optimizer:
+        _refuse_bound_states([view], "1 rank")
+    shapes = {name: cuts[name].part_shape(rank) if name in cuts else shape for name, shape in view.shapes.items()}
+    return replace(
+        view,
+        shapes=shapes,
+        frozen={name: _part_of_pieces(pieces, cuts.get(name), rank) for name, pieces in view.frozen.items()},
+        elements={kind: _InParts(each, tuple(view.shapes), cuts, rank) for kind, each in view.elements.items()},
+        whole_states={},
+        shard_states={},
+        gradient_errors=(),
+    )
+
+
+def _check_parts(views: Sequence[CheckpointView], cuts: Mapping[str, Cut]) -> None:
+    for rank, view in enumerate(views):
+        if saved_cuts(view) != cuts:
+            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut in other parts", _FIX)
+        for name, shape in {**view.shapes, **{name: pieces.shape for name, pieces in view.frozen.items()}}.items():
+            cut = cuts.get(name)
+            if cut is not None and (len(cut.intervals) != len(views) or cut.part_shape(rank) != tuple(shape)):
+                problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which {cut} does not give it"
+                raise CheckpointError(view.folder.path, problem, _FIX)
+        if set(view.shapes) != set(views[0].shapes) or set(view.frozen) != set(views[0].frozen):
+            raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", _FIX)
+
+
+def _refuse_bound_states(views: Sequence[CheckpointView], by: str) -> None:
+    if any(view.whole_states or view.shard_states for view in views):
+        raise CheckpointError(
+            views[0].folder.path,
+            f"was written with {by} per tensor group, and holds optimizer states that are not one value per element: "
+            "they fit the parts they belong to only",
+            "set tensor_parallel.autotp_size to what it was, or load with load_optimizer_states=False",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """One kind of state of whole parameters, from the files of all tensor ranks."""
+
+    kind: str
+    views: tuple[CheckpointView, ...]
+    names: tuple[str, ...]
+    cuts: Mapping[str, Cut]
+
+    def parts(self, parameter: int, start: int, stop: int) -> Iterator[Tensor]:
+        name = self.names[parameter]
+        for rank, run in _runs(self.cuts.get(name), start, stop):
+            view = self.views[rank]
+            yield from view.elements[self.kind].parts(view.indices[name], run.start, run.stop)
+
+    def whole(self, parameter: int, numel: int) -> Parts:
+        return Between(partial(self.parts, parameter), 0, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _InParts:
+    """One kind of state of a rank's parts of parameters, from a checkpoint of whole ones."""
+
+    elements: Elements
+    names: tuple[str, ...]
+    cuts: Mapping[str, Cut]
+    rank: int
+
+    def parts(self, parameter: int, start: int, stop: int) -> Iterator[Tensor]:
+        cut = self.cuts.get(self.names[parameter])
+        for run in [Interval(start, stop)] if cut is None else cut.in_whole(self.rank, start, stop):
+            yield from self.elements.parts(parameter, run.start, run.stop)
+
+    def whole(self, parameter: int, numel: int) -> Parts:
+        return Between(partial(self.parts, parameter), 0, numel)
+
+
+def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interval]]:
+    """What is not cut is the same on all ranks."""
+    return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
+
+
+def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Pieces:
+    if cut is None:
+        return views[0].frozen[name]
+    found = [view.frozen[name].parts for view in views]
+
+    def read(start: int, stop: int) -> Iterator[Tensor]:
+        for rank, run in cut.in_parts(start, stop):
+            yield from span(found[rank], run.start, run.stop)
+
+    return Pieces(cut.shape, Between(read, 0, math.prod(cut.shape)))
+
+
+def _part_of_pieces(pieces: Pieces, cut: Cut | None, rank: int) -> Pieces:
+    if cut is None:
+        return pieces
+    shape = cut.part_shape(rank)
+
+    def read(start: int, stop: int) -> Iterator[Tensor]:
+        for run in cut.in_whole(rank, start, stop):
+            yield from span(pieces.parts, run.start, run.stop)
+
+    return Pieces(shape, Between(read, 0, math.prod(shape)))

@@ -1,0 +1,55 @@
+"""Parts of a parameter along a dimension: every element of the whole is found in a part, and the other way round."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_zero.comm import LoneCollectives
+from hf_zero.comm.tensor_parts import TensorPart
+from hf_zero.layout import Interval
+from hf_zero.layout.cuts import Cut
+from hf_zero.tensor.extents import even
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    packed = draw(st.sampled_from([n for n in (1, 2, 3) if shape[dim] % n == 0]))
+    return Cut(shape, dim, even(shape[dim], draw(st.integers(1, 4)), packed=packed))
+
+
+@given(cuts(), st.data())
+def test_elements_of_parts_lie_in_the_whole(cut: Cut, data: st.DataObject) -> None:
+    whole = torch.arange(math.prod(cut.shape)).view(cut.shape)
+    for rank in range(len(cut.intervals)):
+        part = TensorPart(LoneCollectives(), cut).of(whole, rank)
+        assert tuple(part.shape) == cut.part_shape(rank)
+        start = data.draw(st.integers(0, part.numel()))
+        stop = data.draw(st.integers(start, part.numel()))
+        found = [element for run in cut.in_whole(rank, start, stop) for element in range(run.start, run.stop)]
+        assert found == part.flatten()[start:stop].tolist()
+
+
+@given(cuts(), st.data())
+def test_elements_of_the_whole_lie_in_parts(cut: Cut, data: st.DataObject) -> None:
+    whole = torch.arange(math.prod(cut.shape)).view(cut.shape)
+    parts = [TensorPart(LoneCollectives(), cut).of(whole, rank).flatten() for rank in range(len(cut.intervals))]
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    found = [parts[rank][run.start : run.stop] for rank, run in cut.in_parts(start, stop)]
+    assert torch.cat([whole.new_empty(0), *found]).tolist() == list(range(start, stop))
+
+
+def test_pieces_cover_the_dimension_once() -> None:
+    with pytest.raises(ValueError, match="do not fill dimension 0"):
+        Cut((4,), 0, ((Interval(0, 2),), (Interval(2, 3),)))
+    with pytest.raises(ValueError, match="one behind the other"):
+        Cut((4,), 0, ((Interval(0, 3),), (Interval(2, 4),)))
+    with pytest.raises(ValueError, match="one behind the other"):
+        Cut((4,), 1, ((Interval(0, 4),),))
