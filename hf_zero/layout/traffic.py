@@ -13,6 +13,7 @@
     + zero_quantized_gradients                                          k exchanges in a host, k across
     shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
     hops 2, below stage 3, g ranks on a host                            in g, and 1/g across            1/g across, in g
+    parts of matrices, of sequences             activations: `exchanges_of`, which is told what a model sends
 
 Whoever plans (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
 (`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
@@ -21,7 +22,7 @@ beside counted bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hf_zero.kernels.message import message_bytes
@@ -104,6 +105,35 @@ class Transfer:
 def traffic_of(sizes: Sizes, wiring: Wiring) -> list[Transfer]:
     """Everything of any size that moves in one update."""
     return [each for each in _transfers(sizes, wiring) if each.payload and each.group > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Activations, or their gradients, among ranks that hold parts of the same matrices or sequences.
+
+    Attributes:
+        phase, operation: as the ledger books them.
+        payload: bytes of the whole buffers, in a micro-batch.
+    """
+
+    phase: str
+    operation: str
+    payload: int
+
+
+def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accumulation: int = 1) -> list[Transfer]:
+    """What an update sends of activations, among `group` consecutive ranks."""
+    wiring = Wiring(ranks=group, per_host=per_host)
+    return [
+        _collective(each.phase, each.operation, each.payload * accumulation, group, 1, wiring)
+        for each in messages
+        if group > 1
+    ]
+
+
+def lane_of(ranks: int, per_host: int, tensor_size: int) -> tuple[int, int]:
+    """(ranks that hold the same parts of matrices, those of them on one host): neighbours hold different parts."""
+    return ranks // tensor_size, max(1, per_host // tensor_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,10 +72,12 @@ class Training:
 
     Attributes:
         length: tokens of a sample.
-        micro_batch: samples of a forward on one rank.
+        micro_batch: samples of a forward on one rank, or on ranks that share them.
         checkpointing: whether activations are computed again; None: whatever is better.
         optimizer: as in ds.json.
         nvme_path: None: no drive is used.
+        tensor_parallel: ranks that hold parts of the same matrices.
+        sequence_parallel: ranks that hold parts of the same sequences.
     """
 
     length: int = 2048
@@ -86,11 +88,27 @@ class Training:
     optimizer: str = "AdamW"
     nvme_path: str | None = None
     clip: float = 1.0
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
 
     @property
     def tokens(self) -> int:
-        """Of one rank and step."""
+        """Of one step, and of all ranks that see the same samples."""
         return self.length * self.micro_batch * self.accumulation
+
+    @property
+    def local_length(self) -> int:
+        """Tokens of a sample that one rank sees."""
+        return -(-self.length // self.sequence_parallel)
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks that see the same samples: consecutive ones. (Not both are more than one.)"""
+        return self.tensor_parallel * self.sequence_parallel
+
+    def data_ranks(self, ranks: int) -> int:
+        """Of `ranks`, as many as see different samples."""
+        return ranks // self.neighbours
 
     def view(self) -> TrainingView:
         """TrainingArguments that say the same."""
@@ -109,11 +127,22 @@ class Training:
         words += [f"--{self.precision} true"] if self.precision != "fp32" else []
         return " ".join(words + ["--gradient_checkpointing true"] * candidate.checkpointing)
 
+    def more_words(self, candidate: Candidate, ranks: int) -> tuple[str, ...]:
+        """What a script needs that no flag says."""
+        found = []
+        if self.sequence_parallel > 1:
+            mesh = f"sp_size={self.sequence_parallel}, dp_shard_size={self.data_ranks(ranks)}"
+            found.append(f'and give TrainingArguments ParallelismConfig({mesh}, sp_backend="deepspeed")')
+        if self.tensor_parallel > 1 and candidate.stage == 3:
+            found.append("and make the model before TrainingArguments: what is cut must be whole first")
+        return tuple(found)
+
 
 def candidates(training: Training, *, ranks: int, separate: bool, per_host: int | None = None) -> Iterator[Candidate]:
     """Those that differ on such a machine, by preference; without checkpointing first.
 
     Args:
+        ranks: that share states, unless a candidate has smaller groups.
         per_host: ranks of a host, all of them by default. Of several hosts each may have a copy of the states, or
             (stage 3) what its ranks gather around use.
     """
@@ -125,7 +154,8 @@ def candidates(training: Training, *, ranks: int, separate: bool, per_host: int 
             continue  # host memory is where everything is
         if ranks == 1 and each.stage in (1, 2) and each != Candidate(2, optimizer="cpu"):
             continue  # nothing to share with: the same as stage 0
-        for grouped in _grouped(each, ranks, per_host or ranks):
+        # Ranks that hold parts of matrices share states with all that hold the same parts.
+        for grouped in _grouped(each, ranks, per_host or ranks) if training.tensor_parallel == 1 else (each,):
             yield from (replace(grouped, checkpointing=checkpointing) for checkpointing in ways)
 
 
@@ -159,6 +189,8 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
         config[training.precision] = {"enabled": "auto"}
     if training.optimizer.lower() != "adamw":
         config["optimizer"] = {"type": training.optimizer, "params": {"lr": "auto"}}
+    config |= {"tensor_parallel": {"autotp_size": training.tensor_parallel}} if training.tensor_parallel > 1 else {}
+    config |= {"sequence_parallel_size": training.sequence_parallel} if training.sequence_parallel > 1 else {}
     keys = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
     return config | dict.fromkeys(keys.split(), "auto")
 
@@ -170,3 +202,11 @@ def resolved(config: dict[str, Any], training: Training, model: PlannedModel, ra
         ConfigError: when it is not a config that hf_zero takes.
     """
     return resolve(config, training.view(), model=model.view, world_size=ranks)
+
+
+def check_sizes(training: Training, ranks: int) -> None:
+    """
+    Raises:
+        ConfigError: ranks cannot share matrices or sequences like that, as engines have it.
+    """
+    resolve(ds_config(PREFERRED[0], training), training.view(), world_size=ranks)

@@ -11,13 +11,13 @@ from torch import nn
 
 from hf_zero.config import ConfigError, OptimizerPolicy
 from hf_zero.config.policies import Resolved
-from hf_zero.layout.traffic import Sizes, Traffic, Wiring, traffic_of
+from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, lane_of, traffic_of
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
-from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
-from hf_zero.planning.event_model import Setup, Shape, simulate
+from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
+from hf_zero.planning.event_model import Setup, Shape, exchange_seconds, simulate
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
-from hf_zero.planning.model import PlannedModel, trace
+from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace
 
 ALIKE = 1.02  # times of steps that a model of a step cannot tell apart
@@ -49,7 +49,7 @@ class Estimate:
 
     def tokens_per_s(self, training: Training, ranks: int) -> float:
         """Of all ranks."""
-        return training.tokens * ranks / self.seconds
+        return training.tokens * training.data_ranks(ranks) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +68,24 @@ class Plan:
 def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
     """Estimate all candidates and choose.
 
+    Args:
+        model: cut for `training.tensor_parallel` ranks.
+
     Raises:
-        ConfigError: when no candidate is a config that hf_zero takes; with what is wrong with the first.
+        ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
+            cannot share the model's sequences.
     """
+    assert model.tensor_size == training.tensor_parallel, "the model of another plan"
+    check_sizes(training, hardware.ranks)
+    model.check_shares(training.sequence_parallel)
     traces: dict[bool, Trace] = {}
     size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
-    chances = candidates(training, ranks=hardware.ranks, separate=hardware.separate, per_host=hardware.per_host)
-    for candidate in chances:
+    lane, per_host = lane_of(hardware.ranks, hardware.per_host, training.tensor_parallel)
+    for candidate in candidates(training, ranks=lane, separate=hardware.separate, per_host=per_host):
         if candidate.checkpointing not in traces:
-            traces[candidate.checkpointing] = trace(
-                model, micro_batch=training.micro_batch, length=training.length, checkpointing=candidate.checkpointing
-            )
+            traces[candidate.checkpointing] = traced(model, training, checkpointing=candidate.checkpointing)
         try:
             found = estimate(model, hardware, training, candidate, traces[candidate.checkpointing], size)
         except ConfigError as error:
@@ -92,6 +97,18 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
     return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes))
+
+
+def traced(model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None) -> Trace:
+    """A micro-batch of one rank."""
+    return trace(
+        model,
+        micro_batch=training.micro_batch,
+        length=training.length,
+        checkpointing=checkpointing,
+        tiling=tiling or Tiling(),
+        sequence_size=training.sequence_parallel,
+    )
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
@@ -106,7 +123,7 @@ def estimate(
     hardware: Hardware,
     training: Training,
     candidate: Candidate,
-    traced: Trace,
+    seen: Trace,
     size: OptimizerSize,
 ) -> Estimate:
     """One candidate.
@@ -117,14 +134,20 @@ def estimate(
     config = ds_config(candidate, training)
     answers = resolved(config, training, model, hardware.ranks)
     setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
-    memory = rank_memory(model, setting, traced)
-    seconds, bound = _step(model, hardware, training, candidate, traced, memory)
-    moved = _traffic(model, hardware, answers)
+    memory = rank_memory(model, setting, seen)
+    seconds, bound = _step(model, hardware, training, candidate, seen)
+    exchanges = _exchanges(hardware, training, seen, training.accumulation)
+    moved = Traffic.of([*_of_states(model, hardware, answers), *exchanges])
     lacks = tuple(_lacks(memory, hardware))
-    return Estimate(candidate, config, memory, moved, seconds, bound, traced.flops * training.accumulation, lacks)
+    return Estimate(candidate, config, memory, moved, seconds, bound, seen.flops * training.accumulation, lacks)
 
 
-def _traffic(model: PlannedModel, hardware: Hardware, answers: Resolved) -> Traffic:
+def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
+    """Activations, among ranks that hold parts of the same matrices or sequences."""
+    return exchanges_of(seen.messages, group=training.neighbours, per_host=hardware.per_host, accumulation=accumulation)
+
+
+def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> list[Transfer]:
     size, whole = model.dtype.itemsize, model.num_parameters
     sizes = Sizes(
         gathered=whole,
@@ -133,22 +156,25 @@ def _traffic(model: PlannedModel, hardware: Hardware, answers: Resolved) -> Traf
         weight_bytes=size,
         gradient_bytes=size,
     )
+    ranks, per_host = lane_of(hardware.ranks, hardware.per_host, answers.tensor_size)
     wiring = Wiring(
-        ranks=hardware.ranks,
-        per_host=hardware.per_host,
+        ranks=ranks,
+        per_host=per_host,
         stage=answers.zero.stage,
         accumulation=answers.batch.accumulation_steps,
         shard=shard_ranks(answers, hardware),
         second_shard=second_shard(answers, hardware),
         hops=2 if answers.zero.hops == 2 else 1,
     )
-    return Traffic.of(traffic_of(sizes, wiring))
+    return traffic_of(sizes, wiring)
 
 
 def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
     """Ranks that share the states of one copy of the model."""
     size = answers.zero.shard_size
-    return hardware.ranks if size is None else hardware.per_host if size == "host" else size
+    if size is None:
+        return hardware.ranks // answers.tensor_size
+    return hardware.per_host if size == "host" else size
 
 
 def second_shard(answers: Resolved, hardware: Hardware) -> int:
@@ -158,10 +184,13 @@ def second_shard(answers: Resolved, hardware: Hardware) -> int:
 
 
 def _step(
-    model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate, traced: Trace, memory: RankMemory
+    model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate, seen: Trace
 ) -> tuple[float, str]:
-    tokens = training.micro_batch * training.length
-    shape = Shape(model.name, model.num_parameters, max(1, model.layers), flops=traced.forward_flops / tokens)
+    tokens, machine = training.micro_batch * training.local_length, hardware.machine()
+    shape = Shape(model.name, model.num_parameters, max(1, model.layers), flops=seen.forward_flops / tokens)
+    exchange = {"forward": 0.0, "backward": 0.0}
+    for each in _exchanges(hardware, training, seen):
+        exchange[each.phase] += exchange_seconds(machine, each.operation, each.within, each.across)
     setup = Setup(
         stage=candidate.stage,
         offload_optimizer=candidate.optimizer is not None and hardware.separate,
@@ -175,8 +204,10 @@ def _step(
         disk_parameters=candidate.parameters == "nvme",
         shard=hardware.per_host if candidate.copy_per_host else None,
         second_shard=candidate.second_shard,
+        tensor=training.tensor_parallel,
+        exchange=(exchange["forward"], exchange["backward"]),
     )
-    step = simulate(hardware.machine(), shape, setup)
+    step = simulate(machine, shape, setup)
     return step.seconds, step.bound
 
 

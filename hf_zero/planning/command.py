@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hf_zero.config import ConfigError, Problem
 from hf_zero.planning.calibrate import calibrated
-from hf_zero.planning.candidates import Training
+from hf_zero.planning.candidates import Training, check_sizes
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
-from hf_zero.planning.longest import longest_sequences, reaches_as_dict, sequence_ranks, show_longest
+from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
 from hf_zero.planning.machine import GPUS, Hardware, hardware
 from hf_zero.planning.measure import Measured, measure, ranked, show_measured
 from hf_zero.planning.model import PlannedModel, load_model
@@ -47,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="adapters on all linear layers (none)")
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
     training.add_argument(
-        "--sequence-ranks", type=int, metavar="N", help="of --longest: ranks per sequence (a host's, as heads divide)"
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that hold parts of the same matrices (1)"
+    )
+    training.add_argument(
+        *("--sequence-parallel", "--sequence-ranks"),
+        type=int,
+        metavar="N",
+        help="ranks that hold parts of the same sequences (1; of --longest a host's, as heads divide)",
     )
     output = parser.add_argument_group("what comes out")
     output.add_argument("--measure", type=int, default=0, metavar="N", help="run the N most promising for a few steps")
@@ -99,7 +105,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def _longest(arguments: argparse.Namespace) -> int:
     model, machine, training = _asked(arguments)
-    found = longest_sequences(model, machine, training, sequence_ranks(model, machine, arguments.sequence_ranks))
+    if arguments.sequence_parallel is None:
+        training = most_sharing(model, machine, training)
+    found = longest_sequences(model, machine, training)
     if arguments.json:
         sys.stdout.write(json.dumps(reaches_as_dict(found), indent=2) + "\n")
     else:
@@ -111,10 +119,12 @@ def _longest(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training]:
     """Model, machine and training of the arguments."""
-    for key, least in (("seq_length", 1), ("micro_batch", 1), ("accumulation", 1), ("lora_rank", 0), ("measure", 0)):
-        if getattr(arguments, key) < least:
-            flag, rule = f"--{key.replace('_', '-')}", f"must be at least {least}"
-            raise ConfigError(Problem(flag, getattr(arguments, key), rule, "give another number"))
+    least = dict.fromkeys(("seq_length", "micro_batch", "accumulation", "tensor_parallel", "sequence_parallel"), 1)
+    for key, smallest in (least | {"lora_rank": 0, "measure": 0}).items():
+        value = getattr(arguments, key)
+        if value is not None and value < smallest:
+            flag, rule = f"--{key.replace('_', '-')}", f"must be at least {smallest}"
+            raise ConfigError(Problem(flag, value, rule, "give another number"))
     training = Training(
         length=arguments.seq_length,
         micro_batch=arguments.micro_batch,
@@ -123,11 +133,15 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
         checkpointing={"auto": None, "on": True, "off": False}[arguments.gradient_checkpointing],
         optimizer=arguments.optimizer,
         nvme_path=arguments.nvme_path,
+        tensor_parallel=arguments.tensor_parallel,
+        sequence_parallel=arguments.sequence_parallel or 1,
     )
     machine = hardware(vars(arguments))
+    check_sizes(training, machine.ranks)
     if arguments.calibrate:
         machine = calibrated(machine, arguments.precision)
-    return load_model(arguments.model, arguments.precision, arguments.lora_rank), machine, training
+    model = load_model(arguments.model, arguments.precision, arguments.lora_rank, arguments.tensor_parallel)
+    return model, machine, training
 
 
 def _write(name: str, text: str, flag: str) -> None:

@@ -6,17 +6,19 @@
     out                                        gradients n | ...
     host                                                     update n | update n-1 | ...
     disk      weights 3 | weights 4 | ...                     states n | states n-1 | ...
+    exchange           activations 1 | activations 2 | ...
 
 Each lane does its pieces in the order in which they were asked for; a piece begins when its lane is free and what it
 needs is done. The rules are those of docs/architecture.md: parameters come one unit ahead of their use (two buffers),
-gradients leave behind their unit, a sub-group's weights go back while the next one is updated.
+gradients leave behind their unit, a sub-group's weights go back while the next one is updated. Where ranks hold parts
+of the same matrices or sequences they exchange activations in every unit, and wait for them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-LANES = ("compute", "collectives", "in", "out", "host", "disk")
+LANES = ("compute", "collectives", "in", "out", "host", "disk", "exchange")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Setup:
     disk_parameters: bool = False
     shard: int | None = None  # ranks that share the states, on one host; None: all
     second_shard: int = 1  # of stage 3: ranks of a host that gather around use (hpZ); 1: all that share the states
+    tensor: int = 1  # consecutive ranks that hold parts of the same matrices; the others share the states
+    exchange: tuple[float, float] = (0.0, 0.0)  # seconds of a forward and of a backward in which activations travel
 
     @property
     def name(self) -> str:
@@ -160,32 +164,43 @@ class _Seconds:
     read: float
     read_states: float
     write_states: float
+    exchange: tuple[float, float]  # forward, backward
 
 
 STATE_BYTES = 12  # of a parameter: master and both moments
 
 
-def _exchange(machine: Machine, num_bytes: float, ranks: int) -> float:
-    """Seconds in which `ranks` ranks gather a tensor, or reduce it to parts: a ring is as fast as its slowest link."""
+def _exchange(machine: Machine, num_bytes: float, ranks: int, stride: int) -> float:
+    """Seconds in which `ranks` ranks, so many places apart, gather a tensor, or reduce it to parts: a ring is as fast
+    as its slowest link."""
     per_host = max(1, machine.gpus // machine.hosts)
-    link = machine.link if ranks <= per_host else min(machine.link, machine.network)
+    link = machine.link if ranks * stride <= per_host else min(machine.link, machine.network)
     return num_bytes * (ranks - 1) / ranks / link
+
+
+def exchange_seconds(machine: Machine, operation: str, within: float, across: float) -> float:
+    """Of bytes that a rank gets from ranks of its host and from others: of an all-to-all every link carries its own."""
+    network = min(machine.link, machine.network)
+    if operation == "all_to_all":
+        return max(within / machine.link, across / network)
+    return (within + across) / (network if across else machine.link)
 
 
 def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     numel = shape.parameters / shape.units
-    ranks = min(setup.shard or machine.gpus, machine.gpus)
+    lane = machine.gpus // setup.tensor
+    ranks = min(setup.shard or lane, lane)
     owned = numel / ranks if setup.stage else numel
     updated = owned * setup.trained
-    once = _exchange(machine, 2 * numel, ranks)
+    once = _exchange(machine, 2 * numel, ranks, setup.tensor)
     reduce = once * (2 if setup.stage == 0 else 1)
-    if ranks < machine.gpus:  # what the shards' ranks have summed is summed over the copies of each shard
-        copies = machine.gpus / ranks
+    if ranks < lane:  # what the shards' ranks have summed is summed over the copies of each shard
+        copies = lane / ranks
         reduce += 2 * 2 * owned * (copies - 1) / copies / min(machine.link, machine.network)
     around_use, updated_rows = once, 0.0
     if setup.stage == 3 and 1 < setup.second_shard < ranks:  # what they keep between them they get after an update
         groups = ranks / setup.second_shard
-        around_use = _exchange(machine, 2 * numel, setup.second_shard)
+        around_use = _exchange(machine, 2 * numel, setup.second_shard, setup.tensor)
         updated_rows = 2 * numel / setup.second_shard * (groups - 1) / groups / min(machine.link, machine.network)
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
@@ -204,6 +219,7 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
         read_states=states,
         write_states=states,
+        exchange=(setup.exchange[0] / shape.units, setup.exchange[1] / shape.units),
     )
 
 
@@ -212,23 +228,24 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     step, one, units = Step(), _seconds(machine, shape, setup), range(shape.units)
     used: list[float] = []  # when each pass over a unit ends
 
-    def pass_over(unit: int, what: str, seconds: float) -> float:
+    def pass_over(unit: int, what: str, seconds: float, exchange: float) -> float:
         # Two buffers: what comes for this use waits for the use before the last one.
         free = used[-2] if len(used) > 1 else 0.0
         read = step.do("disk", f"weights {unit}", one.read, free)
         here = step.do("in", f"weights {unit}", one.bring, free, read)
         whole = step.do("collectives", f"gather {unit}", one.gather, free, here)
-        used.append(step.do("compute", f"{what} {unit}", seconds, whole))
+        computed = step.do("compute", f"{what} {unit}", seconds, whole, used[-1] if used else 0.0)
+        used.append(step.do("exchange", f"activations {unit}", exchange, computed))
         return used[-1]
 
     arrived: list[float] = []
     for number in range(setup.micro_batches):
         reduces = setup.stage >= 2 or number == setup.micro_batches - 1
         for unit in units:
-            pass_over(unit, "forward", one.forward)
+            pass_over(unit, "forward", one.forward, one.exchange[0])
         arrived = []
         for unit in reversed(units):
-            done = pass_over(unit, "backward", one.backward)
+            done = pass_over(unit, "backward", one.backward, one.exchange[1])
             reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
             arrived.append(step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced))
     _update(step, one, setup, list(zip(reversed(units), arrived)))

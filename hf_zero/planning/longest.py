@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_zero.config import ConfigError, Problem
-from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
-from hf_zero.planning.choose import gigabytes, optimizer_size
+from hf_zero.config import ConfigError
+from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
+from hf_zero.planning.choose import gigabytes, optimizer_size, shard_ranks, traced
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
-from hf_zero.planning.model import PlannedModel, Tiling, trace
-from hf_zero.planning.reasons import KEPT_ON_DEVICE
+from hf_zero.planning.model import PlannedModel, Tiling
+from hf_zero.planning.reasons import KEPT_ON_DEVICE, sequence_sizes
 from hf_zero.planning.show import config_text
 from hf_zero.planning.trace import Trace
 
@@ -75,60 +75,47 @@ class Reach:
         return self.candidate.name + (", inputs on host" if self.inputs_on_host else "")
 
 
-def longest_sequences(
-    model: PlannedModel, hardware: Hardware, training: Training, ranks_per_sequence: int = 1
-) -> list[Reach]:
+def longest_sequences(model: PlannedModel, hardware: Hardware, training: Training) -> list[Reach]:
     """All ways that reach any length, the farthest first; of equal ones the first by preference.
 
-    Args:
-        ranks_per_sequence: each holds a part of every sequence (Ulysses).
-
     Raises:
-        ConfigError: when no candidate is a config that hf_zero takes; with what is wrong with the first.
+        ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
+            cannot share the model's sequences.
     """
-    training = replace(training, checkpointing=True)
+    check_sizes(training, hardware.ranks)
+    model.check_shares(training.sequence_parallel)
+    training, shared = replace(training, checkpointing=True), training.sequence_parallel
     tiling, size = Tiling.that_fits(model.module), optimizer_size(training)
     tile = max(_LEAST_TILE, model.hidden)
     lengths = tuple(count * tile for count in _TILES)
     traces = [
-        trace(model, micro_batch=training.micro_batch, length=length, checkpointing=True, tiling=tiling)
+        traced(model, replace(training, length=length * shared), checkpointing=True, tiling=tiling)
         for length in lengths
     ]
     found: list[Reach] = []
     refused: list[ConfigError] = []
-    for candidate in candidates(training, ranks=hardware.ranks, separate=hardware.separate):
+    lane = hardware.ranks // training.tensor_parallel
+    for candidate in candidates(training, ranks=lane, separate=hardware.separate):
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
-            config |= {"sequence_parallel_size": ranks_per_sequence} if ranks_per_sequence > 1 else {}
             try:
                 lines = _lines(model, hardware, training, config, size, lengths, traces)
             except ConfigError as error:
                 refused.append(error)
                 continue
-            device, host = lines
-            device = replace(device, per_token=device.per_token + _copied(model, training, ranks_per_sequence))
-            length, device, host, bound = _reach(model, hardware, training, (device, host), on_host)
+            length, device, host, bound = _reach(model, hardware, training, lines, on_host)
             if length:
-                far = length * ranks_per_sequence
-                found.append(Reach(candidate, on_host, config, far, ranks_per_sequence, device, host, bound))
+                found.append(Reach(candidate, on_host, config, length * shared, shared, device, host, bound))
     if not found and refused:
         raise refused[0]
     return sorted(found, key=lambda each: -each.length)
 
 
-def sequence_ranks(model: PlannedModel, hardware: Hardware, asked: int | None) -> int:
-    """Ranks that share a sequence: those asked for, or as many of a host as divide the attention's heads.
-
-    Raises:
-        ConfigError: what is asked for does not divide ranks or heads.
-    """
-    heads = model.heads[0]
-    if asked is None:
-        return max(n for n in range(1, hardware.per_host + 1) if hardware.per_host % n == 0 and heads % n == 0)
-    if asked < 1 or hardware.ranks % asked or heads % asked:
-        rule = f"{hardware.ranks} ranks and {heads} heads must be multiples of it"
-        raise ConfigError(Problem("--sequence-ranks", asked, rule, "give a common divisor"))
-    return asked
+def most_sharing(model: PlannedModel, hardware: Hardware, training: Training) -> Training:
+    """The same with as many ranks per sequence as one host has and heads can be dealt out to."""
+    if training.tensor_parallel > 1:
+        return training
+    return replace(training, sequence_parallel=sequence_sizes(model, hardware)[-1])
 
 
 def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: bool) -> dict[str, Any]:
@@ -150,17 +137,11 @@ def _lines(
     traces: Sequence[Trace],
 ) -> tuple[Line, Line]:
     """Bytes of a device, and of one rank on the host, with all inputs of layers on the device."""
-    setting = Setting(resolved(config, training, model, hardware.ranks), size, hardware.ranks, hardware.separate)
+    answers = resolved(config, training, model, hardware.ranks)
+    setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
     short, long = (rank_memory(model, setting, each) for each in traces)
     per_token = (long.device_total - short.device_total) / (lengths[1] - lengths[0])
     return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)
-
-
-def _copied(model: PlannedModel, training: Training, ranks: int) -> int:
-    """Bytes per token of keys and values that several ranks of a sequence hold, where there are fewer key heads than
-    ranks. What else attention holds is as large as without; its messages come and go before a layer's worst moment."""
-    _, key_heads, extent = model.heads
-    return 2 * max(0, ranks - key_heads) * extent * training.micro_batch * model.dtype.itemsize
 
 
 def _reach(
@@ -215,9 +196,8 @@ def show_longest(found: Sequence[Reach], model: PlannedModel, hardware: Hardware
     console.print(f"\n[bold]{found[0].name}[/], ds.json:")
     console.print(escape(config_text(found[0])), soft_wrap=True)
     console.print(f"start the script with {escape(training.flags(found[0].candidate))}", soft_wrap=True)
-    if found[0].ranks > 1:
-        mesh = f"sp_size={found[0].ranks}, dp_shard_size={hardware.ranks // found[0].ranks}"
-        console.print(f'and give TrainingArguments ParallelismConfig({mesh}, sp_backend="deepspeed")', soft_wrap=True)
+    for words in training.more_words(found[0].candidate, hardware.ranks):
+        console.print(escape(words), soft_wrap=True)
 
 
 def reaches_as_dict(found: Sequence[Reach]) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 import transformers
 from torch import nn
 
+from hf_zero.comm.tensor_parts import part_of, whole_shape
 from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning import collector_off
 from hf_zero.planning.repeat import FEW, NotAlike, stretch
-from hf_zero.planning.trace import Segment, Trace, trace_step
+from hf_zero.planning.trace import AbsentRanks, Segment, Trace, Ulysses, trace_step
 from hf_zero.quantities import count_of
+from hf_zero.sequence.attention import check_model
+from hf_zero.tensor.shard import cut_model
 from hf_zero.tiling.loss import TiledLoss, has_tiled_loss
 from hf_zero.tiling.mlp import TiledMLPs, dense_mlps
 
@@ -37,8 +41,12 @@ class Tiling:
 
     @classmethod
     def that_fits(cls, module: nn.Module) -> Tiling:
-        """Both, unless the model has nothing that they could cut."""
-        return cls(mlp=bool(dense_mlps(module)), loss=has_tiled_loss(_base(module)))
+        """Both, unless the model has nothing that they could cut. The parts of logits that ranks compute are gathered
+        from a head in parts before there is a loss: no tile is smaller then."""
+        base: Any = _base(module)
+        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+        is_whole = all(part_of(parameter) is None for parameter in head.parameters()) if head is not None else True
+        return cls(mlp=bool(dense_mlps(module)), loss=is_whole and has_tiled_loss(base))
 
     def features(self, module: nn.Module) -> Features:
         """Made for a model, as an engine would have them."""
@@ -51,11 +59,12 @@ class PlannedModel:
     """A model without weights.
 
     Attributes:
-        module: on the meta device, in the dtype that is trained in, LoRA included.
+        module: on the meta device, in the dtype that is trained in, LoRA included; what one rank holds of it.
         config: of transformers.
         gathered_modules: what stage 3 gathers parameters around.
         lora_rank: 0 where all parameters are trained.
         notes: what was assumed.
+        tensor_size: ranks that hold parts of the same matrices; `module` is the first one's part, the largest.
     """
 
     name: str
@@ -65,9 +74,17 @@ class PlannedModel:
     gathered_modules: tuple[GatheredModule, ...]
     lora_rank: int = 0
     notes: tuple[str, ...] = field(default=())
+    tensor_size: int = 1
+
+    @cached_property
+    def whole(self) -> tuple[int, int]:
+        """(parameters, trained ones) of all parts together."""
+        numels = [(torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters()]
+        return sum(numel for numel, _ in numels), sum(numel for numel, is_trained in numels if is_trained)
 
     @cached_property
     def num_parameters(self) -> int:
+        """Those that one rank holds, before ZeRO shards them."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @cached_property
@@ -85,7 +102,7 @@ class PlannedModel:
     @cached_property
     def view(self) -> ModelView:
         """As the resolver sees it."""
-        shapes = tuple(tuple(parameter.shape) for parameter in self.module.parameters())
+        shapes = tuple(whole_shape(parameter) for parameter in self.module.parameters())
         return ModelView(config=self.config.to_dict(), shapes=shapes)
 
     @property
@@ -104,19 +121,46 @@ class PlannedModel:
     def hidden(self) -> int:
         return int(getattr(_text(self.config), "hidden_size", 0) or 1)
 
+    def ulysses(self, sequence_size: int) -> Ulysses:
+        return Ulysses(sequence_size, self.heads[1])
 
-def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> PlannedModel:
+    def check_shares(self, sequence_size: int) -> None:
+        """
+        Raises:
+            ConfigError: so many ranks cannot share its sequences.
+        """
+        try:
+            if sequence_size > 1:
+                check_model(_base(self.module), sequence_size)
+        except ValueError as error:
+            fix = "give another number, or leave it out"
+            raise ConfigError(Problem("--sequence-parallel", sequence_size, str(error), fix)) from None
+
+    def cut(self, tensor_size: int) -> PlannedModel:
+        """The same, of which each rank holds one of so many parts.
+
+        Raises:
+            ConfigError: it cannot be cut like that.
+        """
+        module = _build(self.config, self.dtype, self.lora_rank, tensor_size)
+        return replace(
+            self, module=module, gathered_modules=tuple(find_gathered_modules(module)), tensor_size=tensor_size
+        )
+
+
+def load_model(source: str, precision: str = "bf16", lora_rank: int = 0, tensor_size: int = 1) -> PlannedModel:
     """From a folder, a config.json, a hub name (its config.json from the cache if it is there), or a number of
     parameters (`7e9`, `70b`), which stands for a Llama of about as many.
 
     Raises:
-        ConfigError: for a source that is none of these, or a model that cannot be built from its config.
+        ConfigError: for a source that is none of these, or a model that cannot be built from its config or cut for
+            `tensor_size` ranks.
     """
     count = count_of(source)
     try:
         with collector_off():
             config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
-            module = _build(config, _DTYPES[precision], lora_rank)
+            module = _build(config, _DTYPES[precision], lora_rank, tensor_size)
     except ConfigError:
         raise
     except ImportError as error:
@@ -125,30 +169,54 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0) -> Plan
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     gathered = tuple(find_gathered_modules(module))
-    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes))
+    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes), tensor_size)
 
 
 def trace(
-    model: PlannedModel, *, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling = Tiling()
+    model: PlannedModel,
+    *,
+    micro_batch: int,
+    length: int,
+    checkpointing: bool,
+    tiling: Tiling = Tiling(),
+    sequence_size: int = 1,
 ) -> Trace:
     """One micro-batch through the model: a few layers of it where all are alike, else all; a formula where a model
-    needs values to know its shapes."""
+    needs values to know its shapes.
+
+    Args:
+        length: tokens of a sample, of which each of `sequence_size` ranks has a part.
+    """
+    ulysses, length = model.ulysses(sequence_size), -(-length // sequence_size)
+    found = _trace(model, micro_batch, length, checkpointing, tiling, ulysses)
+    # Attention holds as much as on one rank, but for key heads that several ranks have; what it is sent comes and goes
+    # before a layer's worst moment.
+    copied = micro_batch * length * ulysses.copied_heads * 2 * model.heads[2] * model.dtype.itemsize
+    copied *= 1 if checkpointing else model.layers
+    return replace(found, segments=tuple(replace(each, peak=each.peak + copied) for each in found.segments))
+
+
+def _trace(
+    model: PlannedModel, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling, ulysses: Ulysses
+) -> Trace:
     layers = getattr(_text(model.config), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > FEW + 2:
         try:
             small = _with_layers(model, FEW)
             prefix = _layer_prefix(small)
-            return stretch(_traced(small, micro_batch, length, checkpointing, tiling), layers, prefix)
+            return stretch(_traced(small, micro_batch, length, checkpointing, tiling, ulysses), layers, prefix)
         except Exception:  # noqa: BLE001, S110  # a model of another build: all of it is traced then
             pass
     try:
-        return _traced(_fresh(model), micro_batch, length, checkpointing, tiling)
+        return _traced(_fresh(model), micro_batch, length, checkpointing, tiling, ulysses)
     except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that have no values
         reason = str(error).split("\n")[0]
-        return _by_formula(model, micro_batch * length, checkpointing, reason)
+        return _by_formula(model, micro_batch * length, checkpointing, reason, ulysses)
 
 
-def _traced(model: nn.Module, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling) -> Trace:
+def _traced(
+    model: nn.Module, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling, ulysses: Ulysses
+) -> Trace:
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -161,7 +229,7 @@ def _traced(model: nn.Module, micro_batch: int, length: int, checkpointing: bool
     if "use_cache" in config.to_dict():
         inputs["use_cache"] = False
     gathered = {each.name: each.module for each in find_gathered_modules(model)}
-    return trace_step(model, tiling.features(model).before_forward(Progress(0), inputs), gathered)
+    return trace_step(model, tiling.features(model).before_forward(Progress(0), inputs), gathered, ulysses)
 
 
 def _trains_embeddings(model: nn.Module) -> bool:
@@ -169,19 +237,33 @@ def _trains_embeddings(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in embeddings.parameters())
 
 
-def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: str) -> Trace:
+def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: str, ulysses: Ulysses) -> Trace:
     """34 bytes per token, layer and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198, without the scores that
-    fused attention does not keep), 2 with checkpointing and one layer's; logits in 16 bits, in fp32, and their
-    gradient."""
+    fused attention does not keep), of which 24 lie inside of attention and MLP, where ranks may have a part each; 2
+    with checkpointing and one layer's; logits in 16 bits, in fp32, and their gradient."""
     hidden, layers = model.hidden, model.layers
     vocabulary = int(getattr(_text(model.config), "vocab_size", 0) or 0)
-    layer = 34 * tokens * hidden
+    layer = (10 + 24 // model.tensor_size) * tokens * hidden
     saved = (2 * tokens * hidden * layers + layer) if checkpointing else layer * layers
     saved += 10 * tokens * vocabulary
     forward = 2.0 * model.num_parameters * tokens
     backward = forward * (1 + model.num_trained / max(1, model.num_parameters) + checkpointing)
-    segments = (Segment("begin", "", saved, forward), Segment("loss", "", saved, backward))
+    sent = dict(_sent_by_formula(model, tokens, ulysses))
+    again = tuple((operation, size * (1 + checkpointing)) for operation, size in sent.items())
+    segments = (
+        Segment("begin", "", saved, forward, tuple(sent.items())),
+        Segment("loss", "", saved, backward, again),
+    )
     return Trace(segments, f"activations by a formula: the model cannot run without values ({reason[:120]})")
+
+
+def _sent_by_formula(model: PlannedModel, tokens: int, ulysses: Ulysses) -> Iterator[tuple[str, int]]:
+    """In one pass over all layers: what attention and MLP of each have computed is summed."""
+    if model.tensor_size > 1:
+        yield "all_reduce", 2 * model.layers * tokens * model.hidden * model.dtype.itemsize
+    heads, _, extent = model.heads
+    if ulysses.size > 1:
+        yield "all_to_all", model.layers * ulysses.message_bytes(tokens, heads, 2 * extent, model.dtype.itemsize)
 
 
 # Building
@@ -196,10 +278,21 @@ def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
     return _with_lora(model, lora_rank) if lora_rank else model
 
 
-def _build(config: Any, dtype: torch.dtype, lora_rank: int) -> nn.Module:
+def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int) -> nn.Module:
+    """
+    Raises:
+        ConfigError: it cannot be cut for `tensor_size` ranks.
+    """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return build_model(config, lora_rank).to(dtype)
+        model = build_model(config, lora_rank).to(dtype)
+    try:
+        if tensor_size > 1:
+            cut_model(model, AbsentRanks(tensor_size))
+    except ValueError as error:
+        fix = "give another number, or leave it out: stage 3 shards the same matrices"
+        raise ConfigError(Problem("--tensor-parallel", tensor_size, str(error), fix)) from None
+    return model
 
 
 def _base(module: nn.Module) -> nn.Module:
@@ -216,7 +309,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 def _fresh(model: PlannedModel) -> nn.Module:
     """One whose checkpointing is switched as wanted, whatever another trace has done."""
-    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank)
+    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, model.tensor_size)
 
 
 def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
@@ -228,7 +321,7 @@ def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
         raise NotAlike("layers of several kinds")
     if kinds:
         text.layer_types = list(kinds[:layers])
-    return _build(config, model.dtype, model.lora_rank)
+    return _build(config, model.dtype, model.lora_rank, model.tensor_size)
 
 
 def _layer_prefix(model: nn.Module) -> str:

@@ -66,6 +66,8 @@ def _answer(plan: Plan) -> Iterator[str]:
     yield f"<p>Take <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
     yield f"{_flags(plan.training.flags(chosen.candidate))} and this ds.json:</p>"
     yield f"<pre>{escape(config_text(chosen))}</pre>"
+    for words in plan.training.more_words(chosen.candidate, plan.hardware.ranks):
+        yield f"<p>{escape(words)}</p>"
 
 
 def _flags(text: str) -> str:

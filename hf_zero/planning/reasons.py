@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hf_zero.planning.candidates import ds_config, resolved
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, optimizer_size, shard_ranks
+from hf_zero.config import ConfigError
+from hf_zero.planning.candidates import Candidate, ds_config, resolved
+from hf_zero.planning.choose import Estimate, Plan, gigabytes, optimizer_size, shard_ranks, traced
+from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import ACTIVATIONS, Setting, rank_memory
-from hf_zero.planning.model import Tiling, trace
+from hf_zero.planning.model import PlannedModel, Tiling
 
 KEPT_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing: of the one at work, and of the next on its way back
 
@@ -68,10 +70,10 @@ def remedies(found: Plan, least: Estimate) -> Iterator[Remedy]:
     """One on top of the other, by what they cost: nothing, a forward again, small kernels, PCIe, other ranks."""
     training, hardware, candidate = found.training, found.hardware, least.candidate
     tiling = kept_tiling = Tiling()
-    on_host, ranks = False, 1
+    on_host = False
 
     def then(what: str) -> Remedy:
-        return Remedy(what, _device_bytes(found, replace(least, candidate=candidate), tiling, on_host, ranks))
+        return Remedy(what, _device_bytes(found, candidate, tiling, on_host))
 
     if training.micro_batch > 1:
         accumulation = training.accumulation * training.micro_batch
@@ -91,25 +93,56 @@ def remedies(found: Plan, least: Estimate) -> Iterator[Remedy]:
     if hardware.separate:
         on_host = True
         yield then("activation_checkpointing.cpu_checkpointing")
-    heads = found.model.heads[0]
-    ranks = max(n for n in range(1, hardware.per_host + 1) if hardware.per_host % n == 0 and heads % n == 0)
-    if ranks > 1:
-        yield then(f"sequence_parallel_size {ranks}")
+    if candidate.copy_per_host or candidate.second_shard > 1:
+        candidate = replace(candidate, copy_per_host=False, second_shard=1)  # groups that tensor parallelism refuses
+    yield from _other_ranks(found, candidate, tiling, on_host)
 
 
-def _device_bytes(found: Plan, least: Estimate, tiling: Tiling, on_host: bool, ranks: int) -> int:
+def _other_ranks(found: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> Iterator[Remedy]:
+    """Several ranks per sequence, as few as are enough; if none are, or nothing helps, parts of matrices instead."""
+    training, hardware, best = found.training, found.hardware, None
+    if training.tensor_parallel == 1:
+        for size in sequence_sizes(found.model, hardware):
+            if size > training.sequence_parallel and (best is None or best.device > hardware.limit):
+                shared = replace(found, training=replace(training, sequence_parallel=size))
+                best = Remedy(f"sequence_parallel_size {size}", _device_bytes(shared, candidate, tiling, on_host))
+    if best is not None:
+        yield best
+    if training.sequence_parallel > 1:
+        return
+    for size in range(training.tensor_parallel + 1, hardware.per_host + 1):
+        if hardware.per_host % size:
+            continue
+        try:
+            model = found.model.cut(size)
+        except ConfigError:
+            return  # a model without a plan
+        cut = replace(found, model=model, training=replace(training, tensor_parallel=size))
+        device = _device_bytes(cut, candidate, tiling, on_host)
+        if device <= hardware.limit:
+            instead = f", instead of {best.what}" if best is not None else ""
+            yield Remedy(f"tensor_parallel.autotp_size {size}{instead}", device)
+            return
+
+
+def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
+    """Numbers of ranks of one host that may share the model's sequences, rising from 1."""
+    found = [1]
+    for size in range(2, hardware.per_host + 1):
+        try:
+            model.check_shares(size)
+        except ConfigError:
+            continue
+        found += [size] if hardware.per_host % size == 0 else []
+    return found
+
+
+def _device_bytes(found: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> int:
     """Of a rank, by the layout and a trace, as those of candidates."""
-    model, training, hardware, candidate = found.model, found.training, found.hardware, least.candidate
+    model, training, hardware = found.model, found.training, found.hardware
     answers = resolved(ds_config(candidate, training), training, model, hardware.ranks)
     setting = Setting(answers, optimizer_size(training), shard_ranks(answers, hardware), hardware.separate)
-    length = -(-training.length // ranks)
-    traced = trace(
-        model,
-        micro_batch=training.micro_batch,
-        length=length,
-        checkpointing=candidate.checkpointing,
-        tiling=tiling,
-    )
-    memory = rank_memory(model, setting, traced)
-    kept = training.micro_batch * length * model.hidden * model.dtype.itemsize * max(0, model.layers - KEPT_ON_DEVICE)
+    seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling)
+    memory, tokens = rank_memory(model, setting, seen), training.micro_batch * training.local_length
+    kept = tokens * model.hidden * model.dtype.itemsize * max(0, model.layers - KEPT_ON_DEVICE)
     return memory.device_total - (min(kept, memory.device.get(ACTIVATIONS, 0)) if on_host else 0)

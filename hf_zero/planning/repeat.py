@@ -80,7 +80,7 @@ def _renamed(name: str, prefix: str, number: int) -> str:
 
 def _difference(first: Sequence[Segment], second: Sequence[Segment]) -> int:
     """Bytes by which the second lies higher."""
-    if [(each.event, each.flops) for each in first] != [(each.event, each.flops) for each in second]:
+    if [(each.event, each.flops, each.sent) for each in first] != [(e.event, e.flops, e.sent) for e in second]:
         raise NotAlike("layers do different things")
     differences = {b.peak - a.peak for a, b in zip(first, second)}
     if len(differences) != 1:

@@ -35,6 +35,8 @@ def show(plan: Plan, *, everything: bool = False, console: Console | None = None
         console.print(f"\n[bold]{plan.chosen.candidate.name}[/], ds.json:")
         console.print(escape(config_text(plan.chosen)), soft_wrap=True)
         console.print(f"start the script with {escape(plan.training.flags(plan.chosen.candidate))}", soft_wrap=True)
+        for words in plan.training.more_words(plan.chosen.candidate, plan.hardware.ranks):
+            console.print(escape(words), soft_wrap=True)
 
 
 def _short_reasons(plan: Plan) -> list[str]:
@@ -56,10 +58,14 @@ def config_text(estimate: _HasConfig) -> str:
 
 def title(plan: Plan) -> str:
     model, training = plan.model, plan.training
-    trained = "" if model.num_trained == model.num_parameters else f" ({model.num_trained / 1e6:,.1f}M trained)"
+    total, num_trained = model.whole
+    trained = "" if num_trained == total else f" ({num_trained / 1e6:,.1f}M trained)"
+    parts = f" in {model.tensor_size} parts" if model.tensor_size > 1 else ""
+    shared = {"tensor group": training.tensor_parallel, "sequence group": training.sequence_parallel}
+    per = next((f"{kind} of {size} ranks" for kind, size in shared.items() if size > 1), "rank")
     return (
-        f"{model.name}: {model.num_parameters / 1e6:,.0f}M parameters{trained}, {training.precision}, "
-        f"{training.micro_batch} x {training.accumulation} samples of {training.length} tokens per rank, "
+        f"{model.name}: {total / 1e6:,.0f}M parameters{trained}{parts}, {training.precision}, "
+        f"{training.micro_batch} x {training.accumulation} samples of {training.length} tokens per {per}, "
         f"{training.optimizer}, on {plan.hardware.name}"
     )
 
@@ -107,8 +113,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return {
         "model": {
             "name": model.name,
-            "parameters": model.num_parameters,
-            "trained": model.num_trained,
+            "parameters": model.whole[0],
+            "trained": model.whole[1],
+            "parameters_of_a_part": model.num_parameters,
             "layers": model.layers,
             "hidden": model.hidden,
         },
@@ -127,10 +134,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "accumulation": training.accumulation,
             "precision": training.precision,
             "optimizer": training.optimizer,
+            "tensor_parallel": training.tensor_parallel,
+            "sequence_parallel": training.sequence_parallel,
+            "data_ranks": training.data_ranks(hardware.ranks),
         },
         "candidates": [_as_dict(each, plan) for each in plan.estimates],
         "chosen": None if plan.chosen is None else plan.chosen.candidate.name,
         "flags": None if plan.chosen is None else training.flags(plan.chosen.candidate),
+        "needs": [] if plan.chosen is None else list(training.more_words(plan.chosen.candidate, hardware.ranks)),
         "config": None if plan.chosen is None else plan.chosen.config,
         "reasons": reasoning(plan),
         "notes": list(plan.notes),

@@ -6,11 +6,16 @@ parameters, buffers and gradients: activations, and what operators make on their
 what stages and offload keep at the same time.
 
 Attention is counted as fused kernels have it, which keep their inputs, their output and one number per row.
+
+A model that is cut for several ranks (`hf_zero.tensor`) runs as the first of them: the others are `AbsentRanks`, whose
+messages move nothing and are written down. Ranks that share a sequence each see a part of it; around attention their
+messages (`Ulysses`) are counted, not made.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +27,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hf_zero.comm import LoneCollectives, Pending
+from hf_zero.comm.rows import num_bytes
+from hf_zero.comm.tensor_parts import part_of
+from hf_zero.layout.traffic import Message
+from hf_zero.sequence.shared import copies_of_key_heads
+
 # What a number is that a model wants to read and that is not there. Models ask whether a mask masks nothing: say yes,
 # as it is for text of one length.
 _ANSWERS: dict[torch.dtype, bool | int | float] = {torch.bool: True, torch.int64: 1, torch.float32: 1.0}
+
+UNSEEN_ATTENTION = (
+    "the model does not call torch's fused attention: messages of ranks that share sequences are not counted, and "
+    "attention is counted over a rank's part of them"
+)
 
 Kind = Literal["begin", "forward", "backward", "gradient", "loss"]
 
@@ -39,12 +55,67 @@ class Segment:
         name: of the module or the parameter.
         peak: bytes that lived at most, parameters, buffers and complete gradients left out.
         flops: of matrix products and attention.
+        sent: (operation, bytes) of messages to ranks that hold other parts of matrices or sequences.
     """
 
     event: Kind
     name: str
     peak: int
     flops: float
+    sent: tuple[tuple[str, int], ...] = ()
+
+
+class AbsentRanks(LoneCollectives):
+    """A group of `size` ranks of which only the first is there. Calls stay out of the ledger, which counts what this
+    process sends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.ranks, self.num_beside = size, tuple(range(size)), size
+        self.sent: Counter[str] = Counter()
+
+    def all_reduce(self, flat: Tensor) -> Pending:
+        self.sent["all_reduce"] += num_bytes(flat)
+        return Pending()
+
+    def all_gather(self, flat: Tensor) -> Pending:
+        self.sent["all_gather"] += num_bytes(flat)
+        return Pending()
+
+
+def messages_of(model: nn.Module) -> Counter[str]:
+    """Where the messages of a model that was cut for `AbsentRanks` are written down."""
+    groups = (part.group for parameter in model.parameters() if (part := part_of(parameter)) is not None)
+    group = next(groups, None)
+    return group.sent if isinstance(group, AbsentRanks) else Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """Ranks that share sequences: between its messages attention sees all tokens, and some of the heads.
+
+    Attributes:
+        size: ranks per sequence.
+        key_heads: of the model.
+    """
+
+    size: int = 1
+    key_heads: int = 1
+
+    @property
+    def copied_heads(self) -> int:
+        """Key heads that are sent more than once, where there are fewer of them than ranks."""
+        return self.key_heads * (copies_of_key_heads(self.key_heads, self.size) - 1)
+
+    def message_bytes(self, tokens: int, heads: int, extents: int, itemsize: int) -> int:
+        """Of queries, keys and values before attention and of its output behind it, for `tokens` of this rank.
+
+        Args:
+            extents: of a key and of a value, together.
+        """
+        if self.size == 1:
+            return 0
+        return tokens * (heads + self.key_heads + self.copied_heads) * extents * itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +141,15 @@ class Trace:
     @property
     def forward_flops(self) -> float:
         return sum(segment.flops for segment in self.segments[: self._loss])
+
+    @property
+    def messages(self) -> list[Message]:
+        """To ranks that hold other parts of matrices or sequences."""
+        found: Counter[tuple[str, str]] = Counter()
+        for number, segment in enumerate(self.segments):
+            phase = "forward" if number < self._loss else "backward"
+            found.update({(phase, operation): size for operation, size in segment.sent})
+        return [Message(phase, operation, size) for (phase, operation), size in found.items()]
 
     @property
     def saved(self) -> int:
@@ -139,20 +219,28 @@ class _Living(TorchDispatchMode):
 class _FusedAttention:
     """Calls of scaled_dot_product_attention take as much memory as a fused kernel would, and count as many FLOPs."""
 
-    def __init__(self, living: _Living) -> None:
+    def __init__(self, living: _Living, ulysses: Ulysses, sent: Counter[str]) -> None:
         self._living = living
+        self._ulysses = ulysses
+        self._sent = sent
+        self.calls = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-        rows = query.numel() // query.shape[-1]
-        flops = 2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        self._living.flops += flops
+        rows, extents = query.numel() // query.shape[-1], query.shape[-1] + value.shape[-1]
+        # Of a shared sequence: as many rows (all tokens, some of the heads), each over the keys of all ranks.
+        flops = 2.0 * rows * key.shape[-2] * self._ulysses.size * extents
+        size = self._ulysses.message_bytes(rows // query.shape[1], query.shape[1], extents, query.element_size())
+        self.calls += 1
+        self._add(flops, size)
         result: Tensor = _Fused.apply(query, key, value)
         if result.requires_grad:
-            result.register_hook(lambda _: self._add(2.5 * flops))  # scores again, and four products
+            result.register_hook(lambda _: self._add(2.5 * flops, size))  # scores again, and four products
         return result
 
-    def _add(self, flops: float) -> None:
+    def _add(self, flops: float, size: int) -> None:
         self._living.flops += flops
+        if size:
+            self._sent["all_to_all"] += size
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -169,8 +257,9 @@ class _FusedAttention:
 class _Recorder:
     """Turns events into segments."""
 
-    def __init__(self, living: _Living) -> None:
+    def __init__(self, living: _Living, sent: Counter[str]) -> None:
         self.living = living
+        self.sent = sent
         self.segments: list[Segment] = []
         self._begun: tuple[Kind, str] = ("begin", "")
         self._flops = 0.0
@@ -178,7 +267,9 @@ class _Recorder:
     def event(self, kind: Kind, name: str = "") -> None:
         """The segment so far is over, and the next one begins with this."""
         living = self.living
-        self.segments.append(Segment(*self._begun, living.peak, living.flops - self._flops))
+        sent = tuple(sorted(self.sent.items()))
+        self.segments.append(Segment(*self._begun, living.peak, living.flops - self._flops, sent))
+        self.sent.clear()
         self._begun = kind, name
         living.peak, self._flops = living.live, living.flops
 
@@ -196,24 +287,30 @@ class _Recorder:
                 return
 
 
-def trace_step(model: nn.Module, inputs: dict[str, Tensor], modules: Mapping[str, nn.Module]) -> Trace:
+def trace_step(
+    model: nn.Module, inputs: dict[str, Tensor], modules: Mapping[str, nn.Module], ulysses: Ulysses = Ulysses()
+) -> Trace:
     """Run `model` (on the meta device, training) on `inputs`, which contain labels, forward and backward.
 
     Args:
         modules: the gathered modules, whose uses are noted.
+        ulysses: the ranks that share a sequence, of which `inputs` are one rank's part.
 
     Raises:
         Exception: whatever a model raises that needs values to know shapes.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     living = _Living([*model.parameters(), *model.buffers()])
-    recorder = _Recorder(living)
-    with _watched(recorder, trained, modules), _FusedAttention(living).in_place(), living:
+    sent = messages_of(model)
+    sent.clear()
+    recorder, attention = _Recorder(living, sent), _FusedAttention(living, ulysses, sent)
+    with _watched(recorder, trained, modules), attention.in_place(), living:
         loss = model(**inputs).loss
         recorder.event("loss")
         loss.backward()
     recorder.event("begin")  # of whatever comes next
-    return Trace(tuple(recorder.segments))
+    is_unseen = ulysses.size > 1 and not attention.calls
+    return Trace(tuple(recorder.segments), UNSEEN_ATTENTION if is_unseen else "")
 
 
 @contextmanager

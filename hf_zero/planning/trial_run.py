@@ -31,7 +31,8 @@ def main() -> None:
     config: dict[str, Any] = json.loads(Path(arguments.deepspeed).read_text(encoding="utf-8"))
     init_distributed()
     transformers.set_seed(0)
-    shards = config["zero_optimization"]["stage"] == 3
+    # What is cut must be whole first.
+    shards = config["zero_optimization"]["stage"] == 3 and "tensor_parallel" not in config
     around: AbstractContextManager[Any] = Init(config_dict_or_path=config) if shards else nullcontext()
     with around:
         model: Any = build_model(config_of(arguments.model), arguments.lora_rank)
@@ -40,7 +41,8 @@ def main() -> None:
         model.enable_input_require_grads()
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
     vocabulary = model.get_input_embeddings().num_embeddings
-    shape = config["train_micro_batch_size_per_gpu"], arguments.length
+    # All ranks draw the same tokens: those that share samples see the same ones, or some part of a sequence.
+    shape = config["train_micro_batch_size_per_gpu"], -(-arguments.length // config.get("sequence_parallel_size", 1))
     for _ in range(arguments.updates * config["gradient_accumulation_steps"]):
         tokens = torch.randint(0, vocabulary, shape, device=engine.device)
         engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)

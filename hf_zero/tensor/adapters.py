@@ -84,10 +84,10 @@ def names_in(base: nn.Module) -> list[str]:
     return [_INNER.sub("", name) for name in names] if any(map(_is_adapter, base.modules())) else names
 
 
-def check_adapters(model: nn.Module, base: nn.Module, plan: dict[str, str]) -> None:
+def check_adapters(model: nn.Module, plan: dict[str, str]) -> None:
     """
     Args:
-        model: perhaps PEFT's, around `base`.
+        model: PEFT's, or the one inside.
         plan: style by name, of those of `names_in`.
 
     Raises:
@@ -100,7 +100,7 @@ def check_adapters(model: nn.Module, base: nn.Module, plan: dict[str, str]) -> N
                 f"tensor parallelism goes together with adapters of PEFT's types {', '.join(_TYPES)}, and adapter "
                 f"{adapter!r} is of type {kind}; train LoRA, {_OTHERWISE}"
             )
-    modules = modules_in(base)
+    modules = modules_in(model_in(model))
     for name, style in plan.items():
         owner, _, own = name.rpartition(".")
         if name not in modules and (owner not in modules or own not in layer_in(modules[owner])._parameters):

@@ -53,13 +53,32 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
             raise ValueError(f"the model has already been cut for ranks {before}, and now is to be for {group.ranks}")
         check_still_cut(base)
         return
-    plan = plan_of(base)
-    check_adapters(model, base, plan)
+    plan = _plan_for(model)
     _send_values(model, group, device)
-    _Sharder(base, plan, group).run()
-    vars(base)[_SHARDED] = group.ranks
+    _cut(model, plan, group)
     cut = [name for name, parameter in model.named_parameters() if part_of(parameter) is not None]
     logger.info("tensor parallelism: %d parameters are cut for %d ranks", len(cut), group.size)
+
+
+def cut_model(model: nn.Module, group: Collectives) -> None:
+    """The same without sending anything: of a model on the meta device, for those who want to know its parts.
+
+    Raises:
+        ValueError: it cannot be cut for so many ranks.
+    """
+    _cut(model, _plan_for(model), group)
+
+
+def _plan_for(model: nn.Module) -> dict[str, str]:
+    plan = plan_of(model_in(model))
+    check_adapters(model, plan)
+    return plan
+
+
+def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
+    base = model_in(model)
+    _Sharder(base, plan, group).run()
+    vars(base)[_SHARDED] = group.ranks
 
 
 @torch.no_grad()

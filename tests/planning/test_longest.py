@@ -11,7 +11,7 @@ from transformers import MixtralConfig
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.planning.candidates import Candidate, Training
-from hf_zero.planning.longest import Line, Reach, longest_sequences, sequence_ranks, sums
+from hf_zero.planning.longest import Line, Reach, longest_sequences, most_sharing, sums
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, Tiling, load_model, trace
 from tests.planning.material import config_folder
@@ -63,17 +63,25 @@ def test_every_config_is_one_that_the_resolver_takes(model: PlannedModel, tmp_pa
 
 def test_ranks_that_share_sequences_reach_as_many_times_as_far(model: PlannedModel) -> None:
     machine = hardware({**MACHINE, "gpus_per_node": 4})
-    assert sequence_ranks(model, machine, None) == 4 and sequence_ranks(model, machine, 2) == 2
-    alone, shared = (by_name(longest_sequences(model, machine, Training(), n)) for n in (1, 2))
+    assert most_sharing(model, machine, Training()).sequence_parallel == 4
+    assert most_sharing(model, machine, Training(tensor_parallel=2)).sequence_parallel == 1
+    alone, shared, quartered = (
+        by_name(longest_sequences(model, machine, Training(sequence_parallel=n))) for n in (1, 2, 4)
+    )
     for name, reach in shared.items():
         assert reach.length == pytest.approx(2 * alone[name].length, rel=0.01)
         assert reach.config["sequence_parallel_size"] == 2
         resolve(reach.config, TrainingView(bf16=True), world_size=4)
-    four = by_name(longest_sequences(model, machine, Training(), 4))["stage 3, checkpointing"]
+    four = quartered["stage 3, checkpointing"]
     copied = 2 * 2 * model.heads[2] * 2  # keys and values of two more heads, in bf16
     assert four.device.per_token - alone["stage 3, checkpointing"].device.per_token == pytest.approx(copied)
-    with pytest.raises(ConfigError, match="4 ranks and 4 heads must be multiples"):
-        sequence_ranks(model, machine, 3)
+    with pytest.raises(ConfigError, match="world size = data ranks x ranks per sequence does not hold: 4 != n x 3"):
+        longest_sequences(model, machine, Training(sequence_parallel=3))
+
+
+def test_a_head_in_parts_has_no_tiles(model: PlannedModel) -> None:
+    """Its logits are gathered before the loss; the MLPs' tiles are as ever."""
+    assert Tiling.that_fits(model.cut(2).module) == Tiling(mlp=True)
 
 
 def test_experts_are_not_tiled(tmp_path: Path) -> None:
