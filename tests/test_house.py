@@ -40,9 +40,7 @@ _LEAF = "imported from below by what cannot know each other"
 # Fifteen would be enough; today there are more.
 SMALL_FILES = {
     "checkpoint/errors.py": _LEAF,
-    "device/host_copy.py": _LEAF,
     "errors.py": _LEAF,
-    "integration/huggingface/output_folder.py": "no part of the patch that asks it",
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
     "integration/patches/accelerate_data_loader.py": _PER_MODULE,

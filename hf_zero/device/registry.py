@@ -1,4 +1,4 @@
-"""Which runtime a device has: one per device and process."""
+"""Which runtime a device has: one per device and process; and numbers read through it that a device has computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from hf_zero.device.accelerator import Accelerator, StreamClock
 from hf_zero.device.at_once import AtOnce
@@ -53,3 +54,26 @@ def use(runtime: Runtime) -> Iterator[Runtime]:
             del _runtimes[runtime.device]
         else:
             _runtimes[runtime.device] = before
+
+
+def host_runs_ahead(device: torch.device) -> bool:
+    """Whether work on `device` is only queued when a call returns, so that reading a number makes the host wait."""
+    return runtime_of(device).runs_ahead
+
+
+class HostCopy:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._runtime = runtime_of(values.device)
+        self._values, self._arrived = self._runtime.copy_to_host(values)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `read` would return at once."""
+        return self._runtime.has_passed(self._arrived)
+
+    def read(self) -> list[float]:
+        """The numbers; waits until they have arrived."""
+        self._runtime.host_wait(self._arrived)
+        return self._values.tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
-from hf_zero.device.host_copy import host_runs_ahead
+from hf_zero.device.registry import host_runs_ahead
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import Edits

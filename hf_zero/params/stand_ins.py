@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_zero.device.host_copy import HostCopy, host_runs_ahead
+from hf_zero.device.registry import HostCopy, host_runs_ahead
 from hf_zero.log import logger
 
 if TYPE_CHECKING:

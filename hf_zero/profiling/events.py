@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.device.host_copy import HostCopy
+from hf_zero.device.registry import HostCopy
 from hf_zero.profiling.breakdown import Breakdown
 from hf_zero.profiling.monitors import Event, Monitors
 from hf_zero.profiling.recorder import Update

@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.comm import Collectives, ParallelGroups
 from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
-from hf_zero.device.host_copy import host_runs_ahead
+from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.grads.sparse_rows import parameters_of_embeddings
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout

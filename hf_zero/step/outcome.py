@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.device.host_copy import HostCopy
+from hf_zero.device.registry import HostCopy
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ import torch
 from hf_zero.device import figures, registry
 from hf_zero.device.accelerator import Accelerator
 from hf_zero.device.at_once import AtOnce
-from hf_zero.device.host_copy import HostCopy, host_runs_ahead
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
 from hf_zero.device.late import Late
 from hf_zero.device.phases import Phases
-from hf_zero.device.registry import VARIABLE, runtime_of, use
+from hf_zero.device.registry import VARIABLE, HostCopy, host_runs_ahead, runtime_of, use
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
 
 META = torch.device("meta")

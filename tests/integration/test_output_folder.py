@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import CheckpointError
+from hf_zero.checkpoint.transaction import _obstacle, check_output_folder
 from hf_zero.comm import collectives_for
-from hf_zero.integration.huggingface.output_folder import _obstacle, check_output_folder
 from tests.support.ranks import run_ranks
 
 from .flows import ADAMW, BASE, trainer

@@ -25,7 +25,7 @@ from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
 from hf_zero.comm.process_group import Process
 from hf_zero.comm.rows import FlatRows
-from hf_zero.device.host_copy import HostCopy
+from hf_zero.device.registry import HostCopy
 
 META = torch.device("meta")
 
