@@ -98,8 +98,15 @@ def test_gradients(size: int) -> None:
         _check(adapted("uneven", config), size)
 
 
-# PEFT itself ends in an error with everything linear of these.
-NOT_OF_PEFT = {"DeepseekV4": "linear layers in groups", "Llama4": "a router that is a linear layer", "Llama4Text": "it"}
+# PEFT itself ends in an error with everything linear of these, or with DoRA of experts in one tensor.
+NOT_OF_PEFT = {
+    "DeepseekV4": "linear layers in groups",
+    "Llama4": "routers that are linear layers",
+    "Llama4Text": "the same",
+    "NemotronH": "Mamba's output",
+    "Phimoe": "routers that are linear layers",
+}
+REFUSED = ("does not hold", "does not work with use_dora")
 
 
 @pytest.mark.slow
@@ -116,7 +123,9 @@ def test_everything_linear_of_every_plan(size: int, more: dict[str, Any]) -> Non
                 found[each.name] = f"differs: {loss}, {gradient}, {later}"
         except Exception as error:  # noqa: BLE001  (all are told at once)
             found[each.name] = f"{type(error).__name__}: {error}"
-    assert {name: why for name, why in found.items() if name not in NOT_OF_PEFT and "does not hold" not in why} == {}
+    for words in REFUSED:
+        found = {name: why for name, why in found.items() if words not in why and name not in NOT_OF_PEFT}
+    assert found == {}
 
 
 def test_another_adapter_chosen_after_the_cut() -> None:
