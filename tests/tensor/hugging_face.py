@@ -55,7 +55,7 @@ def by_trainer(
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(folder / "saved"))
-    assert trainer.model_wrapped.train_batch_size() == 2 * (arguments.world_size // 2) * accumulated
+    assert trainer.model_wrapped.train_batch_size() == 2 * arguments.world_size * accumulated
     return Trained(
         [entry["loss"] for entry in logged],
         [entry["grad_norm"] for entry in logged],
