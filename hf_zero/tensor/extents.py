@@ -27,6 +27,11 @@ def even(extent: int, ranks: int, *, unit: int = 1, packed: int = 1) -> Interval
     )
 
 
+def sizes_of(intervals: Intervals) -> list[int]:
+    """How much every rank has."""
+    return [sum(piece.numel for piece in pieces) for pieces in intervals]
+
+
 def counts(number: int, ranks: int) -> list[int]:
     """So many things among ranks."""
     return [number // ranks + (rank < number % ranks) for rank in range(ranks)]

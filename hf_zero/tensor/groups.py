@@ -10,6 +10,7 @@ from torch import nn
 from hf_zero.comm import ProgramGroups, adopt
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
+from hf_zero.tensor.adapters import model_in
 
 _WANTED = "_hf_zero_tensor_wanted"
 _SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
@@ -83,7 +84,7 @@ def tensor_groups_given(model: nn.Module, mpu: Any = None) -> TensorGroups | Non
     Raises:
         ConfigError: they contradict each other.
     """
-    size, group = vars(model).get(_WANTED) or (1, None)
+    size, group = vars(model).get(_WANTED) or vars(model_in(model)).get(_WANTED) or (1, None)
     if isinstance(mpu, TensorGroups):
         found: TensorGroups | None = mpu
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,8 +129,11 @@ def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
     module.register_forward_hook(hook)
 
 
-def sum_gradients(module: nn.Module, group: Collectives) -> None:
-    """Its parameters are whole on every rank, which uses them for its own part of what follows."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: summed(group, gradient))
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
+    """They are whole on every rank, which uses them for its own part of what follows. Also of those that are frozen
+    now: another adapter may be chosen before training."""
+    for parameter in parameters:
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_hook(lambda gradient: summed(group, gradient))
+        parameter.requires_grad_(is_trained)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from hf_zero.tensor.adapters import names_in
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
@@ -48,44 +50,43 @@ _BY_HEADS = {
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """Style by full name of a module or parameter.
+    """Style by full name of a module or parameter; adapters have no place in these names.
 
     Raises:
         ValueError: the model has no plan and is of no known shape, or its plan has an unknown style.
     """
-    found = dict(_by_plan(model, getattr(model, "tp_plan", None) or {}))
+    names = names_in(model)
+    found = dict(_by_plan(names, getattr(model, "tp_plan", None) or {}))
     if not set(found.values()) & {*_OF_BLOCKS}:
-        found |= _by_name(model)
-    found |= _left_out(model, found)
+        found |= _by_name(model, names)
+    found |= _left_out(model, names, found)
     unknown = sorted({style for style in found.values() if style not in (*STYLES, "fused_attention")})
     if unknown:
         raise ValueError(f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}")
     return found
 
 
-def _by_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+def _by_plan(names: Iterable[str], plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in names:
         style = plan.get(name) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name))
         if style is not None:
             yield name, style
 
 
-def _left_out(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def _left_out(model: nn.Module, names: Collection[str], plan: Mapping[str, str]) -> dict[str, str]:
+    known = set(names)
     cut = {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "packed_colwise")}
-    modules = dict(model.named_modules())
     between = {
         f"{owner}.{own}": "replicated_with_grad_allreduce"
         for owner in cut
         for own in _BETWEEN
-        if f"{owner}.{own}" in modules and f"{owner}.{own}" not in plan
+        if f"{owner}.{own}" in known and f"{owner}.{own}" not in plan
     }
     ends = _BY_HEADS.get(str(getattr(getattr(model, "config", None), "model_type", None)), {})
-    names = [*modules, *(name for name, _ in model.named_parameters())]
     return between | {name: style for name in names for end, style in ends.items() if f".{name}".endswith(f".{end}")}
 
 
-def _by_name(model: nn.Module) -> dict[str, str]:
+def _by_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     kind: Any = getattr(getattr(model, "config", None), "model_type", None)
     rules = _BY_NAME.get(str(kind))
     if rules is None:
@@ -94,6 +95,4 @@ def _by_name(model: nn.Module) -> dict[str, str]:
             f"layers are of no shape that is known without one ({', '.join(_BY_NAME)}); set tp_plan on the model, or "
             "remove tensor_parallel.autotp_size"
         )
-    return {
-        name: style for name, _ in model.named_modules() for end, style in rules.items() if name.endswith(f".{end}")
-    }
+    return {name: style for name in names for end, style in rules.items() if name.endswith(f".{end}")}

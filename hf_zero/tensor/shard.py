@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,23 @@ from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shap
 from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.tensor import layers
+from hf_zero.tensor.adapters import (
+    adapters_of,
+    check_adapters,
+    check_still_cut,
+    copies_of,
+    cut_inputs,
+    cut_outputs,
+    cut_parameter,
+    layer_in,
+    model_in,
+    modules_in,
+    note_handled,
+    parameters_of,
+    stays_whole,
+)
 from hf_zero.tensor.exchange import enter, split
-from hf_zero.tensor.extents import Heads, Intervals, counts, even, heads
+from hf_zero.tensor.extents import Heads, Intervals, counts, even, heads, sizes_of
 from hf_zero.tensor.plan import plan_of
 
 _SHARDED = "_hf_zero_tensor_size"
@@ -32,12 +46,14 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
     Raises:
         ValueError: it cannot be cut for so many ranks.
     """
-    before = vars(model).get(_SHARDED)
+    base = model_in(model)
+    before = vars(base).get(_SHARDED)
     if before is not None:
         if before != group.ranks:
             raise ValueError(f"the model has already been cut for ranks {before}, and now is to be for {group.ranks}")
+        check_still_cut(base)
         return
-    plan = _plan_without_adapters(model)
+    plan = _plan_for(model)
     _send_values(model, group, device)
     _cut(model, plan, group)
     cut = [name for name, parameter in model.named_parameters() if part_of(parameter) is not None]
@@ -50,26 +66,29 @@ def cut_model(model: nn.Module, group: Collectives) -> None:
     Raises:
         ValueError: it cannot be cut for so many ranks.
     """
-    _cut(model, _plan_without_adapters(model), group)
+    _cut(model, _plan_for(model), group)
 
 
-def _plan_without_adapters(model: nn.Module) -> dict[str, str]:
-    if hasattr(model, "get_base_model"):
-        raise ValueError(
-            "tensor parallelism cuts models without adapters only: PEFT's layers stand around matrices that are cut; "
-            "remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
-        )
-    return plan_of(model)
+def _plan_for(model: nn.Module) -> dict[str, str]:
+    plan = plan_of(model_in(model))
+    check_adapters(model, plan)
+    return plan
 
 
 def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
-    _Sharder(model, plan, group).run()
-    vars(model)[_SHARDED] = group.ranks
+    base = model_in(model)
+    _Sharder(base, plan, group).run()
+    vars(base)[_SHARDED] = group.ranks
 
 
 @torch.no_grad()
 def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> None:
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"tensor parallelism cuts weights of floating numbers, and {name} is of {parameter.dtype}: load the "
+                "model without quantization_config, or remove tensor_parallel.autotp_size"
+            )
         if parameter.is_meta or hasattr(parameter, "ds_id"):
             raise ValueError(
                 "tensor parallelism needs a model with whole weights: build it outside deepspeed.zero.Init (with "
@@ -86,22 +105,25 @@ class _Sharder:
     def __init__(self, model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
         self._model = model
         self._group = group
-        self._modules = dict(model.named_modules())
+        self._modules = modules_in(model)
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         self._tied = {id(p) for p in model.parameters() if uses[id(p)] > 1}
-        self._plan = {name: style for name, style in plan.items() if not self._is_tied(name)}
+        copies = {name: copies_of(self._modules[name]) for name in plan if name in self._modules}
+        is_cut = {name: name not in copies or any(map(self._is_cut, copies[name])) for name in plan}
+        self._plan = {name: style for name, style in plan.items() if is_cut[name]}
         self._heads: dict[str, Heads] = {}
 
-    def _is_tied(self, name: str) -> bool:
-        """Such weights (a head that is the embedding) stay whole on every rank, which computes with all of them."""
-        module = self._modules.get(name)
-        return module is not None and any(id(p) in self._tied for p in module.parameters(recurse=False))
+    def _is_cut(self, module: nn.Module) -> bool:
+        """Tied weights (a head that is the embedding) stay whole on every rank, which computes with all of them."""
+        return not stays_whole(module) and all(id(parameter) not in self._tied for parameter in parameters_of(module))
 
     def run(self) -> None:
         self._check_heads()
         for name, style in self._plan.items():
             if name in self._modules:
-                self._apply(name, self._modules[name], style)
+                for module in filter(self._is_cut, copies_of(self._modules[name])):
+                    self._apply(name, module, style)
+                    note_handled(module)
             else:
                 owner, _, own = name.rpartition(".")
                 self._cut_bare(self._modules[owner], own, style)
@@ -110,7 +132,9 @@ class _Sharder:
     def _check_experts(self) -> None:
         """What every rank adds to its part of the output would be added as often as there are ranks."""
         for name in (name for name, style in self._plan.items() if style == "moe_tp_experts"):
-            whole = [own for own, p in self._modules[name].named_parameters() if part_of(p) is None]
+            handled = {id(parameter) for parameter in adapters_of(self._modules[name])}
+            named = self._modules[name].named_parameters()
+            whole = [own for own, p in named if part_of(p) is None and id(p) not in handled]
             if whole:
                 raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
 
@@ -141,26 +165,23 @@ class _Sharder:
             self._fused_attention(name, module)
         elif style == "packed_colwise":
             self._cut(module, even(_outputs(module), group.size, packed=2), of_outputs=True)
-            layers.enter_inputs(module, group)
         elif style == "packed_rowwise":
-            intervals = even(_inputs(module), group.size, packed=2)
-            self._cut(module, intervals, of_outputs=False)
-            layers.row_parallel(module, group, _sizes(intervals))
+            self._cut(module, even(_inputs(module), group.size, packed=2), of_outputs=False)
         elif style == "moe_tp_experts":
             layers.enter_inputs(module, group, number=2)  # tokens, and the weights with which experts count
             layers.leave_output(module, group)
         elif style == "moe_identity_expert":
             module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
         elif style == "all_reduce":
-            if any(f"{name}.{own}" in self._plan for own in module._parameters):
+            if any(f"{name}.{own}" in self._plan for own in layer_in(module)._parameters):
                 layers.enter_inputs(module, group, number=2)  # layers inside would do it by themselves
             layers.leave_output(module, group)
         elif style == "replicated_with_grad_allreduce":
-            layers.sum_gradients(module, group)
+            layers.sum_gradients(parameters_of(module), group)
         elif style == "mla_kv_a_proj":
-            layers.change_output(module, self._rope_enters(module))
+            layers.change_output(module, self._rope_enters(layer_in(module)))
         elif style.startswith("embedding"):
-            self._embedding(module, by_tokens=style == "embedding_rowwise")
+            self._embedding(layer_in(module), by_tokens=style == "embedding_rowwise")
 
     def _columns(self, name: str, module: nn.Module, *, gathers: bool) -> None:
         group, extent = self._group, _outputs(module)
@@ -175,9 +196,8 @@ class _Sharder:
         intervals = even(extent, group.size, unit=unit)
         self._check_halves(name, extent, gathers=gathers or found is not None)
         self._cut(module, intervals, of_outputs=True)
-        layers.enter_inputs(module, group)
         if gathers:
-            layers.gather_output(module, group, _sizes(intervals))
+            layers.gather_output(module, group, sizes_of(intervals))
 
     def _rows(self, name: str, module: nn.Module, *, splits: bool) -> None:
         owner = self._modules[name.rpartition(".")[0]]
@@ -185,7 +205,6 @@ class _Sharder:
         intervals = even(_inputs(module), self._group.size, unit=self._head_extent(name) if knows_heads else 1)
         self._check_halves(name, _inputs(module), gathers=splits or knows_heads)
         self._cut(module, intervals, of_outputs=False)
-        layers.row_parallel(module, self._group, _sizes(intervals))
 
     def _keep_own_outputs(self, module: nn.Module) -> None:
         group = self._group
@@ -235,14 +254,15 @@ class _Sharder:
         return self._heads[owner]
 
     def _head_extent(self, name: str) -> int:
-        return int(self._modules[name.rpartition(".")[0]].head_dim)
+        attention: Any = self._modules[name.rpartition(".")[0]]
+        return int(attention.head_dim)
 
     def _whole_key_heads(self, name: str, module: nn.Module, found: Heads) -> None:
         """There is no way to deal them out: every rank has all, and takes those that its query heads want."""
         assert found.key is not None
         wanted, extent = found.key[self._group.rank], self._head_extent(name)
         layers.enter_inputs(module, self._group)
-        layers.sum_gradients(module, self._group)
+        layers.sum_gradients(parameters_of(module), self._group)
 
         def take(output: Tensor) -> Tensor:
             chosen: Tensor = output.unflatten(-1, (-1, extent))[..., list(wanted), :]
@@ -255,7 +275,6 @@ class _Sharder:
         extent, rank = int(attention.head_dim), self._group.rank
         intervals = even(_outputs(module), self._group.size, unit=extent, packed=3)
         self._cut(module, intervals, of_outputs=True)
-        layers.enter_inputs(module, self._group)
         attention.split_size = intervals[rank][0].numel
         attention.num_heads = attention.split_size // extent
 
@@ -280,16 +299,16 @@ class _Sharder:
             first = intervals[self._group.rank][0].start
             layers.partial_vocabulary(module, self._group, first)
         else:
-            layers.gather_output(module, self._group, _sizes(intervals))
+            layers.gather_output(module, self._group, sizes_of(intervals))
 
-    def _cut_bare(self, owner: nn.Module, own: str, style: str) -> None:
+    def _cut_bare(self, module: nn.Module, own: str, style: str) -> None:
         """A parameter without a layer of its own, such as the matrices of all experts in one."""
+        owner = layer_in(module)
         parameter = owner._parameters[own]
         if parameter is None or style in ("replicate", "local_params"):
             return
         if style == "replicated_with_grad_allreduce":
-            if parameter.requires_grad:
-                parameter.register_hook(functools.partial(_summed, self._group))
+            layers.sum_gradients([parameter], self._group)
             return
         packed = 2 if style.startswith("packed") or (own.startswith("gate_up") and layers.has_halves(owner)) else 1
         if style.endswith("colwise"):
@@ -303,18 +322,26 @@ class _Sharder:
         extent = parameter.shape[dim] // packed
         in_groups = parameter.dim() > 2 and extent % _GROUPED == 0 and extent >= _GROUPED * self._group.size
         unit = _GROUPED if in_groups else 1
-        self._keep(parameter, dim, even(parameter.shape[dim], self._group.size, unit=unit, packed=packed))
+        intervals = even(parameter.shape[dim], self._group.size, unit=unit, packed=packed)
+        cut_parameter(module, own, self._group, dim, intervals, self._keep)
+        self._keep(parameter, dim, intervals)
 
     def _cut(self, module: nn.Module, intervals: Intervals, *, of_outputs: bool) -> None:
-        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        layer, sizes = layer_in(module), sizes_of(intervals)
+        weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
         assert weight is not None
-        self._keep(weight, 0 if of_outputs == isinstance(module, nn.Linear) else 1, intervals)
+        self._keep(weight, 0 if of_outputs == isinstance(layer, nn.Linear) else 1, intervals)
         if bias is not None and of_outputs:
             self._keep(bias, 0, intervals)
-        size = sum(piece.numel for piece in intervals[self._group.rank])
-        name = ("out_features" if of_outputs else "in_features") if isinstance(module, nn.Linear) else "nf"
-        if of_outputs or isinstance(module, nn.Linear):
-            setattr(module, name, size)
+        name = ("out_features" if of_outputs else "in_features") if isinstance(layer, nn.Linear) else "nf"
+        if of_outputs or isinstance(layer, nn.Linear):
+            setattr(layer, name, sizes[self._group.rank])
+        if of_outputs:
+            cut_outputs(module, self._group, intervals, self._keep)
+            layers.enter_inputs(module, self._group)
+        else:
+            cut_inputs(module, self._group, intervals, self._keep)
+            layers.row_parallel(layer, self._group, sizes)
 
     def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
         keep_part(parameter, TensorPart(self._group, Cut(tuple(parameter.shape), dim, intervals)))
@@ -325,7 +352,7 @@ def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:
     extent, query, key = (getattr(attention, name, None) for name in ("head_dim", "q_proj", "k_proj"))
     value = getattr(attention, "v_proj", None) or key  # some take keys for values
     output = next((getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name)), None)
-    if not isinstance(extent, int) or not all(isinstance(each, nn.Linear) for each in (query, key, value, output)):
+    if not isinstance(extent, int) or not all(_is_linear(each) for each in (query, key, value, output)):
         return None
     features = _inputs(output)
     if features % extent or _outputs(key) % extent or _outputs(value) != _outputs(key):
@@ -335,20 +362,15 @@ def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:
     return features // extent, _outputs(key) // extent
 
 
-def _summed(group: Collectives, gradient: Tensor) -> Tensor:
-    total: Tensor = layers.summed(group, gradient)
-    return total
-
-
-def _sizes(intervals: Intervals) -> list[int]:
-    return [sum(piece.numel for piece in pieces) for pieces in intervals]
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Module) and isinstance(layer_in(copies_of(module)[0]), nn.Linear)
 
 
 def _outputs(module: Any) -> int:
-    shape = whole_shape(module.weight)
-    return int(shape[0] if isinstance(module, nn.Linear) else shape[1])
+    layer = layer_in(copies_of(module)[0])
+    return whole_shape(layer.get_parameter("weight"))[0 if isinstance(layer, nn.Linear) else 1]
 
 
 def _inputs(module: Any) -> int:
-    shape = whole_shape(module.weight)
-    return int(shape[1] if isinstance(module, nn.Linear) else shape[0])
+    layer = layer_in(copies_of(module)[0])
+    return whole_shape(layer.get_parameter("weight"))[1 if isinstance(layer, nn.Linear) else 0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
@@ -57,16 +58,20 @@ def whole(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "checkpointing"),
-    [*((kind, size, False) for kind in CONFIGS for size in (2, 4)), ("llama", 2, True)],
+    ("kind", "size", "checkpointing", "rank"),
+    [*((kind, size, False, 0) for kind in CONFIGS for size in (2, 4)), ("llama", 2, True, 0), ("gpt2", 2, False, 4)],
 )
 def test_parts_and_messages_are_those_of_a_model_that_is_cut(
-    kind: str, size: int, checkpointing: bool, tmp_path: Path
+    kind: str, size: int, checkpointing: bool, rank: int, tmp_path: Path
 ) -> None:
-    """Shapes of all parameters of the first rank, and bytes of all its messages in a forward and a backward."""
-    model = load_model(written(kind, tmp_path), "bf16", tensor_size=size)
+    """Shapes of all parameters of the first rank, and bytes of all its messages in a forward and a backward; with
+    adapters where they have a `rank`."""
+    model = load_model(written(kind, tmp_path), "bf16", rank, size)
     expected = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
-    models: list[Any] = [whole(kind).to(torch.bfloat16) for _ in range(size)]
+    models: list[Any] = [whole(kind) for _ in range(size)]
+    if rank:
+        models = [get_peft_model(each, LoraConfig(r=rank, target_modules="all-linear")) for each in models]
+    models = [each.to(torch.bfloat16) for each in models]
     for each in models if checkpointing else ():
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
@@ -246,7 +251,6 @@ def test_refusals_have_their_equation(llama: PlannedModel, tmp_path: Path, capsy
         (folder, "--sequence-parallel 8", "attention heads = ranks per sequence x heads per rank does not hold: 4 !="),
         (folder, "--tensor-parallel 2 --sequence-parallel 2", "does not go together with tensor parallelism"),
         (folder, "--tensor-parallel 0", "must be at least 1"),
-        (folder, "--tensor-parallel 2 --lora-rank 4", "--tensor-parallel = 2"),
         (str(tmp_path / "opt"), "--tensor-parallel 2", "OPTForCausalLM (opt) has no tensor-parallel plan"),
     ):
         assert main(["plan", source, "--gpu", "h100", "--gpus-per-node", "8", *flags.split()]) == 2, flags

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -26,11 +27,18 @@ class Samples(Dataset[Batch]):
 
 
 def by_trainer(
-    rows: list[Batch], folder: Path, *, stage: int, resume: Path | None = None, accumulated: int = 1, **more: Any
+    rows: list[Batch],
+    folder: Path,
+    *,
+    stage: int,
+    resume: Path | None = None,
+    accumulated: int = 1,
+    model: nn.Module | None = None,
+    **more: Any,
 ) -> Trained:
     """With "auto" batch sizes, a checkpoint after every second update, and the model saved at the end."""
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
-    model = model_of("llama")  # before stage 3 is known, which would shard it
+    model = model or model_of("llama")  # before stage 3 is known, which would shard it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     config = config_with(stage, 2, zero_optimization=zero) | dict.fromkeys(keys, "auto")
     options: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2, **more}
@@ -63,12 +71,14 @@ def by_trainer(
     )
 
 
-def by_accelerator(rows: list[Batch], *, stage: int) -> Trained:
+def by_accelerator(
+    rows: list[Batch], *, stage: int, model: nn.Module | None = None, saved: Path | None = None
+) -> Trained:
     """A loop of accelerate's page on DeepSpeed, with autotp_size in the config."""
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     plugin = DeepSpeedPlugin(hf_ds_config=config_with(stage, 2, zero_optimization=zero))
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model = model_of("llama")
+    model = model or model_of("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Samples(rows), batch_size=2))
     losses = []
@@ -80,4 +90,7 @@ def by_accelerator(rows: list[Batch], *, stage: int) -> Trained:
         losses.append(loss.item())
     state = accelerator.get_state_dict(model)
     assert (state is None) == (not accelerator.is_main_process)
+    if saved is not None:
+        unwrapped = accelerator.unwrap_model(model)
+        unwrapped.save_pretrained(saved, is_main_process=accelerator.is_main_process, state_dict=state)
     return Trained(losses, [], model.module_state_dict())

@@ -185,7 +185,11 @@ def compare(each: Planned, size: int = 2) -> tuple[float, float, float]:
         AssertionError: nothing is cut, or a parameter lacks a gradient in parts only.
     """
     whole = build(each)
-    inputs = inputs_for(each, whole)
+    return compare_models(whole, inputs_for(each, whole), size)
+
+
+def compare_models(whole: nn.Module, inputs: dict[str, Any], size: int) -> tuple[float, float, float]:
+    """As `compare`. `whole` is trained by it."""
     models = [copy.deepcopy(whole) for _ in range(size)]
     plain = _two_losses(whole, inputs)
     expected = dict(whole.named_parameters())

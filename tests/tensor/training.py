@@ -16,6 +16,7 @@ from transformers import (
     MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -37,6 +38,8 @@ def config_of(kind: str) -> PreTrainedConfig:
         return Phi3Config(**shape, **common, num_key_value_heads=2, pad_token_id=0)
     if kind == "qwen3":
         return Qwen3Config(**shape, **common, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
+    if kind == "qwen2":  # has biases at query, key and value only
+        return Qwen2Config(**shape, **common, num_key_value_heads=2)
     if kind == "uneven":
         shape |= {"hidden_size": 24, "intermediate_size": 50, "num_attention_heads": 6}
         return LlamaConfig(**shape, **common, num_key_value_heads=3, attention_bias=True)
@@ -157,11 +160,20 @@ def in_parts(
 
 
 def compare(
-    rank: int, kind: str, stage: int, tensor: int, *, world: int, steps: int = 4, accumulated: int = 1, **more: Any
+    rank: int,
+    kind: str | nn.Module,
+    stage: int,
+    tensor: int,
+    *,
+    world: int,
+    steps: int = 4,
+    accumulated: int = 1,
+    **more: Any,
 ) -> tuple[float, ...]:
     """Largest differences of (a loss, a norm, a weight). `more`: in the engine's config."""
     data_ranks = world // tensor
-    data, model = batches(steps * data_ranks * accumulated), model_of(kind)
+    data = batches(steps * data_ranks * accumulated)
+    model = model_of(kind) if isinstance(kind, str) else kind
     plain = in_one_process(model, data, data_ranks=data_ranks * accumulated)
     more["gradient_accumulation_steps"] = accumulated
     parts = in_parts(rank, model, data, stage=stage, tensor=tensor, world=world, **more)

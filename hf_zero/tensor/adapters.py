@@ -1,0 +1,310 @@
+"""Adapters of PEFT around layers that are cut: what of them is cut with their layer.
+
+LoRA adds B(A(x)) to what its layer gives. What stands around the forward of a cut layer stands around both.
+
+              layer cut in columns                       layer cut in rows
+    layer     part of the outputs                        part of the inputs, outputs are summed
+    A         whole, its gradient is summed over ranks   part of the inputs, outputs are summed
+    B         part of the outputs                        whole
+
+DoRA's magnitudes go with the outputs. PEFT is never imported here: what is not imported stands around no layer.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Collectives
+from hf_zero.comm.tensor_parts import part_of
+from hf_zero.tensor import layers
+from hf_zero.tensor.exchange import summed
+from hf_zero.tensor.extents import Intervals, sizes_of
+
+Keep = Callable[[nn.Parameter, int, Intervals], None]
+"""Keeps this rank's intervals along a dimension of a parameter."""
+
+_TYPES = ("LORA", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING")  # the latter two stand before the whole model
+_AROUND_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params", "replicate")
+_OTHERWISE = "or remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
+_INNER = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
+_HANDLED = "_hf_zero_is_cut_with_its_layer"
+
+
+def model_in(model: nn.Module) -> nn.Module:
+    """The model that PEFT's stands around, or `model`."""
+    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return found
+
+
+def layer_in(module: nn.Module) -> nn.Module:
+    """The layer that adapters stand around, or `module`."""
+    while isinstance(module, _peft("tuners.tuners_utils", "BaseTunerLayer")) and "base_layer" in module._modules:
+        module = module.get_submodule("base_layer")
+    return module
+
+
+def copies_of(module: nn.Module) -> list[nn.Module]:
+    """Of what is in `modules_to_save`: the original, and what each adapter trains of it; or only `module`."""
+    if not isinstance(module, _peft("utils.other", "ModulesToSaveWrapper")):
+        return [module]
+    return [module.get_submodule("original_module"), *module.get_submodule("modules_to_save").children()]
+
+
+def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Of a layer, with its adapters."""
+    return module.parameters(recurse=layer_in(module) is not module)
+
+
+def stays_whole(module: Any) -> bool:
+    """Whether adapters work on the values of the layer themselves: those for single tokens, DoRA of embeddings."""
+    if isinstance(module, (_peft("utils.other", "TrainableTokensWrapper"), _tokens())):
+        return True
+    return _is_exactly(module, "Embedding") and bool(module.lora_variant)
+
+
+def modules_in(base: nn.Module) -> dict[str, nn.Module]:
+    """By name, as they would be without adapters around them; where there are some, the outermost."""
+    found: dict[str, nn.Module] = {}
+    is_adapted = any(map(_is_adapter, base.modules()))
+    for name, module in base.named_modules():
+        found.setdefault(name.replace(".base_layer", "") if is_adapted else name, module)
+    return found
+
+
+def names_in(base: nn.Module) -> list[str]:
+    """Of its modules and parameters, as they would be without adapters."""
+    names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
+    return [_INNER.sub("", name) for name in names] if any(map(_is_adapter, base.modules())) else names
+
+
+def check_adapters(model: nn.Module, plan: dict[str, str]) -> None:
+    """
+    Args:
+        model: PEFT's, or the one inside.
+        plan: style by name, of those of `names_in`.
+
+    Raises:
+        ValueError: adapters that cannot be cut, by name.
+    """
+    for adapter, config in dict(getattr(model, "peft_config", {})).items():
+        kind = getattr(getattr(config, "peft_type", None), "value", None)
+        if kind not in _TYPES:
+            raise ValueError(
+                f"tensor parallelism goes together with adapters of PEFT's types {', '.join(_TYPES)}, and adapter "
+                f"{adapter!r} is of type {kind}; train LoRA, {_OTHERWISE}"
+            )
+    modules = modules_in(model_in(model))
+    for name, style in plan.items():
+        owner, _, own = name.rpartition(".")
+        if name not in modules and (owner not in modules or own not in layer_in(modules[owner])._parameters):
+            around = next(part for part in _owners(name) if part in modules and _is_adapter(modules[part]))
+            raise ValueError(
+                f"{around}: PEFT's {type(modules[around]).__name__} stands around matrices of which ranks are to hold "
+                f"parts ({name}); leave it out of modules_to_save, {_OTHERWISE}"
+            )
+        for module in copies_of(modules[name]) if name in modules else ():
+            why = None if stays_whole(module) else _refused(module, style)
+            if why is not None:
+                raise ValueError(f"{name}: {why}; leave it out of what the adapter targets, {_OTHERWISE}")
+
+
+def _owners(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def check_still_cut(base: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: adapters have been put around parts of matrices.
+    """
+    for name, module in base.named_modules():
+        around = layer_in(module)
+        if around is not module and _HANDLED not in vars(module) and any(map(part_of, around.parameters())):
+            raise ValueError(
+                f"{name}: an adapter has been put around parts of a matrix, each rank's around its own; make adapters "
+                "before the first deepspeed.initialize of the model"
+            )
+
+
+def cut_outputs(module: Any, group: Collectives, intervals: Intervals, keep: Keep) -> None:
+    """What `module` has besides its layer, of which rank r gives outputs `intervals[r]`."""
+    for lora in _loras(module):
+        keep(lora.b.weight, 0, intervals)
+        if lora.b.bias is not None:
+            keep(lora.b.bias, 0, intervals)
+        if lora.magnitude is not None:
+            keep(lora.magnitude.get_parameter("weight"), 0, intervals)
+        lora.b.out_features = sizes_of(intervals)[group.rank]
+        layers.sum_gradients(lora.a.parameters(), group)
+        module.out_features = lora.b.out_features
+
+
+def cut_inputs(module: Any, group: Collectives, intervals: Intervals, keep: Keep) -> None:
+    """What `module` has besides its layer, of which rank r takes inputs `intervals[r]`."""
+    sizes = sizes_of(intervals)
+    for lora in _loras(module):
+        keep(lora.a.weight, 1, intervals)
+        lora.a.in_features = sizes[group.rank]
+        layers.row_parallel(lora.a, group, sizes)
+        if isinstance(lora.dropout, nn.Dropout):
+            layers.stand_in_front(
+                _DropoutOfPart, lora.dropout, nn.Dropout, row_size=sizes[group.rank], whole_size=sum(sizes),
+                row_pieces=intervals[group.rank],
+            )  # fmt: skip
+        if lora.magnitude is not None:
+            layers.stand_in_front(_DoraOfPart, lora.magnitude, type(lora.magnitude), tensor_group=group)
+        module.in_features = lora.a.in_features
+
+
+def cut_parameter(module: nn.Module, own: str, group: Collectives, dim: int, intervals: Intervals, keep: Keep) -> None:
+    """The adapters of a parameter, such as the matrices of all experts in one, that is cut along `dim`; of one matrix,
+    B @ A, outputs come first, of several (experts, inputs, outputs) or (experts, outputs, inputs)."""
+    for wrapper in _around_parameter(module, own):
+        number = wrapper.get_param().dim()
+        outputs = number - (2 if number == 2 or wrapper._did_swap_in_out_features else 1)
+        for lora in _loras(wrapper):
+            if dim == outputs:
+                keep(lora.b.weight, 0, intervals)
+                layers.sum_gradients(lora.a.parameters(), group)
+            else:
+                keep(lora.a.weight, 1, intervals)
+                layers.sum_gradients(lora.b.parameters(), group)
+
+
+def adapters_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What in `module` is of adapters for parameters."""
+    for wrapper in module.modules():
+        if _is_exactly(wrapper, "ParamWrapper"):
+            yield from (p for name, p in wrapper.named_parameters() if not name.startswith("base_layer."))
+
+
+def _around_parameter(module: Any, own: str) -> Iterator[Any]:
+    while _is_exactly(module, "ParamWrapper"):
+        if module.parameter_name == own:
+            yield module
+        module = module.base_layer
+
+
+def note_handled(module: Any) -> None:
+    """Its layer is cut, or what stands around its forward would be lost without its adapters."""
+    if layer_in(module) is module:
+        return
+    setattr(module, _HANDLED, True)
+    module.unload_and_optionally_merge_module = _refuse_unloading
+    if _is_exactly(module, "Embedding"):
+        module.merge = _refuse_unloading  # its A is whole, and its layer a part
+
+
+@dataclass(frozen=True, slots=True)
+class _Lora:
+    a: Any  # as b an nn.Linear
+    b: Any
+    dropout: nn.Module
+    magnitude: nn.Module | None
+
+
+def _loras(module: Any) -> list[_Lora]:
+    if not _is_exactly(module, "Linear") and not _is_exactly(module, "ParamWrapper"):
+        return []
+    magnitudes = dict(module.lora_magnitude_vector.items())
+    return [
+        _Lora(a, module.lora_B[name], module.lora_dropout[name], magnitudes.get(name))
+        for name, a in module.lora_A.items()
+    ]
+
+
+def _refuse_unloading(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "an adapter around parts of a matrix cannot be merged and taken off: what stands around the forwards of parts "
+        "would be lost, and every rank would save its own; save the adapter (Trainer.save_model), and merge it in a "
+        "process that loads the whole model"
+    )
+
+
+def _refused(module: Any, style: str) -> str | None:
+    """Why ranks cannot hold parts of its layer."""
+    if not _is_adapter(module) or (_is_exactly(module, "ParamWrapper") and style in _AROUND_PARAMETERS):
+        return None
+    if not _is_exactly(module, "Linear") and not _is_exactly(module, "Embedding"):
+        return f"tensor parallelism cuts layers with LoRA around them, and this is PEFT's {type(module).__name__}"
+    if _is_adapter(module.base_layer):
+        return "tensor parallelism cuts layers with adapters of one kind, and here one stands around another"
+    for adapter, variant in module.lora_variant.items():
+        if type(variant).__name__ != "DoraLinearVariant":
+            return (
+                f"tensor parallelism cuts layers with LoRA and DoRA, and adapter {adapter!r} is another variant "
+                f"({type(variant).__name__})"
+            )
+    return None
+
+
+def _is_exactly(module: nn.Module, name: str) -> bool:
+    """Whether it is LoRA's layer of that name; its subclasses are other adapters."""
+    return type(module) is _peft("tuners.lora.layer", name)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    kinds = (_peft("tuners.tuners_utils", "BaseTunerLayer"), _peft("utils.other", "AuxiliaryTrainingWrapper"))
+    return isinstance(module, kinds)
+
+
+def _tokens() -> type:
+    return _peft("tuners.trainable_tokens.layer", "TrainableTokensLayer")
+
+
+class _Nothing:
+    """What nobody is an instance of."""
+
+
+def _peft(module: str, name: str) -> type:
+    found: type = getattr(sys.modules.get(f"peft.{module}"), name, _Nothing)
+    return found
+
+
+class _DropoutOfPart:
+    """Before nn.Dropout: ranks draw for the whole input, of which they have parts. So they drop what one process would,
+    and stay in step where parts differ in size."""
+
+    row_size: int
+    whole_size: int
+    row_pieces: Sequence[Any]
+    p: float
+    training: bool
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training or inputs.shape[-1] != self.row_size:
+            return nn.functional.dropout(inputs, self.p, self.training)
+        factors = nn.functional.dropout(inputs.new_ones(*inputs.shape[:-1], self.whole_size), self.p)
+        mine = torch.cat([factors[..., piece.start : piece.stop] for piece in self.row_pieces], dim=-1)
+        return inputs * mine
+
+
+class _DoraOfPart:
+    """Before PEFT's layer for DoRA: the norm of an output's weights is over all inputs, of which ranks have parts."""
+
+    tensor_group: Collectives
+
+    def get_lora_weight(self, lora_A: nn.Linear, lora_B: nn.Linear, adapter_name: str | None = None) -> Tensor:
+        return lora_B.weight @ lora_A.weight
+
+    def get_weight_norm(
+        self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
+    ) -> Tensor:
+        dims = self.__dict__.get("fan_in_fan_out")
+        both = (weight.T if dims else weight) + scaling * lora_weight
+        return summed(self.tensor_group, both.detach().float().square().sum(dim=1)).sqrt().to(weight.dtype)
+
+    def forward(self, x: Tensor, *, base_layer: nn.Module, base_result: Tensor | None = None, **more: Any) -> Tensor:
+        if base_result is None:  # what was dropped differs from what the layer saw
+            base_result = base_layer(x)
+        found: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **more)  # type: ignore[misc]
+        return found

@@ -1,0 +1,43 @@
+"""Models with adapters of PEFT, of which nothing is zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from torch import nn
+
+from tests.tensor.training import model_of
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL_OF_GPT2 = ["c_attn", "c_proj", "c_fc"]
+
+
+def targets_of(kind: str) -> dict[str, Any]:
+    """What is adapted where a test does not say it: everything linear, of Mixtral the attention."""
+    if kind.startswith("gpt2"):
+        return {"target_modules": ALL_OF_GPT2, "fan_in_fan_out": True}
+    return {"target_modules": ATTENTION if kind == "mixtral" else "all-linear"}
+
+
+def lora(kind: str, **more: Any) -> LoraConfig:
+    options = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return LoraConfig(**options | targets_of(kind) | more)
+
+
+def adapted(kind: str, config: PeftConfig | None = None, **more: Any) -> nn.Module:
+    """`model_of(kind)` with LoRA (`more`: in its config) or another adapter, whose values are the same everywhere."""
+    model = model_of(kind)
+    torch.manual_seed(8)
+    found: nn.Module = get_peft_model(model, config or lora(kind, **more))  # type: ignore[arg-type]
+    return with_noise(found)
+
+
+@torch.no_grad()
+def with_noise(model: nn.Module) -> nn.Module:
+    """On all that is trained: biases and magnitudes start from values that would hide a mistake."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model.train()

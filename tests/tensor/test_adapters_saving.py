@@ -1,0 +1,127 @@
+"""Adapters of models in parts, saved: they load into a whole model and give what was trained."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from tests.sequence.test_hugging_face import fresh
+from tests.support.ranks import run_ranks
+from tests.tensor.hugging_face import by_accelerator, by_trainer
+from tests.tensor.lora import adapted
+from tests.tensor.training import RATE, Trained, batches, config_with, in_one_process, model_of
+
+KIND = "uneven"  # whole key heads, and MLPs in parts of different sizes
+SAVED: dict[str, Any] = {"use_dora": True, "modules_to_save": ["lm_head"]}
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(**batches(1)[0]).logits
+    return found
+
+
+def loaded(folder: Path) -> Tensor:
+    """Logits of the base model that training began with, with the adapter in `folder`."""
+    return logits_of(PeftModel.from_pretrained(model_of(KIND), str(folder)))  # type: ignore[arg-type]
+
+
+def trained_logits(model: nn.Module, trained: Trained) -> Tensor:
+    model = copy.deepcopy(model)
+    model.load_state_dict(trained.weights, strict=False)
+    return logits_of(model)
+
+
+def difference(found: Trained, plain: Trained) -> float:
+    weights = [(found.weights[name] - value).abs().max().item() for name, value in plain.weights.items()]
+    return max(*weights, *(abs(a - b) for a, b in zip(found.losses, plain.losses, strict=True)))
+
+
+def _engine(model: nn.Module, stage: int, tensor: int = 2) -> Any:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config_with(stage, tensor, zero_optimization=zero)
+    )[0]
+
+
+def _train(engine: Any, data: list[Any]) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[str, float]:
+    data, model, found = batches(4), adapted(KIND, **SAVED), {}
+    plain = in_one_process(model, data[:2], data_ranks=1)
+    for stage in stages:
+        root = Path(folder) / str(stage)
+        first = _engine(model, stage)
+        _train(first, data[:2])
+        first.save_checkpoint(str(root))
+        assert first.save_16bit_model(str(root), "whole.bin")
+        state = first._consolidated_16bit_state_dict()
+        first.module.save_pretrained(str(root / "adapter"), is_main_process=rank == 0, state_dict=state)
+        torch.distributed.barrier()
+        whole = torch.load(root / "whole.bin")
+        found[f"whole, stage {stage}"] = max((whole[n] - p).abs().max().item() for n, p in plain.weights.items())
+        kept = loaded(root / "adapter") - trained_logits(model, plain)
+        found[f"adapter, stage {stage}"] = kept.abs().max().item()
+        went_on = _train(first, data[2:])
+        second = _engine(model, stage)
+        assert second.load_checkpoint(str(root))[0]
+        resumed = _train(second, data[2:])
+        alone = _engine(model, stage, tensor=1)
+        assert alone.load_checkpoint(str(root))[0]
+        again = alone.module_state_dict()
+        found[f"whole matrices, stage {stage}"] = max(
+            (again[name] - value).abs().max().item() for name, value in plain.weights.items()
+        )
+        found[f"resumed, stage {stage}"] = max(abs(a - b) for a, b in zip(went_on, resumed, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
+def test_adapters_and_checkpoints(tmp_path: Path, stages: tuple[int, ...]) -> None:
+    for found in run_ranks(_saves_and_resumes, 2, str(tmp_path), stages):
+        assert {name: worst for name, worst in found.items() if not worst < 1e-5} == {}
+
+
+def _by_libraries(rank: int, folder: str, stage: int) -> dict[str, float]:
+    rows, root, found = batches(4), Path(folder), {}
+    model = adapted(KIND, **SAVED)
+    plain = in_one_process(model, rows, data_ranks=1)
+    found["Trainer"] = difference(by_trainer(rows, root, stage=stage, model=copy.deepcopy(model)), plain)
+    fresh()
+    expected = trained_logits(model, plain)
+    found["saved by Trainer"] = (loaded(root / "saved") - expected).abs().max().item()
+    checkpoint = {"resume": root / "checkpoint-2", "model": copy.deepcopy(model)}
+    found["resumed"] = difference(by_trainer(rows, root, stage=stage, **checkpoint), plain)
+    fresh()
+    more: dict[str, Any] = {"model": copy.deepcopy(model), "saved": root / "accelerate"}
+    unclipped = by_accelerator(rows, stage=stage, **more)
+    found["Accelerator"] = difference(unclipped, plain)
+    torch.distributed.barrier()
+    fresh()
+    kept = loaded(root / "accelerate") - trained_logits(model, unclipped)
+    found["saved by Accelerator"] = kept.abs().max().item()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_trainer_and_accelerator(tmp_path: Path, stage: int) -> None:
+    for found in run_ranks(_by_libraries, 2, str(tmp_path), stage, init=False):
+        assert {name: worst for name, worst in found.items() if not worst < 1e-5} == {}
