@@ -47,7 +47,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "biases of fused matrices": ("gpt2", {"lora_bias": True}),
     "by the root of the rank": ("llama", {"use_rslora": True}),
     "attention only": ("llama", {"target_modules": ATTENTION}),
-    "experts": ("mixtral", {"target_modules": "all-linear"}),
+    "experts": ("mixtral", {"target_modules": "all-linear", "lora_dropout": 0.0}),
     "what is trained whole": ("llama", {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     "copies of what is tied": ("qwen3", {"modules_to_save": ["lm_head", "embed_tokens", "q_norm"]}),
     "embedding and head": ("llama", {"target_modules": HEAD_AND_EMBEDDING}),
