@@ -155,7 +155,7 @@ class ZeroEngine(nn.Module):
             if resolved.compatibility.broadcast_buffers:
                 broadcast_buffers(self.module, self.groups.lane)
         self.global_steps += 1
-        self.global_samples += self.settings.train_batch_size()
+        self.global_samples += self.settings.samples_per_update()
         outcome = parts.step.outcome
         assert outcome is not None
         self._follow(outcome, optimizer, scale)
@@ -343,7 +343,7 @@ class ZeroEngine(nn.Module):
         return str(view.folder.path), view.client_state()
 
     def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
-        counters = checkpoint.Counters.of(view, self.settings.train_batch_size())
+        counters = checkpoint.Counters.of(view, self.settings.samples_per_update())
         self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
         self.global_samples = counters.global_samples
         self.micro_steps = self.global_steps * self.settings.gradient_accumulation_steps()

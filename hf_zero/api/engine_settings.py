@@ -20,6 +20,11 @@ class EngineSettings:
         self._micro_batch_size = resolved.batch.micro_batch_size
 
     def train_batch_size(self) -> int:
+        """As in the config: samples that ranks of a tensor group see count for each of them."""
+        return self.samples_per_update() * self.resolved.tensor_size
+
+    def samples_per_update(self) -> int:
+        """Different ones."""
         return self._micro_batch_size * self._accumulation_steps * self._num_ranks
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -34,11 +39,12 @@ class EngineSettings:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Reach `train_batch_size` samples per update by changing the number of accumulation steps."""
-        per_micro_step = self._micro_batch_size * self._num_ranks
+        ranks = self._num_ranks * self.resolved.tensor_size
+        per_micro_step = self._micro_batch_size * ranks
         if train_batch_size <= 0 or train_batch_size % per_micro_step:
             raise ValueError(
                 f"train_batch_size={train_batch_size} is not a positive multiple of "
-                f"micro batch {self._micro_batch_size} x world size {self._num_ranks} = {per_micro_step}"
+                f"micro batch {self._micro_batch_size} x world size {ranks} = {per_micro_step}"
             )
         self._accumulation_steps = train_batch_size // per_micro_step
 

@@ -97,8 +97,7 @@ _ZERO_KEYS = {
 }
 # Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
-    "is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion "
-    "super_offload checkpoint_writer_enabled"
+    "is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion super_offload checkpoint_writer_enabled"
 ).split()
 
 
@@ -164,7 +163,6 @@ def _empty_partition_cache(engine: Any) -> None:
 
 
 # Ranks and groups
-
 
 
 def _coalesce_grad_reduction(engine: Any) -> AbstractContextManager[None]:
@@ -254,7 +252,7 @@ def _get_wall_clock_timers(engine: Any) -> dict[str, float]:
 def _throughput_timer(engine: Any) -> ThroughputTimer:
     """Counts from here on: the engine starts and stops it around its updates. `initialize` makes none by itself."""
     options = type("Enabled", (), {"enabled": True, "synchronized": False})()
-    timer = ThroughputTimer(options, engine.train_batch_size(), start_step=0)
+    timer = ThroughputTimer(options, engine.settings.samples_per_update(), start_step=0)
     timer.start()
     engine.tput_timer = timer
     return timer
@@ -275,7 +273,8 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
     "data_parallel_group": lambda engine: (
-        None if engine.groups.sequence.size > 1 else getattr(engine.mpu, "get_data_parallel_group", get_world_group)()),
+        None if engine.groups.sequence.size > 1 else getattr(engine.mpu, "get_data_parallel_group", get_world_group)()
+    ),
     "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
     "dp_world_size": lambda engine: engine.groups.data.size,

@@ -241,7 +241,8 @@ def _log_settings(resolved: Resolved) -> None:
     shown = f"{ranks}" if size == 1 else f"{ranks // size} ({ranks} ranks, {size} per {kind})"
     announce(
         f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
-        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {shown} = {batch.train_batch_size} samples per update"
+        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {shown} = {resolved.samples_per_update} samples "
+        "per update"
     )
     if resolved.notes:
         logger.info("remarks on the config: %s", "; ".join(resolved.notes))

@@ -69,7 +69,7 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
     if isinstance(dataset, IterableDataset):
         loader = TrainingLoader(dataset, batch_size=size, drop_last=drop_last, **options)
     elif curriculum is not None and curriculum.policy.chooses_samples:
-        stream = curriculum.stream(len(dataset), engine.train_batch_size())
+        stream = curriculum.stream(len(dataset), engine.settings.samples_per_update())
         batches = RankBatches(stream, size, ranks.size, ranks.rank, lambda: int(curriculum.next_step))
         loader = TrainingLoader(dataset, batch_sampler=batches, **options)
     else:

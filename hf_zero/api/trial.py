@@ -59,4 +59,4 @@ class Trial(TrainingFeature):
 def trial_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
     """The feature, in a trial run."""
     policy = resolved.features.trial
-    return None if policy is None else Trial(policy, resolved.batch.train_batch_size)
+    return None if policy is None else Trial(policy, resolved.samples_per_update)

@@ -17,20 +17,17 @@ def resolve_batch(
     *,
     world_size: int,
     sequence_size: int = 1,
-    tensor_size: int = 1,
     autos: Collection[str] = (),
 ) -> BatchPolicy:
     """Fill what is missing (None) and check train == micro * steps * data ranks; raises ConfigError.
 
     Args:
+        world_size: of tensor-parallel training, too, all ranks count, as DeepSpeed and the programs around it have it.
         sequence_size: ranks that share each sequence and so count as one.
-        tensor_size: ranks that hold parts of the same matrices, and so count as one, too.
     """
-    data_ranks, shown = world_size // (sequence_size * tensor_size), "world size"
+    data_ranks, shown = world_size // sequence_size, "world size"
     if sequence_size > 1:
         shown = f"data ranks (world size {world_size} / {sequence_size} per sequence)"
-    if tensor_size > 1:
-        shown = f"data ranks (world size {world_size} / {tensor_size} per tensor group)"
     if train is None and micro is None:
         raise ConfigError(_nothing_given(autos))
     given = {TRAIN: train, MICRO: micro, STEPS: steps}

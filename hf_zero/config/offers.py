@@ -55,9 +55,7 @@ def offers(config: Mapping[str, Any], views: Views) -> dict[str, Offer]:
 
 
 def _all(config: Mapping[str, Any], views: Views) -> Iterator[tuple[str, Offer]]:
-    section = config.get("tensor_parallel")
-    tensor_size = views.tensor_size or _fixed(section.get("autotp_size") if isinstance(section, Mapping) else None) or 1
-    size = (views.sequence_size or _fixed(config.get(SEQUENCE)) or 1) * tensor_size
+    size = views.sequence_size or _fixed(config.get(SEQUENCE)) or 1
     data_ranks = max(1, views.world_size // max(1, size))
     if views.training is not None:
         if not views.training.steps_only:

@@ -18,9 +18,9 @@ OptimizerSees = Literal["whole_tensors", "flat_shards"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPolicy:
-    """train_batch_size == micro_batch_size * accumulation_steps * data ranks, always."""
+    """train_batch_size == micro_batch_size * accumulation_steps * ranks that share no sequence, always."""
 
-    train_batch_size: int  # samples per update, over all ranks
+    train_batch_size: int  # samples per update; of tensor-parallel training once for each rank that sees them
     micro_batch_size: int  # samples per forward on one rank
     accumulation_steps: int  # forwards per update
     drop_last: bool = False  # leave out an incomplete last batch; only for a loader made from training_data=
@@ -238,3 +238,8 @@ class Resolved:
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason
     provenance: Mapping[str, Provenance] = field(default_factory=dict)  # by key path: value and origin
+
+    @property
+    def samples_per_update(self) -> int:
+        """Different ones: those that a tensor group sees count once."""
+        return self.batch.train_batch_size // self.tensor_size

@@ -129,8 +129,9 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += tensor_problems(config, views.world_size, sequence_size, tensor_size)
     problems += group_problems(config, views.world_size, views.host_sizes)
     broken = {problem.path for problem in problems}
-    batch, wrong = _batch(config, translated, (views.world_size, sequence_size, tensor_size), broken)
-    elastic = elastic_sizes(config, views.world_size // (sequence_size * tensor_size) or 1, origins.is_written)
+    batch, wrong = _batch(config, translated, views.world_size, sequence_size, broken)
+    data_ranks = views.world_size // (sequence_size * tensor_size) or 1
+    elastic = elastic_sizes(config, data_ranks, origins.is_written, tensor_size)
     if elastic.is_on:
         drops_last = config.dataloader_drop_last
         batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
@@ -180,11 +181,10 @@ def _as_problem(remark: Remark) -> Problem:
 
 
 def _batch(
-    config: Root, translated: Translated, sizes: tuple[int, int, int], broken: set[str]
+    config: Root, translated: Translated, world_size: int, sequence_size: int, broken: set[str]
 ) -> tuple[policies.BatchPolicy | None, list[Problem]]:
     if broken & {*_BATCH_KEYS, SEQUENCE, TENSOR}:
         return None, []  # the equation would only repeat what is wrong
-    world_size, sequence_size, tensor_size = sizes
     try:
         batch = resolve_batch(
             config.train_batch_size,
@@ -192,7 +192,6 @@ def _batch(
             config.gradient_accumulation_steps,
             world_size=world_size,
             sequence_size=sequence_size,
-            tensor_size=tensor_size,
             autos=translated.autos,
         )
     except ConfigError as error:

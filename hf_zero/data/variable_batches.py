@@ -305,7 +305,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         dataset,
         lengths,
         policy.max_tokens,
-        engine.train_batch_size(),
+        engine.settings.samples_per_update(),
         dataset_filter_ids,
         policy.scaling,
         policy.min_samples,

@@ -32,6 +32,7 @@ PATCHED = frozenset(
         "accelerate.state",
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
+        "peft.peft_model",
         "peft.tuners.tuners_utils",
         "peft.utils.other",
         "torch.distributed.nn.functional",

@@ -70,7 +70,7 @@ def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
         config[training.precision] = {"enabled": True}
     config["optimizer"] = {"type": training.optimizer, "params": {"lr": 1e-5}}
     config["train_batch_size"] = training.micro_batch * training.accumulation
-    config["train_batch_size"] *= training.data_ranks(plan.hardware.ranks)
+    config["train_batch_size"] *= plan.hardware.ranks // training.sequence_parallel
     folder.mkdir(parents=True, exist_ok=True)
     model = (folder / "model.json").resolve()
     model.write_text(json.dumps(plan.model.config.to_dict(), default=str), encoding="utf-8")

@@ -121,7 +121,7 @@ class Profiling(TrainingFeature):
         if self.recorder is not None:
             self.recorder.end_update(progress.step)
         if self._throughput is not None:
-            self._throughput.count(progress.step, self._engine.train_batch_size())
+            self._throughput.count(progress.step, self._engine.settings.samples_per_update())
         if self._flops is not None:
             self._report_flops(progress.step - 1)
         self._drop_idle()

@@ -197,7 +197,7 @@ def random_ltd_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
         rule = f"{type(model).__name__} has {len(layers)} layers ({type(layers[0]).__name__})"
         raise ConfigError([Problem(f"{_SECTION}.total_layer_num", policy.num_layers, rule, f"write {len(layers)}")])
     chosen = [layers[number] for number in policy.layer_ids]
-    return RandomLTD(policy, chosen, resolved.batch.train_batch_size)
+    return RandomLTD(policy, chosen, resolved.samples_per_update)
 
 
 def convert_to_random_ltd(engine: Any, convert_type: type[nn.Module]) -> Any:

@@ -187,6 +187,13 @@ def adapters_of(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from (p for name, p in wrapper.named_parameters() if not name.startswith("base_layer."))
 
 
+def adapters_around(module: nn.Module, own: str) -> Iterator[nn.Parameter]:
+    """What adapts the parameter `own` of the layer in `module`."""
+    for wrapper in _around_parameter(module, own):
+        for lora in _loras(wrapper):
+            yield from (lora.a.weight, lora.b.weight)
+
+
 def _around_parameter(module: Any, own: str) -> Iterator[Any]:
     while _is_exactly(module, "ParamWrapper"):
         if module.parameter_name == own:
@@ -196,12 +203,13 @@ def _around_parameter(module: Any, own: str) -> Iterator[Any]:
 
 def note_handled(module: Any) -> None:
     """Its layer is cut, or what stands around its forward would be lost without its adapters."""
-    if layer_in(module) is module:
-        return
-    setattr(module, _HANDLED, True)
-    module.unload_and_optionally_merge_module = _refuse_unloading
+    layer = layer_in(module)
     if _is_exactly(module, "Embedding"):
         module.merge = _refuse_unloading  # its A is whole, and its layer a part
+    while module is not layer:
+        setattr(module, _HANDLED, True)
+        module.unload_and_optionally_merge_module = _refuse_unloading
+        module = module.base_layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.tensor import layers
 from hf_zero.tensor.adapters import (
+    adapters_around,
     adapters_of,
     check_adapters,
     check_still_cut,
@@ -308,7 +309,7 @@ class _Sharder:
         if parameter is None or style in ("replicate", "local_params"):
             return
         if style == "replicated_with_grad_allreduce":
-            layers.sum_gradients([parameter], self._group)
+            layers.sum_gradients([parameter, *adapters_around(module, own)], self._group)
             return
         packed = 2 if style.startswith("packed") or (own.startswith("gate_up") and layers.has_halves(owner)) else 1
         if style.endswith("colwise"):

@@ -105,7 +105,7 @@ def engines_with_parts(rank: int, folder: str) -> list[dict[str, int]]:
     found = []
     for way in WAYS:
         model = whole("llama")
-        config = filled(way, folder, "bf16") | {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
+        config = filled(way, folder, "bf16") | {"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}
         engine, *_ = initialize(model=model, model_parameters=_groups(model), config=config)
         tokens = torch.zeros(1, LENGTH, dtype=torch.long)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -208,7 +208,7 @@ def test_parts_of_matrices_in_a_plan(llama: PlannedModel) -> None:
         for each in found.estimates:
             assert each.config["tensor_parallel"] == {"autotp_size": size}
             answers = resolve(each.config, found.training.view(), world_size=8)
-            assert answers.batch.train_batch_size == 8 // size and answers.tensor_size == size
+            assert answers.samples_per_update == 8 // size and answers.tensor_size == size
         assert as_dict(found)["training"]["data_ranks"] == 8 // size
         assert f"in {size} parts" in title(found) and f"per tensor group of {size} ranks" in title(found)
     named = {each.candidate.name: each for each in cut.estimates}
@@ -285,7 +285,7 @@ def test_trials_have_the_sizes(
     found = planned("", Training(length=64, checkpointing=False, **sizes), cut)
     assert [each.tokens_per_s for each in measure(found, 1, tmp_path)] == [128.0]
     (size,) = sizes.values()
-    assert resolve(dict(asked[0].config), world_size=8).batch.train_batch_size == 8 // size
+    assert resolve(dict(asked[0].config), world_size=8).samples_per_update == 8 // size
 
 
 def test_what_other_ranks_would_help(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def by_trainer(
     stage: int,
     resume: Path | None = None,
     accumulated: int = 1,
+    tensor: int = 2,
+    per_device: int = 2,
     model: nn.Module | None = None,
     **more: Any,
 ) -> Trained:
@@ -40,13 +42,13 @@ def by_trainer(
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     model = model or model_of("llama")  # before stage 3 is known, which would shard it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-    config = config_with(stage, 2, zero_optimization=zero) | dict.fromkeys(keys, "auto")
+    config = config_with(stage, tensor, zero_optimization=zero) | dict.fromkeys(keys, "auto")
     options: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2, **more}
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
         deepspeed=config,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulated,
         max_grad_norm=CLIP,
         learning_rate=RATE,
@@ -63,7 +65,7 @@ def by_trainer(
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(folder / "saved"))
-    assert trainer.model_wrapped.train_batch_size() == 2 * (arguments.world_size // 2) * accumulated
+    assert trainer.model_wrapped.train_batch_size() == per_device * arguments.world_size * accumulated
     return Trained(
         [entry["loss"] for entry in logged],
         [entry["grad_norm"] for entry in logged],

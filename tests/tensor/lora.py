@@ -36,8 +36,10 @@ def adapted(kind: str, config: PeftConfig | None = None, **more: Any) -> nn.Modu
 
 @torch.no_grad()
 def with_noise(model: nn.Module) -> nn.Module:
-    """On all that is trained: biases and magnitudes start from values that would hide a mistake."""
-    for parameter in model.parameters():
+    """On all that is trained: biases and magnitudes start from values that would hide a mistake. And B is made as small
+    as weights are, so that differences can be told from rounding."""
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            parameter.mul_(0.2 if ".lora_B." in name else 1)
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return model.train()

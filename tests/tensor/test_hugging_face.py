@@ -51,17 +51,26 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
 
 
-def _four_ranks(rank: int, folder: str) -> float:
-    rows = batches(4)
+def _four_ranks(rank: int, folder: str) -> dict[str, float]:
+    rows, root = batches(8), Path(folder)
     plain = in_one_process(model_of("llama"), rows, data_ranks=2)
     mean = [(one + other) / 2 for one, other in zip(plain.losses[::2], plain.losses[1::2], strict=True)]
-    return largest_difference(by_trainer(rows, Path(folder), stage=2), Trained(mean, plain.norms, plain.weights))
+    plain = Trained(mean, plain.norms, plain.weights)
+    found = {"2 x 2": largest_difference(by_trainer(rows, root, stage=2), plain)}
+    ways = {"4 parts": (4, 3, 2), "whole": (1, 1, 1)}
+    for name, (tensor, stage, accumulated) in ways.items():
+        fresh()
+        sizes = {"tensor": tensor, "accumulated": accumulated} | ({"per_device": 1} if tensor == 1 else {})
+        resumed = by_trainer(rows, root / name, stage=stage, resume=root / "checkpoint-2", **sizes)
+        found[f"resumed as {name}"] = largest_difference(resumed, plain)
+    return found
 
 
 @pytest.mark.slow
 def test_two_data_ranks_of_two_parts_under_trainer(tmp_path: Path) -> None:
-    """Trainer deals other batches to them, and counts the tokens of all ranks."""
-    assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < 1e-5
+    """Trainer deals other batches to them, and counts the tokens of all ranks; it goes on with other parts, too."""
+    for found in run_ranks(_four_ranks, 4, str(tmp_path), init=False):
+        assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
 
 
 def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str, float]:

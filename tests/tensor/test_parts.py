@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shape, whole_value
 from hf_zero.config import ConfigError, resolve
@@ -122,7 +123,15 @@ def test_what_the_config_cannot_have(more: dict[str, Any], words: str) -> None:
         resolve({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": more}, world_size=4)
 
 
-def test_only_data_ranks_count() -> None:
+def test_all_ranks_count_in_the_batch_size() -> None:
+    """DeepSpeed, accelerate and OpenRLHF count so, and write the number; ours once was that of different samples."""
     config = {"train_micro_batch_size_per_gpu": 3, "tensor_parallel": {"autotp_size": 2}}
-    assert resolve(config, world_size=4).batch.train_batch_size == 6
-    assert resolve({**config, "tensor_parallel": {"autotp_size": 1}}, world_size=4).batch.train_batch_size == 12
+    found = resolve({**config, "train_batch_size": 24}, world_size=4)
+    assert (found.batch.train_batch_size, found.batch.accumulation_steps, found.samples_per_update) == (24, 2, 12)
+    elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "version": 0.1}
+    found = resolve({"elasticity": elastic, "tensor_parallel": {"autotp_size": 2}}, world_size=4)
+    assert found.batch.micro_batch_size * found.batch.accumulation_steps * 4 == found.batch.train_batch_size
+    assert found.samples_per_update == resolve({"elasticity": elastic}, world_size=2).batch.train_batch_size
+    settings = EngineSettings(resolve(config, world_size=4), 2)
+    settings.set_train_batch_size(36)
+    assert settings.get_batch_info() == (36, 3, 3) and settings.samples_per_update() == 18

@@ -144,7 +144,7 @@ def in_parts(
     config = config_with(stage, tensor, **more)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     data_ranks, accumulated = world // tensor, engine.gradient_accumulation_steps()
-    assert engine.train_batch_size() == 2 * data_ranks * accumulated
+    assert engine.train_batch_size() == 2 * world * accumulated
     losses, norms = [], []
     torch.manual_seed(SEED)
     for batch in data[rank // tensor :: data_ranks]:

@@ -89,8 +89,11 @@ def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
             yield Problem(f"elasticity.{name}", ours, f"{SCHEDULERS}, set by the scheduler, says {their}", fix)
 
 
-def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], bool]) -> ElasticSizes:
-    """The batch sizes of a job of `world_size` ranks. A size of the author's own that differs is a problem."""
+def elastic_sizes(
+    config: Root, data_ranks: int, is_written: Callable[[str], bool], tensor_size: int = 1
+) -> ElasticSizes:
+    """The batch sizes of a job of so many ranks that see other samples. A size of the author's own that differs is a
+    problem."""
     section = config.elasticity
     if section is None or not section.enabled:
         return ElasticSizes()
@@ -109,7 +112,7 @@ def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], boo
     if rule is None or problems:
         return ElasticSizes(problems=tuple(problems), is_on=True)
     try:
-        found = elastic_batch(rule, world_size)
+        found = elastic_batch(rule, data_ranks)
     except ElasticProblem as error:
         paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
         fix = "start a number of ranks that goes with it, or change the section"
@@ -118,9 +121,9 @@ def elastic_sizes(config: Root, world_size: int, is_written: Callable[[str], boo
         )
     assert found.micro is not None, "asked for a number of ranks"
     sizes = BatchPolicy(
-        train_batch_size=found.batch,
+        train_batch_size=found.batch * tensor_size,
         micro_batch_size=found.micro,
-        accumulation_steps=found.batch // (found.micro * world_size),
+        accumulation_steps=found.batch // (found.micro * data_ranks),
     )
     if section.ignore_non_elastic_batch_info:
         return ElasticSizes(sizes, is_on=True)
