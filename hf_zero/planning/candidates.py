@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hf_zero.config import Resolved, TrainingView, resolve
+from hf_zero.config import ConfigDict, ConfigError, Resolved, TrainingView, Views, examine, load_config, resolve
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.checks import model_dtype
+from hf_zero.config.sources import is_auto
 from hf_zero.planning.model import PlannedModel
 
 Place = Literal["cpu", "nvme"]
@@ -19,6 +22,7 @@ class Candidate:
     Attributes:
         copy_per_host: states are sharded over the ranks of a host, each of which has a copy (`hf_zero.shard_group`).
         second_shard: ranks of a host that gather around use among themselves (hpZ); 1: all that share the states.
+        is_given: the user's own ds.json, which is told about, and not chosen.
     """
 
     stage: int
@@ -27,11 +31,12 @@ class Candidate:
     checkpointing: bool = False
     copy_per_host: bool = False
     second_shard: int = 1
+    is_given: bool = False
 
     @property
     def name(self) -> str:
         """For tables and folders: `stage 3, optimizer cpu, checkpointing`."""
-        words = [f"stage {self.stage}"]
+        words = ["yours: " * self.is_given + f"stage {self.stage}"]
         words += [f"optimizer {self.optimizer}"] if self.optimizer else []
         words += [f"parameters {self.parameters}"] if self.parameters else []
         words += ["a copy per host"] * self.copy_per_host
@@ -41,7 +46,7 @@ class Candidate:
     @property
     def short(self) -> str:
         """For names of folders."""
-        words = [f"z{self.stage}"]
+        words = ["yours_" * self.is_given + f"z{self.stage}"]
         words += [f"opt-{self.optimizer}"] if self.optimizer else []
         words += [f"param-{self.parameters}"] if self.parameters else []
         words += ["host"] * self.copy_per_host
@@ -210,3 +215,66 @@ def check_sizes(training: Training, ranks: int) -> None:
         ConfigError: ranks cannot share matrices or sequences like that, as engines have it.
     """
     resolve(ds_config(PREFERRED[0], training), training.view(), world_size=ranks)
+
+
+# A ds.json of the user's
+
+
+def training_of(config: ConfigDict, training: Training, ranks: int) -> Training:
+    """What a ds.json decides of a training; what it leaves open stays as asked for.
+
+    Raises:
+        ConfigError: it is none that hf_zero takes.
+    """
+    views = Views(
+        world_size=ranks,
+        sequence_size=training.sequence_parallel if training.sequence_parallel > 1 else None,
+        tensor_size=training.tensor_parallel if training.tensor_parallel > 1 else None,
+    )
+    found = examine(config, views, complete=False)
+    if found.problems:
+        raise ConfigError(found.problems)
+    micro, steps = found.config.train_micro_batch_size_per_gpu, found.config.gradient_accumulation_steps
+    if found.batch is not None and not {MICRO, STEPS} & found.autos:
+        micro, steps = found.batch.micro_batch_size, found.batch.accumulation_steps
+    is_open = bool({"bf16.enabled", "fp16.enabled"} & found.autos)
+    clips = "gradient_clipping" in config and "gradient_clipping" not in found.autos
+    return replace(
+        training,
+        micro_batch=micro or training.micro_batch,
+        accumulation=steps or training.accumulation,
+        precision=training.precision if is_open else model_dtype(found.config),
+        optimizer=training.optimizer if found.optimizer is None else found.optimizer.type,
+        clip=found.config.gradient_clipping if clips else training.clip,
+        sequence_parallel=found.sequence_size,
+        tensor_parallel=found.tensor_size,
+    )
+
+
+def given_config(config: ConfigDict, training: Training) -> ConfigDict:
+    """A ds.json whose "auto" are filled in where `training` knows them, as a Trainer would."""
+    found = load_config(config)
+    found.update({MICRO: training.micro_batch, STEPS: training.accumulation})
+    if is_auto(found.get(TRAIN)):
+        del found[TRAIN]
+    if is_auto(found.get("gradient_clipping")):
+        found["gradient_clipping"] = training.clip
+    for name in ("bf16", "fp16"):
+        section = found.get(name)
+        if isinstance(section, dict) and is_auto(section.get("enabled")):
+            found[name] = {**section, "enabled": training.precision == name}
+    return found
+
+
+def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
+    """As which a ds.json of the user's stands among candidates."""
+    zero = answers.zero
+    return Candidate(
+        zero.stage,
+        optimizer=None if zero.offload_optimizer is None else zero.offload_optimizer.device,
+        parameters=None if zero.offload_param is None else zero.offload_param.device,
+        checkpointing=checkpointing,
+        copy_per_host=zero.shard_size == "host",
+        second_shard=zero.gather_size if isinstance(zero.gather_size, int) else 1,
+        is_given=True,
+    )

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_zero.config import ConfigError, OptimizerPolicy
+from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, resolve
 from hf_zero.config.policies import Resolved
 from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, lane_of, traffic_of
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
-from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
+from hf_zero.planning.candidates import (
+    Candidate,
+    Training,
+    candidate_of,
+    candidates,
+    check_sizes,
+    ds_config,
+    given_config,
+    resolved,
+)
 from hf_zero.planning.event_model import Setup, Shape, exchange_seconds, simulate
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
@@ -21,6 +31,8 @@ from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace
 
 ALIKE = 1.02  # times of steps that a model of a step cannot tell apart
+KEPT_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing: of the one at work, and of the next on its way back
+_ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All candidates, by preference, and the one to take (None: nothing fits)."""
+    """All candidates, by preference, and the one to take (None: nothing fits).
+
+    Attributes:
+        yours: a ds.json of the user's, without and with gradient checkpointing where both are tried.
+    """
 
     model: PlannedModel
     hardware: Hardware
@@ -63,13 +79,20 @@ class Plan:
     chosen: Estimate | None
     refused: tuple[str, ...]
     notes: tuple[str, ...]
+    yours: tuple[Estimate, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Estimate, ...]:
+        """What is told about."""
+        return (*self.yours, *self.estimates)
 
 
-def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
+def plan(model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict | None = None) -> Plan:
     """Estimate all candidates and choose.
 
     Args:
         model: cut for `training.tensor_parallel` ranks.
+        given: a ds.json of the user's, with which `training` agrees.
 
     Raises:
         ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
@@ -96,9 +119,40 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training) -> Plan:
         raise next(iter(refused.values()))
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
-    return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes))
+    yours = () if given is None else tuple(given_estimates(model, hardware, training, given, size))
+    notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
+    return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
 
 
+def given_estimates(
+    model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict, size: OptimizerSize
+) -> Iterator[Estimate]:
+    """Of a ds.json with which `training` agrees: without and with checkpointing, or as `training` says.
+
+    Raises:
+        ConfigError: where it is refused.
+    """
+    config = given_config(given, training)
+    answers = resolve(
+        config,
+        model=model.view,
+        world_size=hardware.ranks,
+        sequence_size=training.sequence_parallel,
+        tensor_size=training.tensor_parallel,
+    )
+    tiling = Tiling(mlp=answers.features.tiled_mlp, loss=answers.features.tiled_loss)
+    for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
+        seen = traced(model, training, checkpointing=checkpointing, tiling=tiling)
+        found = _estimated(model, hardware, training, answers, seen, size, checkpointing=checkpointing)
+        yield Estimate(candidate_of(answers, checkpointing=checkpointing), config, *found)
+
+
+def _rounds(config: dict[str, Any]) -> bool:
+    zero = config.get("zero_optimization") or {}
+    return any(zero.get(f"zero_quantized_{what}") for what in ("weights", "gradients"))
+
+
+@lru_cache(maxsize=32)  # what would help when nothing fits is asked for more than once
 def traced(model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None) -> Trace:
     """A micro-batch of one rank."""
     return trace(
@@ -133,13 +187,37 @@ def estimate(
     """
     config = ds_config(candidate, training)
     answers = resolved(config, training, model, hardware.ranks)
+    found = _estimated(model, hardware, training, answers, seen, size, checkpointing=candidate.checkpointing)
+    return Estimate(candidate, config, *found)
+
+
+def _estimated(
+    model: PlannedModel,
+    hardware: Hardware,
+    training: Training,
+    answers: Resolved,
+    seen: Trace,
+    size: OptimizerSize,
+    *,
+    checkpointing: bool,
+) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
+    """What an `Estimate` has beside candidate and config."""
     setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
     memory = rank_memory(model, setting, seen)
-    seconds, bound = _step(model, hardware, training, candidate, seen)
+    activations = answers.features.activations
+    if checkpointing and activations is not None and activations.on_host and hardware.separate:
+        memory = memory.with_activations_on_host(kept_by_layers(model, training))
+    seconds, bound = _step(model, hardware, training, answers, seen, recomputes=checkpointing)
     exchanges = _exchanges(hardware, training, seen, training.accumulation)
     moved = Traffic.of([*_of_states(model, hardware, answers), *exchanges])
     lacks = tuple(_lacks(memory, hardware))
-    return Estimate(candidate, config, memory, moved, seconds, bound, seen.flops * training.accumulation, lacks)
+    return memory, moved, seconds, bound, seen.flops * training.accumulation, lacks
+
+
+def kept_by_layers(model: PlannedModel, training: Training) -> int:
+    """Bytes of inputs that go to host memory with `activation_checkpointing.cpu_checkpointing`."""
+    tokens = training.micro_batch * training.local_length
+    return tokens * model.hidden * model.dtype.itemsize * max(0, model.layers - KEPT_ON_DEVICE)
 
 
 def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
@@ -164,6 +242,8 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         accumulation=answers.batch.accumulation_steps,
         shard=shard_ranks(answers, hardware),
         second_shard=second_shard(answers, hardware),
+        quantized_weights=answers.zero.wire.rounds_weights and answers.zero.stage == 3,
+        gradient_bits=answers.zero.wire.gradient_bits if answers.zero.stage == 3 else None,
         hops=2 if answers.zero.hops == 2 else 1,
     )
     return traffic_of(sizes, wiring)
@@ -184,26 +264,28 @@ def second_shard(answers: Resolved, hardware: Hardware) -> int:
 
 
 def _step(
-    model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate, seen: Trace
+    model: PlannedModel, hardware: Hardware, training: Training, answers: Resolved, seen: Trace, *, recomputes: bool
 ) -> tuple[float, str]:
+    zero, shard = answers.zero, shard_ranks(answers, hardware)
+    optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None
     tokens, machine = training.micro_batch * training.local_length, hardware.machine()
     shape = Shape(model.name, model.num_parameters, max(1, model.layers), flops=seen.forward_flops / tokens)
     exchange = {"forward": 0.0, "backward": 0.0}
     for each in _exchanges(hardware, training, seen):
         exchange[each.phase] += exchange_seconds(machine, each.operation, each.within, each.across)
     setup = Setup(
-        stage=candidate.stage,
-        offload_optimizer=candidate.optimizer is not None and hardware.separate,
-        offload_parameters=candidate.parameters is not None and hardware.separate,
+        stage=zero.stage,
+        offload_optimizer=optimizer is not None and hardware.separate,
+        offload_parameters=parameters is not None and hardware.separate,
         tokens=tokens * training.accumulation,
-        recomputes=candidate.checkpointing,
+        recomputes=recomputes,
         clips=training.clip > 0,
         trained=model.num_trained / max(1, model.num_parameters),
         micro_batches=training.accumulation,
-        disk_optimizer=candidate.optimizer == "nvme",
-        disk_parameters=candidate.parameters == "nvme",
-        shard=hardware.per_host if candidate.copy_per_host else None,
-        second_shard=candidate.second_shard,
+        disk_optimizer=optimizer is not None and optimizer.device == "nvme",
+        disk_parameters=parameters is not None and parameters.device == "nvme",
+        shard=shard,
+        second_shard=second_shard(answers, hardware),
         tensor=training.tensor_parallel,
         exchange=(exchange["forward"], exchange["backward"]),
     )

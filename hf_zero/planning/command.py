@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from hf_zero.config import ConfigError, Problem
+from hf_zero.config import ConfigDict, ConfigError, Problem, load_config
 from hf_zero.planning.calibrate import calibrated
-from hf_zero.planning.candidates import Training, check_sizes
+from hf_zero.planning.candidates import Training, check_sizes, training_of
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="ranks that hold parts of the same sequences (1; of --longest a host's, as heads divide)",
+    )
+    training.add_argument(
+        "--config", metavar="DS.JSON", help="yours: what it says goes before the above, and it gets a row of its own"
     )
     output = parser.add_argument_group("what comes out")
     output.add_argument("--measure", type=int, default=0, metavar="N", help="run the N most promising for a few steps")
@@ -100,11 +103,15 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     Raises:
         ConfigError: for arguments that cannot be.
     """
-    return make_plan(*_asked(arguments))
+    model, machine, training, given = _asked(arguments)
+    return make_plan(model, machine, training, given)
 
 
 def _longest(arguments: argparse.Namespace) -> int:
-    model, machine, training = _asked(arguments)
+    model, machine, training, given = _asked(arguments)
+    if given is not None:
+        rule, fix = "--longest tries all ways to train, and no ds.json", "leave out one of the two"
+        raise ConfigError(Problem("--config", arguments.config, rule, fix))
     if arguments.sequence_parallel is None:
         training = most_sharing(model, machine, training)
     found = longest_sequences(model, machine, training)
@@ -117,8 +124,8 @@ def _longest(arguments: argparse.Namespace) -> int:
     return 0 if found else 1
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training]:
-    """Model, machine and training of the arguments."""
+def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training, ConfigDict | None]:
+    """Model, machine, training and ds.json of the arguments."""
     least = dict.fromkeys(("seq_length", "micro_batch", "accumulation", "tensor_parallel", "sequence_parallel"), 1)
     for key, smallest in (least | {"lora_rank": 0, "measure": 0}).items():
         value = getattr(arguments, key)
@@ -137,11 +144,14 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
         sequence_parallel=arguments.sequence_parallel or 1,
     )
     machine = hardware(vars(arguments))
+    given = None if arguments.config is None else load_config(arguments.config)
+    if given is not None:
+        training = training_of(given, training, machine.ranks)
     check_sizes(training, machine.ranks)
     if arguments.calibrate:
-        machine = calibrated(machine, arguments.precision)
-    model = load_model(arguments.model, arguments.precision, arguments.lora_rank, arguments.tensor_parallel)
-    return model, machine, training
+        machine = calibrated(machine, training.precision)
+    model = load_model(arguments.model, training.precision, arguments.lora_rank, training.tensor_parallel)
+    return model, machine, training, given
 
 
 def _write(name: str, text: str, flag: str) -> None:

@@ -18,11 +18,11 @@ from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
-from hf_zero.planning.choose import gigabytes, optimizer_size, shard_ranks, traced
+from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, shard_ranks, traced
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-from hf_zero.planning.reasons import KEPT_ON_DEVICE, sequence_sizes
+from hf_zero.planning.reasons import sequence_sizes
 from hf_zero.planning.show import config_text
 from hf_zero.planning.trace import Trace
 

@@ -39,7 +39,8 @@ class Measured:
 
 
 def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
-    """Run the `number` fastest by estimate of those that fit, on this machine, and leave all of it in `folder`.
+    """Run the `number` fastest by estimate of those that fit (and the user's own before them), on this machine, and
+    leave all of it in `folder`.
 
     Raises:
         ConfigError: for a plan of several hosts.
@@ -49,7 +50,8 @@ def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
         fix = "leave out --nodes, or use hf-zero launch --autotuning with a hostfile"
         raise ConfigError(Problem("--measure", number, rule, fix))
     fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: each.seconds)
-    return tuple(_measured(plan, each, folder) for each in fitting[:number])
+    chances = [*(each for each in plan.yours if each.fits), *fitting[:number]]
+    return tuple(_measured(plan, each, folder) for each in chances)
 
 
 def _measured(plan: Plan, each: Estimate, folder: Path) -> Measured:
@@ -61,7 +63,7 @@ def _measured(plan: Plan, each: Estimate, folder: Path) -> Measured:
 def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
     """The trial of a candidate: all "auto" filled in, since no Trainer does it."""
     training = plan.training
-    config: dict[str, Any] = dict(each.config)
+    config: dict[str, Any] = {key: value for key, value in each.config.items() if key != "scheduler"}
     config |= {"train_micro_batch_size_per_gpu": training.micro_batch, "train_batch_size": "auto"}
     config |= {"gradient_accumulation_steps": training.accumulation, "gradient_clipping": training.clip}
     if training.precision != "fp32":

@@ -67,6 +67,13 @@ class RankMemory:
     def disk_total(self) -> int:
         return sum(self.disk.values())
 
+    def with_activations_on_host(self, num_bytes: int) -> RankMemory:
+        """As many of their bytes as there are."""
+        here = self.device.get(ACTIVATIONS, 0)
+        moved = min(num_bytes, here)
+        device, host = {**self.device, ACTIVATIONS: here - moved}, {**self.host, ACTIVATIONS: moved}
+        return RankMemory(device, host, self.disk)
+
     @property
     def states(self) -> int:
         """Parameters, gradients and optimizer, wherever they lie."""

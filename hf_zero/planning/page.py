@@ -47,7 +47,7 @@ def _page(plan: Plan) -> Iterator[str]:
     yield "<h2>Memory of one device, at the worst moment of a step</h2>"
     yield from _legend(plan)
     scale = _scale(plan)
-    for each in plan.estimates:
+    for each in plan.rows:
         yield from _bar(each, plan, scale)
     yield "<h2>Why</h2><ol>"
     yield from (f"<li>{escape(line)}</li>" for line in reasoning(plan))
@@ -84,9 +84,9 @@ def _legend(plan: Plan) -> Iterator[str]:
 
 def _scale(plan: Plan) -> float:
     """Bytes of a whole bar: all that fit, the limit, and most of the others."""
-    sizes = sorted(each.memory.device_total for each in plan.estimates)
+    sizes = sorted(each.memory.device_total for each in plan.rows)
     middle = sizes[len(sizes) // 2] if sizes else 0
-    fitting = [each.memory.device_total for each in plan.estimates if each.fits]
+    fitting = [each.memory.device_total for each in plan.rows if each.fits]
     return max(1.0, 1.6 * plan.hardware.limit, middle, *fitting)
 
 
@@ -110,7 +110,7 @@ def _bar(each: Estimate, plan: Plan, scale: float) -> Iterator[str]:
 def _table(plan: Plan) -> Iterator[str]:
     names = ("candidate", "device", "host", "disk", "sent within hosts", "sent across", "step", "tokens/s")
     yield '<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
-    for each in plan.estimates:
+    for each in plan.rows:
         memory, per_host = each.memory, plan.hardware.per_host
         sizes = (
             memory.device_total,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, ds_config, resolved
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, optimizer_size, shard_ranks, traced
+from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, shard_ranks, traced
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import ACTIVATIONS, Setting, rank_memory
+from hf_zero.planning.memory import Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-
-KEPT_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing: of the one at work, and of the next on its way back
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Remedy:
 def reasoning(found: Plan) -> list[str]:
     """Why it is this one, step by step, in the order of preference."""
     lines = []
-    for each in found.estimates:
+    for each in found.rows:
         if each is found.chosen:
             lines.append(f"{each.candidate.name}: fits, {_speed(each, found)}; taken")
         elif each.fits:
@@ -114,7 +113,7 @@ def _other_ranks(found: Plan, candidate: Candidate, tiling: Tiling, on_host: boo
         if hardware.per_host % size:
             continue
         try:
-            model = found.model.cut(size)
+            model = _cut(found.model, size)
         except ConfigError:
             return  # a model without a plan
         cut = replace(found, model=model, training=replace(training, tensor_parallel=size))
@@ -123,6 +122,11 @@ def _other_ranks(found: Plan, candidate: Candidate, tiling: Tiling, on_host: boo
             instead = f", instead of {best.what}" if best is not None else ""
             yield Remedy(f"tensor_parallel.autotp_size {size}{instead}", device)
             return
+
+
+@lru_cache(maxsize=4)
+def _cut(model: PlannedModel, size: int) -> PlannedModel:
+    return model.cut(size)
 
 
 def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
@@ -143,6 +147,5 @@ def _device_bytes(found: Plan, candidate: Candidate, tiling: Tiling, on_host: bo
     answers = resolved(ds_config(candidate, training), training, model, hardware.ranks)
     setting = Setting(answers, optimizer_size(training), shard_ranks(answers, hardware), hardware.separate)
     seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling)
-    memory, tokens = rank_memory(model, setting, seen), training.micro_batch * training.local_length
-    kept = tokens * model.hidden * model.dtype.itemsize * max(0, model.layers - KEPT_ON_DEVICE)
-    return memory.device_total - (min(kept, memory.device.get(ACTIVATIONS, 0)) if on_host else 0)
+    memory = rank_memory(model, setting, seen)
+    return (memory.with_activations_on_host(kept_by_layers(model, training)) if on_host else memory).device_total

@@ -40,11 +40,11 @@ def show(plan: Plan, *, everything: bool = False, console: Console | None = None
 
 
 def _short_reasons(plan: Plan) -> list[str]:
-    """What came before the chosen one and did not fit, and the chosen one."""
+    """The user's own, what came before the chosen one and did not fit, and the chosen one."""
     lines = reasoning(plan)
     if plan.chosen is None:
-        return lines[-1:]
-    return lines[: plan.estimates.index(plan.chosen) + 1]
+        return [*lines[: len(plan.yours)], lines[-1]]
+    return lines[: plan.rows.index(plan.chosen) + 1]
 
 
 class _HasConfig(Protocol):
@@ -72,15 +72,15 @@ def title(plan: Plan) -> str:
 
 def _table(plan: Plan, everything: bool) -> Table:
     table = Table(title=escape(title(plan)), title_justify="left")
-    table.add_column("candidate", no_wrap=True)
+    table.add_column("candidate")  # where it is narrow names wrap, and numbers are whole
     for name in ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s"):
-        table.add_column(name, justify="right")
-    table.add_column("bound by")
-    for each in plan.estimates:
-        if not (everything or each.fits):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for each in plan.rows:
+        if not (everything or each.fits or each.candidate.is_given):
             continue
         style = "bold green" if each is plan.chosen else "" if each.fits else "dim"
-        table.add_row(*_cells(each, plan), style=style)
+        table.add_row(*_cells(each, plan), style=style, end_section=each is plan.yours[-1] if plan.yours else False)
     return table
 
 
@@ -138,6 +138,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "sequence_parallel": training.sequence_parallel,
             "data_ranks": training.data_ranks(hardware.ranks),
         },
+        "yours": [_as_dict(each, plan) for each in plan.yours],
         "candidates": [_as_dict(each, plan) for each in plan.estimates],
         "chosen": None if plan.chosen is None else plan.chosen.candidate.name,
         "flags": None if plan.chosen is None else training.flags(plan.chosen.candidate),

@@ -172,16 +172,18 @@ def test_measured_candidates_rank_the_plan(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_measure_through_the_launcher(tmp_path: Path) -> None:
-    """Two candidates of a tiny model on 2 ranks of this CPU."""
+@pytest.mark.parametrize(("flags", "number"), [("", 4), ("--tensor-parallel 2", 2), ("--sequence-parallel 2", 4)])
+def test_measure_through_the_launcher(flags: str, number: int, tmp_path: Path) -> None:
+    """All candidates of a tiny model on 2 ranks of this CPU."""
     folder = config_folder(tmp_path / "model", hidden_size=64)
     words = ["plan", folder, "--gpu", "cpu", "--gpus-per-node", "2", "--seq-length", "16", "--precision", "fp32"]
     words += ["--measure", "4", "--measure-dir", str(tmp_path / "out"), "--json", "--gradient-checkpointing", "off"]
+    words += flags.split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, "-m", "hf_zero", *words]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert [each["outcome"] for each in found["measured"]] == ["ok"] * 4
+    assert [each["outcome"] for each in found["measured"]] == ["ok"] * number
     best = max(found["measured"], key=lambda each: each["tokens_per_second"])
     assert found["chosen"] == best["name"]

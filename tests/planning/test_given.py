@@ -1,0 +1,111 @@
+"""`plan --config`: a ds.json of the user's has a row of its own, by the sums of candidates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.__main__ import main
+from hf_zero.config import ConfigError, load_config
+from hf_zero.planning import measure as measuring
+from hf_zero.planning.candidates import Training, training_of
+from hf_zero.planning.choose import Plan, given_estimates, optimizer_size, plan
+from hf_zero.planning.experiments import Experiment, Result
+from hf_zero.planning.machine import hardware
+from hf_zero.planning.measure import measure
+from hf_zero.planning.model import PlannedModel, load_model
+from hf_zero.planning.page import as_html
+from hf_zero.planning.reasons import reasoning
+from hf_zero.planning.show import as_dict
+from tests.planning.material import config_folder
+
+MACHINE = hardware({"gpu": "h100", "gpus_per_node": 2, "nodes": 2, "host_memory": "1T", "disk": "1T"})
+OPEN = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
+    return load_model(config_folder(tmp_path_factory.mktemp("model"), num_hidden_layers=8))
+
+
+def with_config(model: PlannedModel, config: dict[str, Any], training: Training) -> Plan:
+    given = load_config(config)
+    return plan(model, MACHINE, training_of(given, training, MACHINE.ranks), given)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}])
+def test_a_candidates_own_config_takes_what_the_candidate_does(model: PlannedModel, sizes: dict[str, int]) -> None:
+    training = Training(length=256, micro_batch=2, accumulation=3, nvme_path="/d", checkpointing=True, **sizes)
+    cut, size = model.cut(training.tensor_parallel), optimizer_size(training)
+    for each in plan(cut, MACHINE, training).estimates[::3]:
+        given = load_config(each.config)
+        assert training_of(given, training, MACHINE.ranks) == training
+        [yours] = given_estimates(cut, MACHINE, training, given, size)
+        assert yours.candidate.name == f"yours: {each.candidate.name}"
+        assert (yours.memory, yours.traffic, yours.flops) == (each.memory, each.traffic, each.flops)
+        assert (yours.seconds, yours.bound) == (pytest.approx(each.seconds), each.bound)
+
+
+def test_what_it_says_goes_before_what_is_asked_for() -> None:
+    asked = Training(micro_batch=8, accumulation=8, precision="bf16")
+
+    def of(**config: Any) -> Training:
+        return training_of(load_config(config), asked, 4)
+
+    assert of(**OPEN) == asked
+    whole = of(train_batch_size=24, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5)
+    assert (whole.micro_batch, whole.accumulation, whole.precision, whole.clip) == (2, 3, "fp32", 0.5)
+    some = of(**OPEN, gradient_accumulation_steps=2, optimizer={"type": "Lion"}, tensor_parallel={"autotp_size": 2})
+    assert (some.micro_batch, some.accumulation, some.optimizer, some.tensor_parallel) == (8, 2, "Lion", 2)
+    with pytest.raises(ConfigError, match="must be 0, 1, 2 or 3"):
+        of(**OPEN, zero_optimization={"stage": 4})
+    with pytest.raises(ConfigError, match="does not hold: 25"):
+        of(train_batch_size=25, train_micro_batch_size_per_gpu=2)
+
+
+def test_features_that_no_candidate_has(model: PlannedModel) -> None:
+    """Tiles make activations smaller, cpu_checkpointing moves them; fewer bits are fewer bytes on their way."""
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2}
+    plain = with_config(model, OPEN | {"zero_optimization": {"stage": 3}}, Training(length=16384))
+    without, with_it = plain.yours
+    tiled = OPEN | {"hf_zero": {"tiled_loss": True}, "activation_checkpointing": {"cpu_checkpointing": True}}
+    found = with_config(model, tiled | {"zero_optimization": zero}, Training(length=16384))
+    assert found.yours[0].memory.device["activations"] < without.memory.device["activations"]
+    assert found.yours[1].memory.device["activations"] < with_it.memory.device["activations"] / 2
+    assert found.yours[1].memory.host == {"activations": 6 * 16384 * 64 * 2}  # but of two layers, bf16
+    assert found.yours[1].traffic.across < with_it.traffic.across and "ZeRO++" in found.notes[-1]
+    assert found.chosen is not None and not found.chosen.candidate.is_given
+    assert [line[:6] for line in reasoning(found)[:2]] == ["yours:"] * 2
+    assert as_html(found).count('class="row') == len(found.estimates) + 2
+    assert [each["name"] for each in as_dict(found)["yours"]] == [each.candidate.name for each in found.yours]
+
+
+def test_it_is_measured_too(model: PlannedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Experiment] = []
+
+    def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
+        asked.append(experiment)
+        return Result(experiment.name, "ok", {"throughput": 2.0})
+
+    monkeypatch.setattr(measuring, "run_experiment", run)
+    config = load_config(OPEN | {"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmupLR"}})
+    machine = hardware({"gpu": "h100", "gpus_per_node": 2, "host_memory": "1T"})
+    training = Training(length=64, checkpointing=False)
+    measure(plan(model, machine, training, config), 1, tmp_path)
+    assert [each.name for each in asked][0] == "yours_z1" and len(asked) == 2
+    assert asked[0].config["train_batch_size"] == 2 and "scheduler" not in asked[0].config
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps(OPEN | {"zero_optimization": {"stage": 2}}) + " // my own")
+    words = ["plan", config_folder(tmp_path), "--gpu", "h100", "--gpus-per-node", "4", "--config", str(mine)]
+    assert main(words) == 0
+    assert "yours: stage 2: fits" in capsys.readouterr().out
+    assert main([*words, "--longest"]) == 2 and "leave out one of the two" in capsys.readouterr().err
+    mine.write_text(json.dumps(OPEN | {"tensor_parallel": {"autotp_size": 2}}))
+    assert main([*words, "--tensor-parallel", "4"]) == 2
+    assert "the script asks for 4 ranks" in capsys.readouterr().err
