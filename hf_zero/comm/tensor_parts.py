@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -69,6 +70,26 @@ def whole_value(parameter: Tensor, values: Tensor) -> Tensor:
     """`values` of this rank's `parameter`, with those of the ranks that hold the rest of it. Collective."""
     part = part_of(parameter)
     return values if part is None else part.whole(values)
+
+
+def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[str] = ()) -> None:
+    """
+    Args:
+        values: what `save_pretrained` is about to write, by name.
+        of: words of which a name has to have one; default: all names.
+
+    Raises:
+        ValueError: one of them is this rank's part of a parameter.
+    """
+    for name, parameter in model.named_parameters():
+        part, value = part_of(parameter), values.get(name)
+        is_part = part is not None and isinstance(value, Tensor) and tuple(value.shape) != part.cut.shape
+        if is_part and (not of or any(word in name for word in of)):
+            raise ValueError(
+                f"save_pretrained would write this rank's part of {name}, of which other ranks hold the rest: on every "
+                "rank, call state = accelerator.get_state_dict(model) (or engine.module_state_dict()), then "
+                "save_pretrained(folder, state_dict=state, is_main_process=...); or Trainer.save_model(folder)"
+            )
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

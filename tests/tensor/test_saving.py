@@ -47,6 +47,8 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
         assert first.save_16bit_model(str(root), "whole.bin")
         consolidated = first._consolidated_16bit_state_dict()
         assert (consolidated is None) == (rank > 0)
+        with pytest.raises(ValueError, match=r"would write this rank's part of model\."):
+            first.module.save_pretrained(str(root / "parts"))
         weights = first.module_state_dict()
         assert {n: tuple(p.shape) for n, p in weights.items()} == {
             name: tuple(p.shape) for name, p in model_of("uneven").state_dict().items()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
-from hf_zero.comm.tensor_parts import part_of
+from hf_zero.comm.tensor_parts import refuse_parts
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("peft.peft_model")
@@ -35,7 +33,7 @@ def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]
         **kwargs: Any,
     ) -> None:
         if is_main_process and kwargs.get("state_dict") is None:
-            _refuse_parts(self)
+            refuse_parts(self, dict(self.named_parameters()), _OF_ADAPTERS)
         original(
             self,
             save_directory,
@@ -48,17 +46,3 @@ def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]
         )
 
     return save_pretrained
-
-
-def _refuse_parts(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: an adapter of `model` is in parts.
-    """
-    for name, parameter in model.named_parameters():
-        if part_of(parameter) is not None and any(word in name for word in _OF_ADAPTERS):
-            raise ValueError(
-                f"save_pretrained would write this rank's part of {name}, of which other ranks hold the rest: on every "
-                "rank, call state = accelerator.get_state_dict(model) (or engine.module_state_dict()), then "
-                "save_pretrained(folder, state_dict=state, is_main_process=...); or Trainer.save_model(folder)"
-            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.comm.tensor_parts import refuse_parts
 from hf_zero.integration.patches import Patches
 from hf_zero.params.released import ReleasedView
 from hf_zero.params.sharded_parameter import HANDLE
@@ -55,16 +56,19 @@ def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]
 
 @PATCHES.add(
     "revert_weight_conversion(model, state_dict)",
-    without="models whose experts are packed may not be saved at stage 3",
-    until="save_pretrained converts on the ranks that write, and on no others",
+    without="models whose experts are packed may not be saved at stage 3, and save_pretrained of tensor-parallel ones "
+    "without a state dict writes the parts that one rank holds",
+    until="save_pretrained converts on the ranks that write, and on no others, and asks whoever cut a model for its "
+    "whole weights",
 )
 def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Left out on ranks that have no values to convert."""
+    """Left out on ranks that have no values to convert. What is about to be written may be no parts of matrices."""
 
     def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         # Of a rank that writes nothing, or is about to be refused.
         if any(isinstance(value, ReleasedView) for value in state_dict.values()):
             return state_dict
+        refuse_parts(model, state_dict)
         return original(model, state_dict)
 
     return revert_weight_conversion
