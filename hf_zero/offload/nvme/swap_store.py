@@ -28,7 +28,7 @@ class BufferPool:
         self._num_live = 0
         self._most_bytes = 0
         self._free: list[Tensor] = []
-        self._leaving: deque[tuple[Completion, Tensor]] = deque()
+        self._leaving: deque[tuple[Completion, Tensor | None]] = deque()  # None: only the request has it still
 
     def expect(self, num_bytes: int, itemsize: int) -> None:
         """Buffers must hold so much, in elements of `itemsize` bytes."""
@@ -76,9 +76,11 @@ class BufferPool:
         return within_count and (self._limit_numel is None or grown <= self._limit_numel * self._itemsize)
 
     def release_buffers(self) -> None:
-        """Nobody will ask for a while: free what is not used, except what took long to lock in memory."""
+        """Nobody will ask for a while: free what is not used, except what took long to lock in memory. What is still
+        being written is freed as soon as it has been."""
         if not self._pinned:
             self.drop()
+            self._leaving = deque((written, None) for written, _ in self._leaving)
 
     def drop(self) -> None:
         """Free what nobody uses."""
@@ -88,7 +90,11 @@ class BufferPool:
 
     def _reclaim(self) -> None:
         while self._leaving and self._leaving[0][0].is_done:
-            self._free.append(self._leaving.popleft()[1])
+            _, buffer = self._leaving.popleft()
+            if buffer is None:
+                self._num_live -= 1
+            else:
+                self._free.append(buffer)
 
 
 class SwapStore(Store):
