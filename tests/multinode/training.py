@@ -36,23 +36,34 @@ class Training:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "ds.json").write_text(json.dumps(_CONFIG))
-        for number, source in enumerate(sorted((ROOT / "hf_zero/zero").glob("*.py"))[:12]):
+        for number, source in enumerate(sorted((ROOT / "hf_zero/step").glob("*.py"))[:12]):
             (folder / f"text{number}.py").write_text(source.read_text())
 
-    def words(self, output: Path, ranks: int, steps: int = STEPS) -> list[object]:
-        """The script and its arguments for a run on so many ranks: the global batch is always the same."""
+    def words(
+        self, output: Path, ranks: int, steps: int = STEPS, config: dict[str, object] | None = None
+    ) -> list[object]:
+        """The script and its arguments for a run on so many ranks: the global batch is always the same.
+
+        Args:
+            config: other values in ds.json.
+        """
+        settings = self.folder / f"{output.name}.json"
+        settings.write_text(json.dumps(_CONFIG | (config or {})))
         text = sorted(self.folder.glob("text*.py"))
         places = ["--tokenizer_cache", self.folder / "tokenizer", "--output_dir", output]
         batch = ["--save_strategy", "no", "--max_steps", steps, "--per_device_train_batch_size", GLOBAL_BATCH // ranks]
-        zero = ["--deepspeed", self.folder / "ds.json"]
+        zero = ["--deepspeed", settings]
         return [SCRIPT, *_MODEL.split(), *_RUN.split(), *places, *batch, *zero, "--train_files", *text]
 
     @cached_property
     def losses(self) -> list[float]:
         """Those of one node with two ranks."""
-        output = self.folder / "one_node"
-        words = launch_words("--num_gpus", 2, "--master_port", 29621, *self.words(output, 2))
+        return self.on_one_node(STEPS)
+
+    def on_one_node(self, steps: int) -> list[float]:
+        """Losses of two ranks."""
+        output = self.folder / f"one_node_{steps}"
+        words = launch_words("--num_gpus", 2, "--master_port", 29621, *self.words(output, 2, steps))
         environment = {**os.environ, **self.environment}
         done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
