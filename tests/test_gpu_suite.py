@@ -11,7 +11,7 @@ from bench import gpu_suite
 from bench.gpu_train import OTHERS, OURS, apart, ds_config, missing, run
 
 
-@pytest.mark.parametrize("case", ["hf_zero 3 offload", "torch fused"])
+@pytest.mark.parametrize("case", ["hf_zero 3 offload", pytest.param("torch fused", marks=pytest.mark.slow)])
 def test_a_case_trains(case: str) -> None:
     found = apart(case, "tiny", 1, 250)
     assert "failed" not in found, found

@@ -58,7 +58,7 @@ def test_trainer_equals_plain_pytorch_everywhere(case: Case, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("processes", "stage"),
     [
-        pytest.param(None, 2, id="python"),
+        pytest.param(None, 2, id="python", marks=pytest.mark.slow),
         pytest.param(2, 2, id="torchrun2", marks=pytest.mark.slow),
         pytest.param(2, 3, id="torchrun2-stage3"),
     ],

@@ -41,6 +41,7 @@ def test_inputs_on_the_host_make_room_on_the_device(model: PlannedModel) -> None
         assert each.host.at(each.length) <= 64e9 and each.length % 1024 == 0
 
 
+@pytest.mark.slow
 def test_the_line_is_that_of_longer_traces(model: PlannedModel) -> None:
     tiling = Tiling.that_fits(model.module)
     assert tiling == Tiling(mlp=True, loss=True)
@@ -61,6 +62,7 @@ def test_every_config_is_one_that_the_resolver_takes(model: PlannedModel, tmp_pa
             assert answers.zero.sub_group_numel == 100_000_000
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_reach_as_many_times_as_far(model: PlannedModel) -> None:
     machine = hardware({**MACHINE, "gpus_per_node": 4})
     assert most_sharing(model, machine, Training()).sequence_parallel == 4
