@@ -4,9 +4,9 @@
 
 Every run trains a Llama on 2 gloo ranks of this machine for a few steps in a process of its own. Model states are read
 from the engine; the peak is that of memory which no file backs, with the rank's own shared blocks, over what was there
-after imports and a step in plain PyTorch (libraries keep workspaces). It is the larger rank's, in the median of rounds:
-of a drive's buffers more are in use at one time, fewer at another. glibc is told to give back what is freed: with its
-defaults holes in the heap stay on top, which `plan` leaves room for (`hf_zero.planning.machine.HOLES`).
+after imports and a step in plain PyTorch (libraries keep workspaces), the most of all ranks and rounds. glibc is told to
+give back what is freed: with its defaults holes in the heap stay on top, which `plan` leaves room for
+(`hf_zero.planning.machine.HOLES`).
 
 Artificial limits of memory then stand for smaller machines: is what `plan` takes for each of them the fastest of the
 runs that keep to it? There is one limit for each run, SLACK above its measured peak: it fits there by any prediction
@@ -273,7 +273,7 @@ def _run(name: str, way: str, estimate: Any, rounds: Sequence[Sequence[dict[str,
         "measured": {
             "states": max(sum(rank["states"].values()) for rank in ranks),
             "by_kind": ranks[0]["states"],
-            "peak": median(max(rank["peak"] for rank in each) for each in rounds),
+            "peak": max(rank["peak"] for rank in ranks),
             "peaks": [max(rank["peak"] for rank in each) for each in rounds],
             "shared": max(rank["shared"] for rank in ranks),
             "imports": max(rank["imports"] for rank in ranks),
