@@ -159,5 +159,5 @@ def test_the_batch_sizes_of_a_config_follow() -> None:
     assert resolve({**config, "train_batch_size": 96}, world_size=4).batch.train_batch_size == 96
     written["elasticity"] = {**config["elasticity"], "ignore_non_elastic_batch_info": True}
     assert resolve(written, world_size=4).batch.micro_batch_size == 6
-    with pytest.raises(ConfigError, match="only data parallelism"):
+    with pytest.raises(ConfigError, match="ranks of a tensor group are those of tensor_parallel.autotp_size"):
         resolve(section(2000, [2, 4, 6], 8, 64, **NODES, model_parallel_size=2), world_size=16)

@@ -16,7 +16,7 @@ from tests.sequence.test_hugging_face import fresh
 from tests.support.ranks import run_ranks
 from tests.tensor.hugging_face import by_accelerator, by_trainer
 from tests.tensor.lora import adapted
-from tests.tensor.training import RATE, Trained, batches, config_with, in_one_process, model_of
+from tests.tensor.training import RATE, Trained, batches, config_with, in_one_process, model_of, train
 
 KIND = "uneven"  # whole key heads, and MLPs in parts of different sizes
 SAVED: dict[str, Any] = {"use_dora": True, "modules_to_save": ["lm_head"]}
@@ -53,23 +53,13 @@ def _engine(model: nn.Module, stage: int, tensor: int = 2) -> Any:
     )[0]
 
 
-def _train(engine: Any, data: list[Any]) -> list[float]:
-    losses = []
-    for batch in data:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[str, float]:
     data, model, found = batches(4), adapted(KIND, **SAVED), {}
     plain = in_one_process(model, data[:2], data_ranks=1)
     for stage in stages:
         root = Path(folder) / str(stage)
         first = _engine(model, stage)
-        _train(first, data[:2])
+        train(first, data[:2])
         first.save_checkpoint(str(root))
         assert first.save_16bit_model(str(root), "whole.bin")
         state = first._consolidated_16bit_state_dict()
@@ -82,10 +72,10 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
         found[f"whole, stage {stage}"] = max((whole[n] - p).abs().max().item() for n, p in plain.weights.items())
         kept = loaded(root / "adapter") - trained_logits(model, plain)
         found[f"adapter, stage {stage}"] = kept.abs().max().item()
-        went_on = _train(first, data[2:])
+        went_on = train(first, data[2:])
         second = _engine(model, stage)
         assert second.load_checkpoint(str(root))[0]
-        resumed = _train(second, data[2:])
+        resumed = train(second, data[2:])
         alone = _engine(model, stage, tensor=1)
         assert alone.load_checkpoint(str(root))[0]
         again = alone.module_state_dict()

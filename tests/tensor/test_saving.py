@@ -17,7 +17,7 @@ from hf_zero.comm.tensor_parts import whole_value
 from hf_zero.config import ConfigError
 from hf_zero.zero_to_fp32 import main as zero_to_fp32
 from tests.support.ranks import run_ranks
-from tests.tensor.training import RATE, batches, config_of, config_with, in_one_process, model_of
+from tests.tensor.training import RATE, batches, config_of, config_with, in_one_process, model_of, train
 
 
 def _engine(kind: str, config: dict[str, Any], **more: Any) -> Any:
@@ -26,23 +26,13 @@ def _engine(kind: str, config: dict[str, Any], **more: Any) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
 
 
-def _train(engine: Any, data: list[Any]) -> list[float]:
-    losses = []
-    for batch in data:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[str, float]:
     found = {}
     for stage in stages:
         data, root = batches(4), Path(folder) / str(stage)
         zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
         first = _engine("uneven", config_with(stage, 2, zero_optimization=zero))
-        _train(first, data[:2])
+        train(first, data[:2])
         first.save_checkpoint(str(root))
         assert first.save_16bit_model(str(root), "whole.bin")
         consolidated = first._consolidated_16bit_state_dict()
@@ -55,11 +45,11 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
         }
         whole = torch.load(root / "whole.bin")
         found[f"whole, stage {stage}"] = max((whole[n] - p).abs().max().item() for n, p in weights.items())
-        went_on = _train(first, data[2:])
+        went_on = train(first, data[2:])
         second = _engine("uneven", config_with(stage, 2))
         with torch.no_grad():
             assert second.load_checkpoint(str(root))[0]
-        resumed = _train(second, data[2:])
+        resumed = train(second, data[2:])
         found[f"resumed, stage {stage}"] = max(abs(a - b) for a, b in zip(went_on, resumed, strict=True))
     return found
 
@@ -96,8 +86,8 @@ def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str],
         return data[number * data_ranks + rank // ranks_per_group : (number + 1) * data_ranks : data_ranks]
 
     first = _engine(kind, config_with(stage, size))
-    _train(first, of_rank(size, 0))
-    _train(first, of_rank(size, 1))
+    train(first, of_rank(size, 0))
+    train(first, of_rank(size, 1))
     first.save_checkpoint(str(root))
     expected = _states(first)
     for other in loads:
@@ -106,7 +96,7 @@ def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str],
         found = _states(engine)
         assert {name: values for name, values in found.items() if not torch.equal(values, expected[name])} == {}
         assert engine.global_steps == 2
-        _train(engine, data[rank // other : 4 : 4 // other][:1])
+        train(engine, data[rank // other : 4 : 4 // other][:1])
     if rank == 0:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(root))
         weights.pop("lm_head.weight" if kind == "gpt2" else "", None)  # the embedding once more
@@ -133,17 +123,17 @@ def _gathers(rank: int, folder: str) -> tuple[float, float, bool]:
     """On two data ranks of two parts, stage 3: what `GatheredParameters` shows and keeps; a resumed checkpoint."""
     data, data_rank = batches(6), rank // 2
     engine = _engine("uneven", config_with(3, 2))
-    _train(engine, data[data_rank:2:2])
+    train(engine, data[data_rank:2:2])
     weight = engine.module.model.layers[0].mlp.down_proj.weight
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         shown = tuple(weight.shape)
         weight.data.fill_(rank + 1.0)  # every rank of the first tensor group its own part
     whole = engine.module_state_dict()["model.layers.0.mlp.down_proj.weight"]
     engine.save_checkpoint(folder)
-    went_on = _train(engine, data[2 + data_rank :: 2])
+    went_on = train(engine, data[2 + data_rank :: 2])
     second = _engine("uneven", config_with(3, 2))
     second.load_checkpoint(folder)
-    resumed = _train(second, data[2 + data_rank :: 2])
+    resumed = train(second, data[2 + data_rank :: 2])
     kept = max((whole[:, :25] - 1).abs().max().item(), (whole[:, 25:] - 2).abs().max().item())
     return kept, max(abs(a - b) for a, b in zip(went_on, resumed, strict=True)), shown == (24, 25)
 
@@ -194,7 +184,7 @@ def _who_asks(rank: int) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config), mpu=mpu)[0]
         assert engine.autotp_size() == 2 and engine.mpu.get_tensor_model_parallel_rank() == rank
-        losses.append(max(abs(a - b) for a, b in zip(_train(engine, data), plain.losses, strict=True)))
+        losses.append(max(abs(a - b) for a, b in zip(train(engine, data), plain.losses, strict=True)))
     return losses
 
 

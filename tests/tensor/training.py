@@ -183,3 +183,13 @@ def compare(
         max(abs(a - b) for a, b in zip(parts.norms, plain.norms, strict=True)),
         max((parts.weights[name] - value).abs().max().item() for name, value in plain.weights.items()),
     )
+
+def train(engine: Any, data: list[Any]) -> list[float]:
+    """Losses of one update per batch."""
+    losses = []
+    for batch in data:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses

@@ -104,7 +104,7 @@ def elastic_sizes(
             Problem(
                 "elasticity.model_parallel_size",
                 section.model_parallel_size,
-                "not available in training: only data parallelism is supported",
+                "not available in training: ranks of a tensor group are those of tensor_parallel.autotp_size",
                 fix,
             )
         )

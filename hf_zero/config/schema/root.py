@@ -52,7 +52,7 @@ from hf_zero.config.schema.training import (
 )
 from hf_zero.config.schema.zero import Zero
 
-_ONLY_DATA = "only data parallelism is supported"
+_NO_EXPERTS = "expert parallelism is not supported; stage 3 shards experts as it does the rest"
 
 
 def _as_interval(value: object) -> object:
@@ -220,7 +220,7 @@ class Root(Section):
     zero_force_ds_cpu_optimizer: Flag = ignored(
         True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
-    use_data_before_expert_parallelism: Flag = unsupported(False, "Rank order of groups.", why=_ONLY_DATA)
+    use_data_before_expert_parallelism: Flag = unsupported(False, "Rank order of groups.", why=_NO_EXPERTS)
     sequence_parallel_size: Positive = supported(
         1, "Ranks that share each sequence (Ulysses); samples per update count the other ranks only."
     )
@@ -269,7 +269,7 @@ class Root(Section):
         None, "DeepCompile.", why="it is not supported; try torch_compile", switch="deepcompile"
     )
     hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
-    expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_ONLY_DATA)
+    expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_NO_EXPERTS)
     nebula: Free | None = unsupported(None, "A checkpoint service.", why="checkpoints go to files")
     datastates_ckpt: Free | None = unsupported(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
 
