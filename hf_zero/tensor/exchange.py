@@ -5,11 +5,16 @@ enter               the same                    sum over ranks        before col
 leave               sum over ranks              the same              after rows: each rank has part of Y
 gather              parts side by side          own part              after columns whose whole output is needed
 split               own part                    parts side by side    before rows whose whole input is there
+
+Layers that take the same tensor (q, k and v; gate and up) enter it together: their gradients are added before ranks sum
+them, which is one message where there would be three.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,18 +23,45 @@ from torch import Tensor
 from hf_zero.comm import Collectives, uncompiled
 
 
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A tensor that has entered, for the next layer that takes it."""
+
+    source: weakref.ref[Tensor]
+    version: int  # of its values: models write into what they have
+    result: Tensor
+
+
+# Results are held, as the graph of a checkpointed layer does not, until what the layers gave is summed or gathered.
+_ENTERED: weakref.WeakKeyDictionary[Collectives, list[_Entered]] = weakref.WeakKeyDictionary()
+
+
+@uncompiled
 def enter(group: Collectives, tensor: Tensor) -> Tensor:
-    """`tensor`, whose gradient is summed over ranks. Collective in backward."""
-    return cast("Tensor", _Enter.apply(group, tensor))
+    """`tensor`, whose gradient is summed over ranks: once for all who enter it before the next `leave` or `gather`.
+    Collective in backward."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    entered = _ENTERED.setdefault(group, [])
+    for one in entered:
+        if one.source() is tensor and one.version == tensor._version:
+            return one.result
+    result = cast("Tensor", _Enter.apply(group, tensor))
+    entered.append(_Entered(weakref.ref(tensor), tensor._version, result))
+    return result
 
 
+@uncompiled
 def leave(group: Collectives, tensor: Tensor) -> Tensor:
     """The sum of all ranks' `tensor`. Collective."""
+    _ENTERED.pop(group, None)
     return cast("Tensor", _Leave.apply(group, tensor))
 
 
+@uncompiled
 def gather(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     """All ranks' `tensor` side by side in the last dimension, where rank r has `sizes[r]`. Collective."""
+    _ENTERED.pop(group, None)
     return cast("Tensor", _Gather.apply(group, tensor, tuple(sizes)))
 
 
