@@ -37,12 +37,14 @@ class Variant:
     stage: int | None = None
     released: bool = False  # stage 3 with every unit released after its forward
     offload: str = ""  # where the optimizer's states are kept: cpu, nvme; "": where the model is
+    earlier: bool = False  # of the checkout that --earlier names
 
     @property
     def name(self) -> str:
         """As shown in the table."""
         stage = "" if self.stage is None else f" {self.stage}"
-        return f"{self.engine}{stage}{' released' if self.released else ''}{self.offload and f' {self.offload}'}"
+        kind = f"{' released' if self.released else ''}{' earlier' if self.earlier else ''}"
+        return f"{self.engine}{stage}{kind}{self.offload and f' {self.offload}'}"
 
 
 def main() -> None:
@@ -86,6 +88,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--adam", choices=("native", "torch"), default="native", help="DeepSpeed's own or torch_adam")
     parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed", default=sys.executable)
+    parser.add_argument("--earlier", type=Path, help="a checkout of an earlier hf_zero with a .venv, to stand beside")
     parser.add_argument("--name", default="engine", help="part of the result files' names")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for one measurement (first use compiles)")
@@ -97,7 +100,13 @@ def _variants(arguments: argparse.Namespace) -> list[Variant]:
     for engine in arguments.engine:
         if engine in ("hf_zero", "deepspeed"):
             places = [place for place in arguments.offload if engine == "hf_zero" or place != "nvme"]
-            variants += [Variant(engine, stage, offload=place) for stage in arguments.stage for place in places]
+            times = (False, True) if engine == "hf_zero" and arguments.earlier else (False,)
+            variants += [
+                Variant(engine, stage, offload=place, earlier=earlier)
+                for stage in arguments.stage
+                for place in places
+                for earlier in times
+            ]
         elif engine == "hf_zero-released":
             variants += [Variant("hf_zero", stage, released=True) for stage in arguments.stage if stage == 3]
         elif engine == "fsdp2":
@@ -118,7 +127,7 @@ def _measure(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
             with open(Path(folder) / "log", "w+") as output:
                 for environment in rank_environments(arguments.ranks, deepspeed_python=oracle):
                     process = subprocess.Popen(
-                        command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                        command, cwd=arguments.earlier if variant.earlier else ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
                     )
                     processes.append(process)
                 codes = _wait(processes, arguments.timeout)
@@ -131,6 +140,8 @@ def _measure(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _command(variant: Variant, arguments: argparse.Namespace, out: Path) -> list[str]:
     python = arguments.oracle_python if variant.engine == "deepspeed" else sys.executable
+    if variant.earlier:
+        python = str(arguments.earlier.absolute() / ".venv" / "bin" / "python")
     adam = arguments.adam if variant.engine == "deepspeed" else "native"
     options = {"engine": variant.engine, "stage": variant.stage or 0, "size": arguments.size, "adam": adam, "out": out}
     options |= {"offload": variant.offload, "nvme": arguments.nvme}

@@ -80,27 +80,36 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def _step_table(run: dict[str, Any]) -> list[str]:
-    header = ["engine", "CPU s/step", "CPU / DDP", "CPU / DeepSpeed", "wall s/step", "wall / DDP", "wall / DeepSpeed"]
+    peers = {"DDP": "ddp", "DeepSpeed": "deepspeed"}
+    if _stands_beside_earlier(run):
+        peers["earlier"] = "earlier"
+    times = [f"{time}{over}" for time in ("CPU", "wall") for over in (" s/step", *(f" / {title}" for title in peers))]
     rows = []
     for variant in run["variants"]:
         row = [variant["name"]]
         for figure in ("cpu_s", "wall_s"):
             row.append(f"{_median(run, variant['name'], figure):.3f}")
-            row += [_spread(_ratios(run, variant, figure, peer)) for peer in ("ddp", "deepspeed")]
+            row += [_spread(_ratios(run, variant, figure, peer)) for peer in peers.values()]
         disturbed = [f"{_others_share(run, measured[variant['name']]):.0%}" for measured in run["rounds"]]
         rows.append([*row, f"{run['rounds'][-1][variant['name']]['losses'][-1]:.4f}", " ".join(disturbed)])
-    return _table([*header, "last loss", "others, by round"], rows)
+    return _table(["engine", *times, "last loss", "others, by round"], rows)
 
 
 def _memory_table(run: dict[str, Any]) -> list[str]:
+    peers = {"DeepSpeed": "deepspeed"} | ({"earlier": "earlier"} if _stands_beside_earlier(run) else {})
     rows = []
     for variant in run["variants"]:
         name = variant["name"]
         peak, steps, imports = (_median(run, name, key) for key in NUMBERS[2:])
         memory = [f"{peak:.0f}", f"{steps:.0f}", f"{peak + imports:.0f}"]
-        ratio = _spread(_ratios(run, variant, "peak_mb", "deepspeed"))
-        rows.append([name, *memory, ratio, _traffic(run["rounds"][-1][name]["collectives"])])
-    return _table(["engine", "peak MB", "in steps", "absolute", "peak / DeepSpeed", "collectives of a step"], rows)
+        ratios = [_spread(_ratios(run, variant, "peak_mb", peer)) for peer in peers.values()]
+        rows.append([name, *memory, *ratios, _traffic(run["rounds"][-1][name]["collectives"])])
+    over = [f"peak / {title}" for title in peers]
+    return _table(["engine", "peak MB", "in steps", "absolute", *over, "collectives of a step"], rows)
+
+
+def _stands_beside_earlier(run: dict[str, Any]) -> bool:
+    return any(variant.get("earlier") for variant in run["variants"])
 
 
 def _traffic(collectives: dict[str, dict[str, int]]) -> str:
@@ -125,7 +134,8 @@ def _target_table(run: dict[str, Any]) -> list[str]:
     for title, figure, peer, limit, stages, offload in promises:
         for variant in run["variants"]:
             is_meant = variant.get("offload", "") == offload
-            promised = variant["engine"] == "hf_zero" and variant["stage"] in stages and is_meant
+            is_ours = variant["engine"] == "hf_zero" and not variant.get("earlier")
+            promised = is_ours and variant["stage"] in stages and is_meant
             ratios = _ratios(run, variant, figure, peer) if promised else []
             if ratios:
                 met = "met" if median(ratios) <= limit else f"missed by {median(ratios) - limit:.2f}"
@@ -140,6 +150,9 @@ def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str
     """
     if peer == "deepspeed":
         peer = f"deepspeed {variant['stage']}" + (" cpu" if variant.get("offload") else "")
+    elif peer == "earlier" and not variant["released"]:
+        place = variant.get("offload", "")
+        peer = f"{variant['engine']} {variant['stage']} earlier{place and f' {place}'}"
     name = variant["name"]
     if name == peer or peer not in run["rounds"][0]:
         return []
