@@ -127,7 +127,12 @@ def _measure(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
             with open(Path(folder) / "log", "w+") as output:
                 for environment in rank_environments(arguments.ranks, deepspeed_python=oracle):
                     process = subprocess.Popen(
-                        command, cwd=arguments.earlier if variant.earlier else ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                        command,
+                        cwd=arguments.earlier if variant.earlier else ROOT,
+                        env=environment,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
                     )
                     processes.append(process)
                 codes = _wait(processes, arguments.timeout)
