@@ -13,6 +13,8 @@ FOLDER  ?= /tmp
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+# Empty is as if it were not set: otherwise every process of a launch compiles all of hf_zero again, a quarter of its start.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Absolute, so that programs which change directory still find their interpreter.
 BIN        := $(abspath $(VENV))/bin
