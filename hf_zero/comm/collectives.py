@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_zero.comm.control import ControlMessages
 from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.lockstep import AlikeNegotiation
 from hf_zero.comm.negotiation import Negotiation
@@ -38,26 +39,19 @@ def uncompiled(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-class Collectives(ABC):
-    """Sums and gathers over one group of ranks.
+class Collectives(ControlMessages):
+    """Sums and gathers of tensors over one group of ranks, and what else they tell each other.
 
     Reductions always SUM; whoever wants a mean divides, because averaging inside a backend is not to be trusted on
     gloo. Flat buffers have a multiple of `size` elements; rank r owns the r-th of `size` equal shards.
 
     Attributes:
-        rank: this one's place in the group.
-        size: number of ranks.
-        ranks: of the world, in the order of the group.
-        num_beside: how many of them are on this rank's host, itself among them.
         negotiation: how ranks agree on the gathers of stage 3.
     """
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
         """`ranks`: default the first `size` ones."""
-        self.rank = rank
-        self.size = size
-        self.ranks = tuple(range(size) if ranks is None else ranks)
-        self.num_beside = size
+        super().__init__(rank, size, ranks)
         self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
@@ -145,35 +139,9 @@ class Collectives(ABC):
             with _counted(self, "broadcast", num_bytes(tensor)):
                 self._broadcast(tensor, source)
 
-    def sum_small(self, values: Tensor) -> None:
-        """Sum a small vector over all ranks, in place; returns when done. Booked apart from the payload traffic."""
-        with ledger.phase("control"), _counted(self, "all_reduce", num_bytes(values)):
-            self._sum_small(values)
-
-    def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
-        """Sum `values` (1-D, fp64, in place) and `facts`, which the hosts know, over all ranks; returns the latter.
-
-        Where `values` lie on an accelerator they are only on their way when this returns: hosts exchange `facts` by
-        themselves, and wait for no device.
-        """
-        size = num_bytes(values) + len(facts) * values.element_size()
-        with ledger.phase("control"), _counted(self, "all_reduce", size):
-            return self._sum_with_facts(values, facts)
-
-    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
-        """All in one message, because all of it is in host memory."""
-        message = torch.cat([values, torch.tensor(facts, dtype=values.dtype, device="cpu")])
-        self._sum_small(message)
-        values.copy_(message[: values.numel()])
-        return message[values.numel() :].tolist()
-
     def buffers(self) -> list[Tensor]:
         """Memory of this rank's that is kept from call to call."""
         return self._send_buffers
-
-    @abstractmethod
-    def gather_objects(self, value: object) -> list[object]:
-        """Every rank's `value`, in rank order (small Python objects, set-up only)."""
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor) -> Pending: ...
@@ -193,9 +161,6 @@ class Collectives(ABC):
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int) -> None: ...
-
-    @abstractmethod
-    def _sum_small(self, values: Tensor) -> None: ...
 
 
 def _counted(group: Collectives, operation: str, *sizes: int) -> Call:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger, process_group, uncompiled
 from hf_zero.comm.collectives import LoneCollectives, own_shard
+from hf_zero.comm.control import ControlMessages
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.torch_backend import NativeCollectives
@@ -139,6 +140,31 @@ def test_contradictory_launcher_variables_are_named(
     monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have made a world of one
     with mock.patch.dict(os.environ, environment, clear=True), pytest.raises(ValueError, match=r"RANK=.*WORLD_SIZE="):
         init_distributed()
+
+
+class Twins(ControlMessages):
+    """Two ranks that say the same; what is sent is kept."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=2)
+        self.sent: list[list[float]] = []
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value, value]
+
+    def _sum_small(self, values: Tensor) -> None:
+        self.sent.append(values.tolist())
+        values.mul_(2)
+
+
+def test_values_and_facts_are_one_message_apart_from_the_payload() -> None:
+    twins, values = Twins(), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    ledger.reset()
+    assert twins.sum_with_facts(values, [3.0]) == [6.0]
+    assert values.tolist() == [2.0, 4.0] and twins.sent == [[1.0, 2.0, 3.0]]
+    assert {key: (tally.calls, tally.num_bytes) for key, tally in ledger.tallies.items()} == {
+        ("control", "all_reduce"): (1, 3 * 8)
+    }
 
 
 def test_what_meets_other_ranks_is_never_traced() -> None:
