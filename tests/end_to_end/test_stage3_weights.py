@@ -13,7 +13,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
 from transformers.integrations import HfDeepSpeedConfig
 
 from tests.end_to_end.stage3 import (
@@ -303,6 +303,35 @@ def test_buffers_are_those_of_rank_0_everywhere() -> None:
 
 
 # --- resizing ----------------------------------------------------------------------------------------------------
+
+
+def tiny_wav2vec2_config() -> Wav2Vec2Config:
+    """Its positions come through a convolution under weight norm."""
+    convolution = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 6}
+    shape = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    return Wav2Vec2Config(**convolution, **shape, num_conv_pos_embedding_groups=3, vocab_size=11)
+
+
+def run_make_and_load_normed(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    alive = HfDeepSpeedConfig(ds_config())
+    torch.manual_seed(5)
+    made, loaded = Wav2Vec2ForCTC(tiny_wav2vec2_config()), Wav2Vec2ForCTC.from_pretrained(folder)
+    del alive
+    return whole(made), whole(loaded)
+
+
+def test_weights_behind_a_parametrization_are_made_and_loaded(tmp_path: Path) -> None:
+    """transformers reads `conv.weight` before it initialises it, gathers only what is a parameter of `conv` itself, and
+    so asked for a weight whose norm and direction were in shards: no Wav2Vec2 could be made or loaded."""
+    torch.manual_seed(5)
+    plain_model = Wav2Vec2ForCTC(tiny_wav2vec2_config())
+    plain_model.save_pretrained(tmp_path)
+    expected = plain_model.state_dict()
+    for made, loaded in run_ranks(run_make_and_load_normed, 2, str(tmp_path)):
+        assert loaded.keys() == made.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(loaded[name], value), name
+            assert made[name].shape == value.shape and (made[name].std() > 0) == (value.std() > 0), name
 
 
 def run_resize(rank: int, folder: str, size: int, multiple: int | None) -> Any:

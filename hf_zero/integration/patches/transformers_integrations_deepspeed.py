@@ -27,7 +27,7 @@ from hf_zero.integration.huggingface.packed_experts import in_one_go
 from hf_zero.integration.huggingface.upstream_errors import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
 from hf_zero.integration.patches import MARK, Patches
-from hf_zero.integration.patches.transformers_modeling_utils import NOTED
+from hf_zero.integration.patches.transformers_modeling_utils import NOTED, behind_parametrizations
 from hf_zero.log import logger
 
 PATCHES = Patches("transformers.integrations.deepspeed")
@@ -330,15 +330,16 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
 
 @PATCHES.add(
     "initialize_weights_zero3(model)",
-    without="weights behind a parametrization may start with other values at stage 3",
+    without="models with a parametrization (weight norm) cannot be made at stage 3, or start with other values",
     until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on",
 )
 def around_initialize_weights(original: Callable[..., None]) -> Callable[..., None]:
     """Weights behind a parametrization (weight norm) get the values torch would give: upstream turns torch's own
-    initialisation off, and gathers too little to write through a parametrization."""
+    initialisation off, and gathers too little to read or write through a parametrization."""
 
     def initialize_weights_zero3(model: Any) -> None:
-        original(model)
+        with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
+            original(model)
         for module in model.modules():
             if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
                 with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():

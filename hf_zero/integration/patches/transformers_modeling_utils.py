@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.tensor_parts import refuse_parts
 from hf_zero.integration.patches import Patches
 from hf_zero.params.released import ReleasedView
@@ -28,6 +31,28 @@ def around_adjust_keys(original: Callable[..., None]) -> Callable[..., None]:
         original(self, loading_info)
 
     return _adjust_missing_and_unexpected_keys
+
+
+@PATCHES.add(
+    "PreTrainedModel.initialize_weights(self)",
+    without="models with a parametrization (weight norm) cannot be loaded at stage 3",
+    until="transformers gathers what stands behind a parametrization, or does not read weights that are loaded",
+)
+def around_initialize_weights(original: Callable[..., None]) -> Callable[..., None]:
+    """Whatever a checkpoint lacks is initialised by methods that first look at every weight, also at those that are
+    made by a parametrization of others."""
+
+    def initialize_weights(self: Any) -> None:
+        with GatheredParameters(behind_parametrizations(self)):
+            original(self)
+
+    return initialize_weights
+
+
+def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
+    """What weights are made of where they are no parameters themselves."""
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "parametrizations")]
+    return [parameter for module in found for parameter in module.parametrizations.parameters()]
 
 
 @PATCHES.add(
