@@ -71,7 +71,7 @@ def sections() -> Iterator[tuple[str, dict[str, Any]]]:
             yield page.name, json.loads(text if text.startswith("{") else f"{{{text}}}")
 
 
-@pytest.mark.parametrize(("page", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("page", "section"), [*sections()], ids=lambda value: value if isinstance(value, str) else "")
 def test_sections_on_pages_resolve(page: str, section: dict[str, Any], tmp_path: Path) -> None:
     """As they stand, with a batch size where none follows from them."""
     text = json.dumps(section).replace("/mnt/nvme", str(tmp_path))

@@ -2,8 +2,8 @@
 
 Bits of matrix products differ between processors and versions of torch, so every digest is kept under both. Two
 processors may share them; where none was made for this one, and those of its likes are others, the tests skip.
-`python -m tests.end_to_end.test_same_bits` makes the missing ones for this machine; a digest that is there stays, and is
-only taken out together with the reason why the bits had to change.
+`python -m tests.end_to_end.test_same_bits` makes the missing ones for this machine; a digest that is there stays, and
+is only taken out together with the reason why the bits had to change.
 """
 
 from __future__ import annotations
