@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.end_to_end.parity import SCRIPT, TOLERANCE, Case, Outcome, outcome, run_case
 from tests.support.launch import launch
@@ -73,6 +75,19 @@ def logged_ahead(case: Case) -> int:
     return int(case.optimizer or case.scheduler)
 
 
+def saved_once(weights: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """What the Trainer has saved under DeepSpeed without the head that is tied to the embedding.
+
+    Its `clone_tensors_for_torch_save` makes two tensors of one, below stage 3, so that the file has both; ours keeps the
+    tie, and the file has the embedding alone, as without an engine.
+    """
+    head = weights.get("lm_head.weight")
+    if not case.tied or head is None:
+        return weights
+    assert torch.equal(head, weights["model.embed_tokens.weight"])
+    return {name: value for name, value in weights.items() if value is not head}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_trainer_equals_deepspeed(case: Case, tmp_path: Path, oracle: str) -> None:
     theirs = run_oracle(oracle_case(case), tmp_path / "theirs", oracle)
@@ -82,4 +97,4 @@ def test_trainer_equals_deepspeed(case: Case, tmp_path: Path, oracle: str) -> No
     ahead = logged_ahead(case)
     assert_same_numbers(ours.rates[ahead:], theirs.rates[: len(theirs.rates) - ahead], TOLERANCE, "learning rates")
     if not case.bf16:
-        assert_same_weights(ours.weights, theirs.weights, TOLERANCE)
+        assert_same_weights(ours.weights, saved_once(theirs.weights, case), TOLERANCE)
