@@ -32,7 +32,8 @@ class _Entered:
     result: Tensor
 
 
-# Results are held, as the graph of a checkpointed layer does not, until what the layers gave is summed or gathered.
+# Results are held, as the graph of a checkpointed layer does not, until what the layers gave is summed or gathered. A
+# layer that is computed again may stop before that: then until backward comes by, lest its activations outlive it.
 _ENTERED: weakref.WeakKeyDictionary[Collectives, list[_Entered]] = weakref.WeakKeyDictionary()
 
 
@@ -108,6 +109,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        _ENTERED.pop(ctx.group, None)
         return None, summed(ctx.group, grads[0])
 
 
