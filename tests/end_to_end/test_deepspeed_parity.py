@@ -78,8 +78,8 @@ def logged_ahead(case: Case) -> int:
 def saved_once(weights: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """What the Trainer has saved under DeepSpeed without the head that is tied to the embedding.
 
-    Its `clone_tensors_for_torch_save` makes two tensors of one, below stage 3, so that the file has both; ours keeps the
-    tie, and the file has the embedding alone, as without an engine.
+    Its `clone_tensors_for_torch_save` makes two tensors of one, below stage 3, so that the file has both; ours keeps
+    the tie, and the file has the embedding alone, as without an engine.
     """
     head = weights.get("lm_head.weight")
     if not case.tied or head is None:
