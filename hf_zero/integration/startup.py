@@ -42,6 +42,7 @@ PATCHED = frozenset(
         "transformers.modeling_utils",
         "transformers.trainer",
         "transformers.trainer_utils",
+        "trl.trainer.utils",
     )
 )
 # Patched also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.

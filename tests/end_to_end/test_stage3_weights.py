@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
 from transformers.integrations import HfDeepSpeedConfig
 
+from hf_zero.integration.patches.trl_trainer_utils import around_hash_module
 from tests.end_to_end.stage3 import (
     arguments,
     assert_same_tensors,
@@ -332,6 +334,24 @@ def test_weights_behind_a_parametrization_are_made_and_loaded(tmp_path: Path) ->
         for name, value in expected.items():
             assert torch.equal(loaded[name], value), name
             assert made[name].shape == value.shape and (made[name].std() > 0) == (value.std() > 0), name
+
+
+def digest(module: Any) -> str:
+    """As TRL makes one."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        found.update(name.encode() + tensor.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def run_digest(rank: int) -> str:
+    return around_hash_module(digest)(engine_of(tiny_llama()).module)
+
+
+def test_a_digest_is_of_whole_weights() -> None:
+    """TRL 1.16 makes the key of a reference's log-probabilities from a model that is still in shards: DPO with
+    precompute_ref_log_probs ended there."""
+    assert run_ranks(run_digest, 2) == [digest(tiny_llama())] * 2
 
 
 def run_resize(rank: int, folder: str, size: int, multiple: int | None) -> Any:

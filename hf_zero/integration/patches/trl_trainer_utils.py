@@ -1,0 +1,50 @@
+"""trl.trainer.utils: digests of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_zero.api.gathered_parameters import GatheredParameters, handles_of
+from hf_zero.integration.patches import Patches
+
+PATCHES = Patches("trl.trainer.utils")
+
+
+@PATCHES.add(
+    "hash_module(module)",
+    without="DPOTrainer and KTOTrainer cannot compute log-probabilities of the reference beforehand at stage 3",
+    until="TRL gathers the weights from which it makes the key of what it has computed",
+    since="trl 1.16, which makes the key before the model is prepared",
+)
+def around_hash_module(original: Callable[[Any], str]) -> Callable[[nn.Module], str]:
+    """The same digest as of whole weights, which are gathered one by one: the model may not fit."""
+
+    def hash_module(module: nn.Module) -> str:
+        return original(_Whole(module) if handles_of(module.parameters()) else module)
+
+    return hash_module
+
+
+class _Whole:
+    """A module with sharded parameters, as far as digests look at it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        entries = self._module.state_dict(keep_vars=True).items()
+        return {name: _Sharded(value) if handles_of([value]) else value.detach() for name, value in entries}
+
+
+class _Sharded:
+    """A parameter whose values are gathered as soon as somebody wants them on the host. Collective then."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter
+
+    def cpu(self) -> Tensor:
+        with GatheredParameters([self._parameter]):
+            return self._parameter.detach().cpu().clone()  # on a CPU the former are given back
