@@ -333,9 +333,9 @@ def test_the_other_commands_of_accelerate_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerates_own_test_passes(stage: int, tmp_path: Path) -> None:
     """`accelerate test` starts `accelerate-launch` on this script."""
-    import accelerate.test_utils
+    from accelerate import test_utils
 
-    script = Path(inspect.getfile(accelerate.test_utils)).parent / "scripts" / "test_script.py"
+    script = Path(inspect.getfile(test_utils)).parent / "scripts" / "test_script.py"
     path = tmp_path / "machine.yaml"
     path.write_text(f"use_hf_zero: true\nnum_processes: 2\nuse_cpu: true\ndeepspeed_config:\n  zero_stage: {stage}\n")
     launcher = accelerate("--config_file", path)
