@@ -349,7 +349,7 @@ def run_digest(rank: int) -> str:
 
 
 def test_a_digest_is_of_whole_weights() -> None:
-    """TRL 1.16 makes the key of a reference's log-probabilities from a model that is still in shards: DPO with
+    """TRL makes the key of a reference's log-probabilities from a model that is in shards since it was loaded: DPO with
     precompute_ref_log_probs ended there."""
     assert run_ranks(run_digest, 2) == [digest(tiny_llama())] * 2
 

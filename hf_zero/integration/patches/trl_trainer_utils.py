@@ -17,7 +17,6 @@ PATCHES = Patches("trl.trainer.utils")
     "hash_module(module)",
     without="DPOTrainer and KTOTrainer cannot compute log-probabilities of the reference beforehand at stage 3",
     until="TRL gathers the weights from which it makes the key of what it has computed",
-    since="trl 1.16, which makes the key before the model is prepared",
 )
 def around_hash_module(original: Callable[[Any], str]) -> Callable[[nn.Module], str]:
     """The same digest as of whole weights, which are gathered one by one: the model may not fit."""
