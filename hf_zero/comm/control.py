@@ -32,7 +32,7 @@ class ControlMessages(ABC):
 
     def sum_small(self, values: Tensor) -> None:
         """Sum a small vector over all ranks, in place; returns when done."""
-        with self._counted(num_bytes(values)):
+        with self._booked(num_bytes(values)):
             self._sum_small(values)
 
     def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -42,7 +42,7 @@ class ControlMessages(ABC):
         themselves, and wait for no device.
         """
         size = num_bytes(values) + len(facts) * values.element_size()
-        with self._counted(size):
+        with self._booked(size):
             return self._sum_with_facts(values, facts)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
@@ -60,6 +60,6 @@ class ControlMessages(ABC):
     def _sum_small(self, values: Tensor) -> None: ...
 
     @contextmanager
-    def _counted(self, size: int) -> Iterator[None]:
+    def _booked(self, size: int) -> Iterator[None]:
         with ledger.phase("control"), ledger.call("all_reduce", size, num_ranks=self.size, num_beside=self.num_beside):
             yield

@@ -34,7 +34,7 @@ class _Entered:
 
 # Results are held, as the graph of a checkpointed layer does not, until what the layers gave is summed or gathered. A
 # layer that is computed again may stop before that: then until backward comes by, lest its activations outlive it.
-_ENTERED: weakref.WeakKeyDictionary[Collectives, list[_Entered]] = weakref.WeakKeyDictionary()
+_ENTERED: dict[Collectives, list[_Entered]] = {}
 
 
 @uncompiled

@@ -304,7 +304,7 @@ def test_buffers_are_those_of_rank_0_everywhere() -> None:
         assert torch.equal(first[name], first[f"before {name}"]) and torch.equal(second[name], first[name]), name
 
 
-# --- resizing ----------------------------------------------------------------------------------------------------
+# --- weights under a parametrization, digests --------------------------------------------------------------------
 
 
 def tiny_wav2vec2_config() -> Wav2Vec2Config:
@@ -352,6 +352,9 @@ def test_a_digest_is_of_whole_weights() -> None:
     """TRL makes the key of a reference's log-probabilities from a model that is in shards since it was loaded: DPO with
     precompute_ref_log_probs ended there."""
     assert run_ranks(run_digest, 2) == [digest(tiny_llama())] * 2
+
+
+# --- resizing ----------------------------------------------------------------------------------------------------
 
 
 def run_resize(rank: int, folder: str, size: int, multiple: int | None) -> Any:

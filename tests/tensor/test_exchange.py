@@ -27,10 +27,11 @@ def sums(kind: str, checkpointing: bool) -> dict[str, int]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     counts: Counter[str] = Counter()
 
-    def body(group: ThreadCollectives) -> None:
+    def body(group: ThreadCollectives) -> ThreadCollectives:
         shard_model(models[group.rank], group, torch.device("cpu"))
+        return group
 
-    in_threads(body, RANKS)
+    groups = in_threads(body, RANKS)
     losses: list[Tensor] = [torch.empty(0)] * RANKS
     for half in ("forward", "backward"):
 
@@ -43,7 +44,7 @@ def sums(kind: str, checkpointing: bool) -> dict[str, int]:
         ledger.reset()
         in_threads(run, RANKS)
         counts[half] = sum(t.calls for (_, name), t in ledger.tallies.items() if name == "all_reduce") // RANKS
-        assert not exchange._ENTERED
+        assert not exchange._ENTERED.keys() & set(groups)
     return dict(counts)
 
 
@@ -57,10 +58,11 @@ def test_matrices_with_one_input_sum_its_gradient_once(checkpointing: bool) -> N
 
 
 def test_what_has_changed_enters_anew_and_nothing_stays() -> None:
-    alone = LoneCollectives()
+    alone, other = LoneCollectives(), LoneCollectives()
     source = torch.randn(3, requires_grad=True) * 1
     first = enter(alone, source)
-    assert enter(alone, source) is first and enter(LoneCollectives(), source) is not first
+    assert enter(alone, source) is first and enter(other, source) is not first
+    leave(other, source)
     with torch.no_grad():
         source.mul_(2)
     changed = enter(alone, source)

@@ -184,6 +184,7 @@ def compare(
         max((parts.weights[name] - value).abs().max().item() for name, value in plain.weights.items()),
     )
 
+
 def train(engine: Any, data: list[Any]) -> list[float]:
     """Losses of one update per batch."""
     losses = []
