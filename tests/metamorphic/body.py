@@ -124,9 +124,10 @@ def labels_of(segment: Segment) -> Tensor:
 
 
 def weights_of(engine: Any, shape: Shape) -> dict[str, Tensor]:
-    """What is trained, whole: masters, or, of parts of matrices, the weights in their own dtype. Collective."""
+    """What is trained, whole: masters, or, of parts of matrices, the weights themselves; nothing where 16 bits have
+    rounded those. Collective."""
     trained = {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
     if shape.tensor > 1:
         state = engine.module_state_dict()
-        return {name: state[name].detach().float().clone() for name in trained}
+        return {name: state[name].clone() for name in trained if state[name].dtype == torch.float32}
     return {name: safe_get_full_fp32_param(value).clone() for name, value in trained.items()}

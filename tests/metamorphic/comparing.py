@@ -125,9 +125,9 @@ def difference(job: Job, run: Run, found: RunResult, wanted: RunResult) -> tuple
         return f"evaluation gives {shapes[0]} logits, expected {shapes[1]}, or labels in another order", float("inf")
     off = float((found.logits - wanted.logits).abs().max())
     errors[f"logits are off by {off:.3g}"] = _part(off / float(wanted.logits.abs().max()), allowed.logits)
-    if found.weights.keys() != wanted.weights.keys():
+    if found.weights and wanted.weights and found.weights.keys() != wanted.weights.keys():
         return f"other parameters: {sorted(found.weights.keys() ^ wanted.weights.keys())}", float("inf")
-    for name, error in _moved(job.task, found.weights, wanted.weights).items():
+    for name, error in _moved(job.task, found.weights, wanted.weights).items() if found.weights else ():
         errors[f"{name} is off by {error:.3g} of what it has moved"] = _part(error, allowed.moved)
     worst = max(errors, key=lambda text: errors[text] if errors[text] == errors[text] else float("inf"))
     largest = errors[worst]

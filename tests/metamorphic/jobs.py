@@ -54,6 +54,8 @@ def is_shaped(task: Task) -> bool:
     overflows = task.precision == "fp16" and task.scale_power > 16
     # The gradient of GPT-2's key bias is nothing but rounding: softmax does not depend on it.
     takes_noise = task.model == "gpt2" and task.optimizer in ("Lion", "Muon", "Adafactor")
+    # What rounds to 16 bits has another sign, or another direction, wherever it is near zero.
+    takes_noise |= task.precision != "fp32" and task.optimizer in ("Lion", "Muon")
     return task.optimizer in SHAPED or bool(task.wire) or overflows or task.feature == "compression" or takes_noise
 
 
