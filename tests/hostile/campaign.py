@@ -30,7 +30,7 @@ from tests.hostile.programs import SIZES, features, random_program
 from tests.hostile.run import DEADLINE_S, ProcessRunner, Runner
 from tests.hostile.spec import Program
 from tests.hostile.threads import ThreadRunner
-from tests.hostile.verdicts import KINDS, Verdict
+from tests.hostile.verdicts import KINDS
 
 RANKS = ("processes", "apart", "threads")
 MOST_DRAWS = 1000  # for one program that has what is asked for

@@ -74,7 +74,9 @@ def together(job: Job, parts: Sequence[tuple[Shape, Sequence[RankResult]]]) -> R
             if one.norms != ranks[0].norms and not _all_nan(one.norms, ranks[0].norms):
                 return f"rank {rank} has the norms {one.norms}, rank 0 {ranks[0].norms}"
             if one.losses != ranks[rank - rank % copies].losses:
-                return f"rank {rank} has the losses {one.losses}, its group's first {ranks[rank - rank % copies].losses}"
+                return (
+                    f"rank {rank} has the losses {one.losses}, its group's first {ranks[rank - rank % copies].losses}"
+                )
         firsts = [one.losses for one in ranks[::copies]]
         losses += [sum(each) / len(each) for each in zip(*firsts)]
         norms += ranks[0].norms

@@ -162,4 +162,8 @@ def relation(job: Job, run: Run) -> str:
         return "relation=between" if plain[0] == reference else "relation=shape"
     if all(shape == reference for shape in plain):
         return "relation=resumed"
-    return "relation=resumed at another number of ranks" if plain[0].world != plain[1].world else "relation=resumed otherwise"
+    return (
+        "relation=resumed at another number of ranks"
+        if plain[0].world != plain[1].world
+        else "relation=resumed otherwise"
+    )

@@ -108,7 +108,9 @@ def _trainer(segment: Segment) -> RankResult:
         callbacks=[diary],
     )
     trainer.seen, diary.trainer = [], trainer
-    trainer.train(resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{segment.start}" if segment.start else None)
+    trainer.train(
+        resume_from_checkpoint=f"{arguments.output_dir}/checkpoint-{segment.start}" if segment.start else None
+    )
     losses = _by_update(trainer.seen, shape.accumulation)
     if segment.stop < task.updates:
         result = RankResult(losses, tuple(diary.norms), {}, torch.empty(0), torch.empty(0))
@@ -132,7 +134,9 @@ def _accelerate(segment: Segment) -> RankResult:
     config = ds_config(task, shape, segment.folder)
     config.pop("scheduler", None)
     precision = "no" if task.precision == "fp32" else task.precision
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), mixed_precision=precision, cpu=True)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), mixed_precision=precision, cpu=True
+    )
     given = config["optimizer"]["params"]
     model = build_model(task, shape.recompute)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -143,6 +147,7 @@ def _accelerate(segment: Segment) -> RankResult:
     model, optimizer, loader, others = accelerator.prepare(model, optimizer, loader, others)
     if segment.start:
         accelerator.load_state(f"{segment.folder}/{CHECKPOINTS}")
+        accelerator.step = 0  # accelerate gives ranks that there were their number of micro-batches, and others none
         loader = skip_first_batches(loader, segment.start * shape.accumulation)
     losses: list[float] = []
     norms: list[float] = []

@@ -1,6 +1,6 @@
 """Makes of a failing job the smallest one that still fails in the same way, as a script.
 
-    python -m tests.metamorphic.shrink metamorphic-failures/wrong-17.json
+python -m tests.metamorphic.shrink metamorphic-failures/wrong-17.json
 """
 
 from __future__ import annotations
