@@ -93,3 +93,22 @@ def test_a_file_that_is_gone_is_still_named(tmp_path: Path) -> None:
     again = engine_of(2, muon, checkpoint={"load_universal": True})
     with pytest.raises(CheckpointError, match="second.bias/exp_avg.pt.*is missing"):
         again.load_checkpoint(str(tmp_path), "universal")
+
+
+@pytest.mark.parametrize("kind", [muon, an_idle_group])
+def test_sub_groups_may_cut_parameters_at_stage_0(kind: Callable[[Halves], dict[str, Any]], tmp_path: Path) -> None:
+    """Somebody offloaded the optimizer at stage 0, of a model with more elements than sub_group_size (1e9).
+
+    Saving failed with "shape '[96, 24]' is invalid for input of size 1536": whoever wrote a parameter took what its
+    sub-group had of it for all of it.
+    """
+    zero = {"stage": 0, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 16}
+    whole = engine_of(0, kind, zero_optimization=zero)
+    updates(whole, range(3))
+    whole.save_checkpoint(str(tmp_path), "saved")
+    expected = updates(whole, range(3, 5))
+    for sections in ({"zero_optimization": zero}, {}, {"zero_optimization": {"stage": 3}}):
+        again = engine_of(0, kind, **sections)
+        again.load_checkpoint(str(tmp_path), "saved")
+        found = updates(again, range(3, 5))
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
