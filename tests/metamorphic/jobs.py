@@ -1,4 +1,4 @@
-"""Random jobs: `random_job(seed)` always gives the same one, and all are valid: what features.md refuses is not drawn."""
+"""Random jobs: `random_job(seed)` always gives the same one. All are valid: what the pages refuse is not drawn."""
 
 from __future__ import annotations
 

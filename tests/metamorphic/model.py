@@ -94,8 +94,9 @@ def samples(task: Task, number: int, first: int = 0) -> list[Batch]:
             continue
         ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
         labels = ids.clone()
-        if task.uneven:
-            labels[: 1 + int(torch.randint(LENGTH - 2, (1,), generator=generator))] = IGNORED
+        # Nothing predicts the first, and not everybody leaves it out when labels are counted.
+        ignored = 1 + int(torch.randint(LENGTH - 2, (1,), generator=generator)) if task.uneven else 1
+        labels[:ignored] = IGNORED
         found.append({"input_ids": ids, "labels": labels})
     return found
 

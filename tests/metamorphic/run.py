@@ -27,8 +27,8 @@ MOST_JOBS = 60
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of KINDS: "wrong" is a difference beyond the tolerance, or ranks that contradict each other; "hung": ranks did
-    not end in time; "died": a rank ended or raised while others went on; "refused": every rank raised.
+    """One of KINDS: "wrong" is a difference beyond the tolerance, or ranks that contradict each other; "hung": ranks
+    did not end in time; "died": a rank ended or raised while others went on; "refused": every rank raised.
 
     Attributes:
         error: the largest as a part of what is allowed.

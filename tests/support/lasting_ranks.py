@@ -3,7 +3,7 @@
     with LastingRanks(play, modules) as ranks:        play(job, rank, folder), at module level: what a rank does
         reports, log = ranks.run(2, job, deadline_s)  on two ranks
 
-A group that hangs, dies or raises is killed, with what its ranks were doing in the log, and the next job gets a new one.
+A group that hangs, dies or raises is killed, with what its ranks were doing in the log; the next job gets a new one.
 """
 
 from __future__ import annotations
