@@ -2,9 +2,9 @@
 
     python -m tests.comm.ends --worlds 170 --ranks 3 --at-once 3 --by engine
 
-Ranks are forked from one process that has imported everything, so an end costs a fraction of a second; several worlds at
-once are the busy machine. Each goes on from a checkpoint of two ranks, at stage 3. Prints what ended otherwise than with
-0, and exits with how many did.
+Ranks are forked from one process that has imported everything, so an end costs a fraction of a second; several worlds
+at once are the busy machine. Each goes on from a checkpoint of two ranks, at stage 3. Prints what ended otherwise than
+with 0, and exits with how many did.
 """
 
 from __future__ import annotations
