@@ -31,6 +31,7 @@ from hf_zero.checkpoint.shard_states import (
     ShardState,
     Stored,
     buffers_of,
+    parts_by_parameter,
     read_sub_groups,
     summarise,
 )
@@ -304,7 +305,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     """Every rank holds everything, and one writes it: nothing travels."""
     own, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
     states: dict[str, GroupState] = {}
-    for parameter, parts in _parts_0(subject, collected).items():
+    for parameter, parts in parts_by_parameter(own, collected.states).items():
         shape, first = shapes[parameter], parts[0]
         master = _joined([part.master for part in parts], shape)
         if collected.whole:
@@ -319,30 +320,6 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
     return {ds.model_file(0, 0, subject.tensor_rank): model_states(run, weights, in_order, optimizer, ours(part))}
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one sub-group has of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
-
-    start: int
-    group: int
-    master: Tensor
-    moments: Mapping[str, Tensor]
-    scalars: Mapping[str, Any]
-
-
-def _parts_0(subject: Subject, collected: _Collected) -> dict[int, list[_Part]]:
-    """By parameter, in order."""
-    found: dict[int, list[_Part]] = {}
-    for sub_group, state in zip(subject.assembly.optimizer.sub_groups, collected.states, strict=True):
-        elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
-        for piece in sub_group.pieces:
-            own = {kind: values.narrow(0, piece.in_shard, piece.numel) for kind, values in elements.items()}
-            master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
-            part = _Part(piece.in_parameter, sub_group.group, master, own, state.scalars)
-            found.setdefault(piece.parameter, []).append(part)
-    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in found.items()}
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

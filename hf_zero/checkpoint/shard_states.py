@@ -119,6 +119,30 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
     return ShardState(moments, scalars)
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterPart:
+    """What one sub-group has of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
+
+    start: int
+    group: int
+    master: Tensor
+    moments: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+
+
+def parts_by_parameter(sub_groups: Sequence[SubGroup], states: Sequence[ShardState]) -> dict[int, list[ParameterPart]]:
+    """In order."""
+    found: dict[int, list[ParameterPart]] = {}
+    for sub_group, state in zip(sub_groups, states, strict=True):
+        elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
+        for piece in sub_group.pieces:
+            own = {kind: values.narrow(0, piece.in_shard, piece.numel) for kind, values in elements.items()}
+            master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
+            part = ParameterPart(piece.in_parameter, sub_group.group, master, own, state.scalars)
+            found.setdefault(piece.parameter, []).append(part)
+    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in found.items()}
+
+
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else plain(value)
 

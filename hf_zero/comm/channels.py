@@ -28,7 +28,7 @@ from hf_zero.comm.process_group import (
     get_rank,
     get_world_size,
     is_initialized,
-    lets_go_at_exit,
+    releases_groups_at_exit,
 )
 from hf_zero.comm.torch_backend import NativeCollectives
 
@@ -133,7 +133,7 @@ class _Known:
         self._link: tuple[SharedMemoryLink | None, frozenset[int]] | None = None
         self._groups: dict[tuple[int, Channel | str], dist.ProcessGroup] = {}
         self._side_groups: list[dist.ProcessGroup] = []  # of gloo, whatever the world's backend is
-        lets_go_at_exit(self)
+        releases_groups_at_exit(self)
 
     def number_of(self, partition: Partition) -> int:
         """The number of a partition, which is the same on all ranks because all of them ask for the same ones."""
@@ -211,7 +211,7 @@ class _Known:
                         self._side_groups.append(group)
         return self._groups[number, use]
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         # The link stays: ranks that are not as far may still read from it.
         for group in self._side_groups:
             if is_initialized():

@@ -65,14 +65,14 @@ def init_distributed(
 class HoldsGroups(Protocol):
     """Who keeps references to process groups."""
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         """Of all of them: the process ends."""
 
 
 _HOLDERS: WeakSet[HoldsGroups] = WeakSet()
 
 
-def lets_go_at_exit(holder: HoldsGroups) -> None:
+def releases_groups_at_exit(holder: HoldsGroups) -> None:
     _HOLDERS.add(holder)
 
 
@@ -86,7 +86,7 @@ def _leave() -> None:
     # program has never destroyed outlives the interpreter. A thread that is still there while the process takes itself
     # apart, and sees a peer's connection close, aborts it without a word.
     for holder in list(_HOLDERS):
-        holder.let_go()
+        holder.release_groups()
     _forget_default_arguments()
     if "gloo" in backend_name():
         destroy_process_group()  # also of groups that others have made: accelerate makes some and leaves them
