@@ -104,6 +104,8 @@ def _problems(task: Task, shape: Shape) -> Iterator[str]:
         yield "an MLP has neither heads nor tokens"
     if parts and (task.feature or task.optimizer not in ("AdamW", "Adam", "SGD") or task.wire):
         yield "kept apart from parts"
+    if task.driver == "trainer" and shape.data_ranks > 1 and shape.accumulation % shape.sequence:
+        yield "the batches that ranks of a sequence load come one after the other: updates would see other samples"
     if task.driver == "accelerate" and shape.sequence > 1:
         yield "the loop of accelerate's page for sequences is another one"
     if task.feature == "compression" and shape.tiles in ("mlp", "both"):
