@@ -42,7 +42,6 @@ SMALL_FILES = {
     "errors.py": _LEAF,
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
-    "integration/patches/accelerate_data_loader.py": _PER_MODULE,
     "integration/patches/peft_utils_other.py": _PER_MODULE,
     "integration/patches/torch_distributed_nn_functional.py": _PER_MODULE,
     "integration/patches/transformers_generation_utils.py": _PER_MODULE,

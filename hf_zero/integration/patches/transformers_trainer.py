@@ -11,6 +11,7 @@ from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.loading import load_whole
 from hf_zero.data.sampling import sampler_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
+from hf_zero.integration.huggingface.samples import ranks_per_sample
 from hf_zero.integration.patches import MARK, Patches
 
 PATCHES = Patches("transformers.trainer")
@@ -192,3 +193,19 @@ def around_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return filtered(self, original(self, *args, **options))
 
     return training_step
+
+
+@PATCHES.add(
+    "Trainer._track_num_input_tokens(self, inputs)",
+    without="num_input_tokens_seen counts every token of a tensor group as often as the group has ranks",
+    until="Trainer divides what it has gathered by get_tp_size()",
+)
+def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    """The ranks of a tensor group see the same tokens, which count once."""
+
+    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        original(self, inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks_per_sample()
+
+    return _track_num_input_tokens
