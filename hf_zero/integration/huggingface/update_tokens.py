@@ -10,7 +10,7 @@ sequences, and an update's the mean over its micro-batches, and over data ranks,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def weigh_by_tokens(trainer: Any, inputs: Any, loss: Tensor) -> Tensor:
     share = own / of_update.clamp(min=1)
     if not getattr(trainer, "loss_is_scaled_for_ga", None):  # then Trainer is going to divide by it
         share = share * trainer.current_gradient_accumulation_steps
-    return loss * share.to(loss.dtype)
+    return cast(Tensor, loss * share.to(loss.dtype))
 
 
 def refuse_other_losses(trainer: Any) -> None:
@@ -76,4 +76,4 @@ def refuse_other_losses(trainer: Any) -> None:
 
 
 def _num_tokens(batch: Any) -> Tensor:
-    return (batch[_LABELS] != _IGNORED).sum().to(torch.float64)
+    return cast(Tensor, batch[_LABELS] != _IGNORED).sum().to(torch.float64)
