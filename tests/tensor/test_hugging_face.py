@@ -87,8 +87,8 @@ def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str
 def _another_model(rank: int, folder: str, kind: str) -> dict[str, float]:
     found, root = {}, Path(folder)
     for stage in (1, 3):
-        accumulated = {"data_ranks": 1, "accumulated": 3}
-        found[f"stage {stage}"] = against_one_process(padded(6), root / str(stage), stage=stage, kind=kind, **accumulated)
+        way = {"stage": stage, "kind": kind, "accumulated": 3}
+        found[f"stage {stage}"] = against_one_process(padded(6), root / str(stage), **way)  # type: ignore[arg-type]
         fresh()
         # Trainer counts the first token of a GPT-2, which no loss is counted for: here it is masked.
         rows, plain = padded(4), by_tokens(model_of(kind), padded(4), together=1)
