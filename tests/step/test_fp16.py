@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from hf_zero.api.entry import initialize
+from hf_zero.api.parameter_access import safe_get_full_fp32_param
+from hf_zero.config import Views, examine
 from tests.step.test_parity import config, groups_of, split
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks
@@ -159,6 +161,45 @@ def test_division_before_the_reduction_changes_nothing_in_fp32(stage: int, secti
         for (name, start), part in masters.items():
             whole = expected.weights[name].reshape(-1)
             torch.testing.assert_close(part, whole.narrow(0, start, part.numel()), rtol=1e-4, atol=1e-5)
+
+
+def run_sum(rank: int, world: int, stages: list[dict[str, Any]]) -> list[tuple[float, list[torch.Tensor]]]:
+    found = []
+    for zero in stages:
+        torch.manual_seed(0)
+        settings = {**config(int(zero["stage"]), world, gradient_allreduce_op="sum"), "zero_optimization": zero}
+        settings |= {"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        model = Line()
+        engine = initialize(model=model, config=settings)[0]
+        for step in range(2):
+            engine.backward(engine(torch.arange(12.0).view(2, 6) + rank + step))
+            engine.step()
+        found.append((float(engine.get_global_grad_norm()), [safe_get_full_fp32_param(p) for p in model.parameters()]))
+    return found
+
+
+def test_the_sum_of_gradients_is_the_sum_at_every_stage() -> None:
+    """`gradient_allreduce_op: "sum"` at stage 3: a warning said that it has no effect there, and the gradients were
+    summed all the same, so that who believed the warning trained with another learning rate."""
+    torch.manual_seed(0)
+    model = Line()
+    for step in range(2):
+        loss = sum(model(torch.arange(12.0).view(2, 6) + rank + step) for rank in range(2))
+        assert isinstance(loss, torch.Tensor)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+    norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+    stages: list[dict[str, Any]] = [{"stage": 0}, {"stage": 2}, {"stage": 3}]
+    stages += [{"stage": 3, "mics_shard_size": 1}, {"stage": 3, "zero_quantized_gradients": True}]
+    for found, zero in zip(run_ranks(run_sum, 2, 2, stages)[0], stages, strict=True):
+        tolerance = 2e-2 if "zero_quantized_gradients" in zero else 1e-5
+        assert found[0] == pytest.approx(norm, rel=tolerance), zero
+        for ours, theirs in zip(found[1], model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=tolerance, atol=tolerance)
+    findings = examine({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, Views(world_size=1))
+    assert not [remark for remark in findings.remarks if remark.path == "gradient_allreduce_op"]
 
 
 def run_without_scaling(rank: int, world: int) -> None:
