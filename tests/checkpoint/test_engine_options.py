@@ -341,3 +341,17 @@ def run_unwritable(rank: int, root: str) -> None:
 
 def test_a_folder_that_cannot_be_written_to_fails_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(run_unwritable, 2, str(tmp_path))
+
+
+def test_checkpoints_without_latest_are_not_a_fresh_start(tmp_path: Path) -> None:
+    """A job whose `latest` was lost (copied by a pattern, deleted by a clean-up) loaded nothing, with one line in the
+    log, trained from the beginning and wrote over its checkpoints."""
+    engine = other_engine()
+    assert engine.load_checkpoint(str(tmp_path))[0] is None
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match="latest: is missing, and there are checkpoints beside it: first"):
+        engine.load_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="latest: is missing: this folder is that of one tag(.|\n)*tag='first'"):
+        engine.load_checkpoint(str(tmp_path / "first"))
+    assert engine.load_checkpoint(str(tmp_path), tag="first")[0] == str(tmp_path / "first")
