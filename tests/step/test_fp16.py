@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def run_script(rank: int, world: int, stage: int, script: str, options: dict[str
                 "lr": round(engine.get_lr()[0], 9),
                 "changed": changed,
                 "overflow": optimizer.overflow,
+                "norm": engine.get_global_grad_norm(),
             }
         )
     assert engine.dynamic_loss_scale() and optimizer.cur_scale == optimizer.loss_scale == engine.loss_scale()
@@ -74,7 +76,11 @@ def run_script(rank: int, world: int, stage: int, script: str, options: dict[str
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 2)])
 def test_scripted_overflows(stage: int, world: int) -> None:
-    """hysteresis 2 forgives the first overflow, the second halves, the third clean update after it doubles."""
+    """hysteresis 2 forgives the first overflow, the second halves, the third clean update after it doubles.
+
+    The norm of an overflow was NaN where infinities of both signs met: a script compared accelerator.clip_grad_norm_'s
+    answer with a limit, and no comparison was true.
+    """
     by_rank = run_ranks(run_script, world, world, stage, "x.x....", {})
     # Not by rank: the last one may own nothing but padding.
     changed = [any(steps) for steps in zip(*([step["changed"] for step in seen] for seen in by_rank), strict=True)]
@@ -83,7 +89,10 @@ def test_scripted_overflows(stage: int, world: int) -> None:
         assert [step["scale"] for step in seen] == [16, 16, 8, 8, 8, 16, 16]
         assert [step["skipped"] for step in seen] == [1, 1, 2, 2, 2, 2, 2]
         assert [step["steps"] for step in seen] == [1, 2, 3, 4, 5, 6, 7]
-        assert [step["overflow"] for step in seen] == [True, False, True, False, False, False, False]
+        overflows = [True, False, True, False, False, False, False]
+        assert [step["overflow"] for step in seen] == overflows
+        assert [step["norm"] == math.inf for step in seen] == overflows
+        assert all(math.isfinite(step["norm"]) for step in seen if not step["overflow"])
         # The schedule moves with applied updates only: 1e-3 * (1 + t).
         assert [step["lr"] for step in seen] == [0.001, 0.002, 0.002, 0.003, 0.004, 0.005, 0.006]
 
