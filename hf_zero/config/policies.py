@@ -146,7 +146,7 @@ class ZeroPolicy:
     overlap_reduction: bool  # start reductions while backward still runs
     sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
     require_all_gradients: bool  # a trainable parameter without gradient is an error
-    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
+    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints; 0: uncut
     gather: GatherPolicy
     wire: WirePolicy = WirePolicy()
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need

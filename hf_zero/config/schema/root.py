@@ -198,7 +198,7 @@ class Root(Section):
         None, "The same where several ranks share a sequence; unset: as `communication_data_type` says."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = supported(
-        "mean", "Mean or sum of the ranks' gradients.", stages=(0, 1, 2)
+        "mean", "Mean or sum of the ranks' gradients."
     )
     prescale_gradients: Flag = supported(
         False, "Divide by the number of ranks before the reduction instead of after (by way of the loss)."

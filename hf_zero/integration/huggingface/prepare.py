@@ -46,6 +46,14 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
     normalise(config)
 
 
+def show_filled(plugin: Any) -> None:
+    """transformers' deepspeed_config() shows a copy, made when nobody knew what `prepare` has filled in by now."""
+    shown = getattr(getattr(plugin, "dschf", None), "config", None)
+    if shown is not None:
+        shown.clear()
+        shown.update(copy.deepcopy(dict(plugin.deepspeed_config)))
+
+
 def _other_ranks(accelerator: Any) -> Iterator[Problem]:
     """Accelerate counts samples by a ParallelismConfig that need not fit the ranks."""
     parallelism, world = getattr(accelerator, "parallelism_config", None), accelerator.num_processes
