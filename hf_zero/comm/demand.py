@@ -21,19 +21,19 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two looks at the store: the fi
 
 
 class Demand(ABC):
-    """What others wait for, in each pass."""
+    """Numbers above 0 that ranks say of topics, which are numbers too; of each, what somebody has said last."""
 
     @abstractmethod
-    def say(self, number: int, needed: int) -> None:
-        """This rank cannot go on before every rank has issued `needed` gathers of pass `number`."""
+    def say(self, topic: int, value: int) -> None:
+        """Said again and again while this rank waits, so that nobody's word hides another one's for long."""
 
     @abstractmethod
-    def look(self, number: int) -> int:
-        """What somebody has said of pass `number`; 0: nothing."""
+    def look(self, topic: int) -> int:
+        """What somebody has said; 0: nothing."""
 
     @abstractmethod
-    def forget(self, number: int) -> None:
-        """All ranks have met at the end of pass `number`."""
+    def forget(self, topic: int) -> None:
+        """Nobody looks there any more."""
 
     @abstractmethod
     def wait(self, pending: Pending, act: Callable[[], None]) -> None:
@@ -47,20 +47,21 @@ class StoreDemand(Demand):
         """`name`: of the group of ranks, the same on all of them and no other group's."""
         self._store = store
         self._name = name
-        self._said: dict[int, int] = {}
+        self._said: set[int] = set()
         self._idle: list[_Waiter] = []
 
-    def say(self, number: int, needed: int) -> None:
-        self._said[number] = needed
-        self._store.set(self._key(number), str(needed))
+    def say(self, topic: int, value: int) -> None:
+        self._said.add(topic)
+        self._store.set(self._key(topic), str(value))
 
-    def look(self, number: int) -> int:
-        key = self._key(number)
+    def look(self, topic: int) -> int:
+        key = self._key(topic)
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def forget(self, number: int) -> None:
-        if self._said.pop(number, 0):
-            self._store.delete_key(self._key(number))
+    def forget(self, topic: int) -> None:
+        if topic in self._said:
+            self._said.remove(topic)
+            self._store.delete_key(self._key(topic))
 
     def wait(self, pending: Pending, act: Callable[[], None]) -> None:
         waiter = self._idle.pop() if self._idle else _Waiter()
@@ -73,8 +74,8 @@ class StoreDemand(Demand):
         if waiter.error is not None:
             raise waiter.error
 
-    def _key(self, number: int) -> str:
-        return f"{self._name}/{number}"
+    def _key(self, topic: int) -> str:
+        return f"{self._name}/{topic}"
 
 
 class _Waiter:

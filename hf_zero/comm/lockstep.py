@@ -15,15 +15,16 @@ is made, a unit ahead of its use. Rows travel by the backend's own all-gather, i
 
 Why no two ranks ever match different gathers: which plan a pass has is decided at a meeting, from what all ranks have
 heard there; before its first head in that pass (GATHER, END, STEP or WAIT) every rank issues all gathers of that plan,
-in order, whether it wants them or not; after it, gathers are those decided from heads that all have seen. Whether a rank
-wants the result, and how far ahead it asks, is its own affair.
+in order, whether it wants them or not; after it, gathers are those decided from heads that all have seen. Whether a
+rank wants the result, and how far ahead it asks, is its own affair.
 
 Why nothing hangs: up to the plan's end a rank waits for rows of the plan, or for a reduction. Take the rank that has
 issued least of the plan. It does not wait for rows of others: they have issued as much. If it waits for a reduction
 that has not been started everywhere, some other rank stands still before it, waiting for rows that this one has not
 issued, or for its head. Where the host waits, that rank says so (`hf_zero.comm.demand`), and this one issues what is
-needed while it waits, to the plan's end if need be, and then negotiates with WAIT. (On an accelerator the host waits for
-neither and comes to the end of its pass.) From the plan's end on, what stands in `hf_zero.comm.negotiation` is true.
+needed while it waits, to the plan's end if need be, and then negotiates with WAIT. (On an accelerator the host waits
+for neither and comes to the end of its pass.) From the plan's end on, what stands in `hf_zero.comm.negotiation` is
+true.
 """
 
 from __future__ import annotations
@@ -84,18 +85,15 @@ class LockstepNegotiation(Negotiation):
         *,
         host_waits: bool,
         demand: Demand | None = None,
-        follows: bool = True,
     ) -> None:
         """
         Args:
             hosts: the same ranks, for small tensors in host memory, used by nobody else.
             host_waits: waiting for a reduction stops this process, rather than a stream of its device.
             demand: where `host_waits`: how a rank that waits learns that it is waited for.
-            follows: False: every unit is agreed on; the same on all ranks.
         """
         super().__init__(collectives.rank, collectives.ranks)
         self.num_beside = collectives.num_beside
-        self.follows = follows
         self._collectives = collectives
         self._hosts = hosts
         self._host_waits = host_waits
@@ -104,6 +102,7 @@ class LockstepNegotiation(Negotiation):
         self._history = PassHistory()
         self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # of the rows of units in plans
         self._number = 0  # of the pass
+        self._start: Start | None = None  # of what has been used
         self._begin_pass()
         # Negotiated
         self._rows: dict[Gathering, Sequence[Tensor]] = {}
@@ -132,18 +131,26 @@ class LockstepNegotiation(Negotiation):
     def wait_for(self, pending: Pending, reduction: int) -> None:
         if not self._host_waits or all(head.launched > reduction for head in self._last_heads()):
             return
+        if self._mine and not self._num_decisions:
+            self.settle(self._mine[0])  # a plan may come of it
         if self._plan is not None and self._demand is not None and pending.can_arrive:
             with pending.waiting():
                 self._demand.wait(pending, lambda: self._issue_needed(reduction))
         else:
             self._clear_to_wait(reduction)
 
+    @property
+    def _topics(self) -> tuple[int, int]:
+        """Of the present pass: gathers that must have been issued, and (one more than) reductions that a rank has
+        started which stands at the end of its pass."""
+        return 2 * self._number, 2 * self._number + 1
+
     def _begin_pass(self) -> None:
         start = self._history.foreseen() if self.follows else None
         units = None if start is None else self._history.plan(start)
         self._plan = None if start is None or units is None else _Plan(start, units)
         self._followed = start
-        self._start: Start | None = None  # of what has been used
+        self._start = None
         self._used: list[int] = []
         self._num_decisions = 0
         self._has_served_gone = False
@@ -167,8 +174,8 @@ class LockstepNegotiation(Negotiation):
 
     def _wait_for_rows(self, rows: Rows, place: int | None) -> None:
         if place is not None and self._demand is not None and rows.can_arrive:
-            demand, number = self._demand, self._number
-            demand.wait(rows, lambda: demand.say(number, place + 1))
+            demand, (topic, _) = self._demand, self._topics
+            demand.wait(rows, lambda: demand.say(topic, place + 1))
         rows.wait()
 
     def _issue_needed(self, reduction: int) -> None:
@@ -176,7 +183,9 @@ class LockstepNegotiation(Negotiation):
         plan = self._plan
         if plan is None or self._demand is None:
             return
-        needed = self._demand.look(self._number)
+        needed, ended = (self._demand.look(topic) for topic in self._topics)
+        if 0 < ended <= reduction + 1:
+            needed = len(plan.units) + 1  # that rank does not start the reduction before this one has met it
         while plan.issued < min(needed, len(plan.units)):
             source, local = self._source(plan.units[plan.issued])
             if not source.ask_ahead(local, in_backward=plan.start.in_backward, trains=plan.start.trains):
@@ -234,10 +243,10 @@ class LockstepNegotiation(Negotiation):
         """The first request of every rank, and what they have used."""
         assert self._exchange is not None, "nothing has been asked for"
         heads, pending = self._exchange
-        is_missed = self._followed is not None and self._mine[0].request.kind is Kind.GATHER
-        if is_missed and self._demand is not None and pending.can_arrive:
-            demand, number = self._demand, self._number
-            demand.wait(pending, lambda: demand.say(number, _ALL))
+        if self._followed is not None and self._demand is not None and pending.can_arrive:
+            has_ended = self._mine[0].request.kind in (Kind.END, Kind.STEP)
+            demand, topic = self._demand, self._topics[has_ended]
+            demand.wait(pending, lambda: demand.say(topic, self.launched + 1 if has_ended else _ALL))
         pending.wait()
         self._exchange = None
         fields = heads.view(self.size, _HEAD).tolist()
@@ -291,7 +300,8 @@ class LockstepNegotiation(Negotiation):
         else:
             self._history.lose_count()
         if self._demand is not None:
-            self._demand.forget(self._number)
+            for topic in self._topics:
+                self._demand.forget(topic)
         self._number += 1
         self._begin_pass()
 

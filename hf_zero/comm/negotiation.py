@@ -204,9 +204,11 @@ class Negotiation(ABC):
         launched: reductions that this rank has started.
         num_beside: ranks of the group on this one's host, itself among them.
         num_facts: integers that every rank can tell all others in `step`; 0: there is no room.
+        follows: gathers may follow the plan of the last pass that all ranks have run alike; the same on all of them.
     """
 
     num_facts = 0
+    follows = True
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         """`ranks`: of the world, in the order of the group; `rank` is this one's place in there."""
@@ -281,8 +283,8 @@ class Negotiation(ABC):
         self._is_open = True
 
     def wait_for(self, pending: Pending, reduction: int) -> None:
-        """Returns when this rank may wait for reduction `reduction` (counted as `launched` does) in `pending`: others need
-        nothing of it meanwhile. Nothing to do where one can look after others while waiting."""
+        """Returns when this rank may wait for reduction `reduction` (counted as `launched` does) in `pending`: others
+        need nothing of it meanwhile. Nothing to do where one can look after others while waiting."""
         return None
 
     def meanwhile(self, act: Callable[[], object]) -> None:

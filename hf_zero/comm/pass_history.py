@@ -1,8 +1,8 @@
 """What ranks know in common of the passes behind them, and so which plan the next pass follows.
 
-A *pass* is what lies between two meetings of all ranks (END or STEP): a forward, a backward, an evaluation. Its *plan* is
-the sequence of units that it has used, kept where all ranks have used the same ones. Every method is called at a meeting,
-with what all ranks have told one another there, so that all ranks have the same history. Integers only.
+A *pass* is what lies between two meetings of all ranks (END or STEP): a forward, a backward, an evaluation. Its *plan*
+is the sequence of units that it has used, kept where all ranks have used the same ones. Every method is called at a
+meeting, with what all ranks have told one another there, so that all ranks have the same history. Integers only.
 """
 
 from __future__ import annotations

@@ -200,4 +200,3 @@ class _QuantizedSum(Pending):
     def _receive(self, sums: Tensor) -> None:
         self._wire.receive(self._hop, self._rows, sums)
         self._wire._reduction.give(self._sent)
-

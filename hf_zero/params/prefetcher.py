@@ -76,8 +76,8 @@ class Prefetcher:
             self._ahead.remove(unit)
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        """Ask for what comes next, and fetch the unit after that from where shards are kept, so that its gather can start
-        at once.
+        """Ask for what comes next, and fetch the unit after that from where shards are kept, so that its gather can
+        start at once.
 
         What comes next all ranks know where they follow a plan: then as much is asked for as the gather plan allows.
         Elsewhere it is the first unit that is missing at `positions`.

@@ -57,6 +57,7 @@ class ShardedParameters(ParameterStore):
         layout, buckets = builder.lay_out(self._in_reduce_order)
         super().__init__(layout, trained.parameters, buckets, placements)
         self.negotiation = groups.gather.negotiation
+        self.negotiation.follows &= policy.follows_plans
         self.max_live_numel = policy.max_live_numel
         self._module = module
         self._groups = groups

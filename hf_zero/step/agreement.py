@@ -97,7 +97,7 @@ class Agreement:
         self._squares_so_far = None
 
     def meet(self) -> Sequence[Facts]:
-        """Be where weights may change on all ranks; returns what they tell one another there, if anything. Collective."""
+        """Be where weights may change on all ranks; returns what they tell one another there. Collective."""
         if self._store.num_facts < len(fields(Facts)):
             self._store.prepare_update()
             return ()

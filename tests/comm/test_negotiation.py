@@ -462,17 +462,20 @@ def test_many_more_orders_of_turns(story: str, prefetches: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_random_programs_that_change_between_ranks_that_share_no_memory() -> None:
-    random_numbers = random.Random(0)
+    draw = random.Random(0)
+
+    def route(units: int) -> tuple[int, ...]:
+        return tuple(draw.choices(range(units), k=draw.randint(0, 4)))
+
     for seed in range(5000):
-        world, units, steps = random_numbers.choice([2, 2, 3]), random_numbers.randint(2, 4), random_numbers.randint(3, 6)
-        common = [tuple(random_numbers.choices(range(units), k=random_numbers.randint(0, 4))) for _ in range(2)]
+        world, units, steps = draw.choice([2, 2, 3]), draw.randint(2, 4), draw.randint(3, 6)
+        common = route(units), route(units)
         scripts = []
         for _rank in range(world):
             mine = []
             for _step in range(steps):
-                own = tuple(random_numbers.choices(range(units), k=random_numbers.randint(0, 4)))
-                routes = common if random_numbers.random() < 0.8 else [own, common[1]]
-                mine.append(Script(tuple(routes), prefetches=random_numbers.random() < 0.7))
+                routes = common if draw.random() < 0.8 else (route(units), common[1])
+                mine.append(Script(routes, prefetches=draw.random() < 0.7))
             scripts.append(mine)
         play(scripts, units, RandomSchedule(seed), apart=True)
 

@@ -141,7 +141,7 @@ class InProcessWorld:
         """`apart`: ranks share no memory, and meet in collectives alone."""
         self.world = world
         self.apart = apart
-        self.said: dict[int, int] = {}  # what `ApartDemand` has been told, by pass
+        self.said: dict[int, int] = {}  # what `ApartDemand` has been told, by topic
         self.num_said = 0
         self.hosts = hosts or Hosts.one(world)
         self._schedule = schedule or InOrder()
@@ -512,15 +512,15 @@ class ApartDemand(Demand):
     def __init__(self, world: InProcessWorld) -> None:
         self._world = world
 
-    def say(self, number: int, needed: int) -> None:
-        if self._world.said.get(number) != needed:
-            self._world.said[number] = needed
+    def say(self, topic: int, value: int) -> None:
+        if self._world.said.get(topic) != value:
+            self._world.said[topic] = value
             self._world.num_said += 1
 
-    def look(self, number: int) -> int:
-        return self._world.said.get(number, 0)
+    def look(self, topic: int) -> int:
+        return self._world.said.get(topic, 0)
 
-    def forget(self, number: int) -> None:
+    def forget(self, topic: int) -> None:
         return None
 
     def wait(self, pending: Pending, act: Callable[[], None]) -> None:
