@@ -6,7 +6,7 @@ One rank on each host. The link is made as fast as is needed for stage 3's traff
 and three times and a third as long. In every round each rank runs, one after the other: compute alone, the link alone,
 and steps of hf_zero and FSDP2. With c and l the seconds of the first two, and t those of a step:
 
-    hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has costs of its own
+    hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has own costs
     step over its floor = t / max(c, l)
 """
 
