@@ -6,10 +6,12 @@ import functools
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from hf_zero.comm.control import ControlMessages
 from hf_zero.comm.ledger import Call, ledger
@@ -24,19 +26,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 def uncompiled(function: F) -> F:
     """What meets other ranks stays out of compiled code: `torch.compiler.disable`, as soon as somebody has loaded the
     compiler, which takes seconds. Until then there is nothing that could compile it."""
-    disabled: Callable[..., Any] | None = None
+    disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
+        if not disabled:
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # tracing stops before `run`, not inside
+    _never_compile(run.__code__)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
+
+
+def _never_compile(code: CodeType) -> None:
+    """Keep the compiler from a function that is called between compiled parts: a hook of a compiled module. Asked of
+    the part of it that is always there, so that it need not be loaded."""
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
+    elif hasattr(eval_frame, "skip_code"):  # torch 2.6
+        eval_frame.skip_code(code)
 
 
 class Collectives(ControlMessages):

@@ -158,7 +158,10 @@ class Zero(Section):
         1_000_000_000, "A unit that is used again this soon stays gathered.", unit="elements", stages=_THREE
     )
     stage3_prefetch_bucket_size: Size = supported(
-        50_000_000, "More than 0: the next unit is gathered ahead, whole.", unit="elements", stages=_THREE
+        50_000_000,
+        "What may be on its way before its use, in whole units; more than 0: at least one (docs/stage3.md).",
+        unit="elements",
+        stages=_THREE,
     )
     stage3_param_persistence_threshold: Size = supported(
         100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE
