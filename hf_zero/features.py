@@ -29,9 +29,9 @@ class Progress:
 
     Attributes:
         step: updates so far.
-        micro_step: forwards of training since the last update.
-        accumulation_steps: forwards per update.
-        training: the engine is in train mode.
+        micro_step: backward passes since the last update, which numbers the forwards of one from 0.
+        accumulation_steps: micro-batches per update.
+        training: the model is in train mode.
         rank: of this process among those that see other data.
     """
 

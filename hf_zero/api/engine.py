@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
+from hf_zero.api.engine_gradients import AT_WORK, EngineGradients, MicroBatches
 from hf_zero.api.engine_module import ModuleView
 from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engine_surface import SURFACE
@@ -194,8 +194,9 @@ class ZeroEngine(nn.Module):
     def training_progress(self) -> Progress:
         """Where training stands, for its features."""
         accumulation_steps = self.settings.gradient_accumulation_steps()
-        micro_step = self.micro_steps % accumulation_steps
-        return Progress(self.global_steps, micro_step, accumulation_steps, self.training, self.groups.data.rank)
+        is_training = self.module.training  # which a program may have said to the model itself
+        micro_step = self.gradients.micro_batches.in_update
+        return Progress(self.global_steps, micro_step, accumulation_steps, is_training, self.groups.data.rank)
 
     @property
     def skipped_steps(self) -> int:
@@ -210,11 +211,11 @@ class ZeroEngine(nn.Module):
     @property
     def micro_steps(self) -> int:
         """Micro-batches that a `step` has followed."""
-        return self.gradients.micro_steps
+        return self.gradients.micro_batches.stepped
 
     @micro_steps.setter
     def micro_steps(self, number: int) -> None:
-        self.gradients.micro_steps = number
+        self.gradients.micro_batches.stepped = number
 
     # Module surface
 
@@ -346,7 +347,7 @@ class ZeroEngine(nn.Module):
         counters = checkpoint.Counters.of(view, self.settings.samples_per_update())
         self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
         self.global_samples = counters.global_samples
-        self.micro_steps = self.global_steps * self.settings.gradient_accumulation_steps()
+        self.gradients.micro_batches = MicroBatches(self.global_steps * self.settings.gradient_accumulation_steps())
         if view.scaler and self.gradients.assembly is not None:
             self.gradients.assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
         state = checkpoint.scheduler_state(view)

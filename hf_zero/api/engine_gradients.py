@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,12 +29,42 @@ _numbers = iter(range(1 << 62))
 AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()
 
 
+@dataclass
+class MicroBatches:
+    """Counts the micro-batches of an engine.
+
+    Attributes:
+        stepped: those that a `step` has followed. Where the caller says what a boundary is, `step` may come after the
+            last micro-batch of an update alone (Accelerate): every backward pass before it counts then.
+        since_step: backward passes since the last `step`.
+    """
+
+    stepped: int = 0
+    since_step: int = 0
+    _before_step: int = 0  # in the update under way, up to the last `step`
+
+    @property
+    def all(self) -> int:
+        return self.stepped + self.since_step
+
+    @property
+    def in_update(self) -> int:
+        """Backward passes since the last update: they number its micro-batches, whenever `step` is called."""
+        return self._before_step + self.since_step
+
+    def step(self, *, is_update: bool, counts_backwards: bool) -> None:
+        num_backwards = max(1, self.since_step)  # a plain `loss.backward()` has not been seen
+        self.stepped += num_backwards if counts_backwards else 1
+        self._before_step = 0 if is_update else self._before_step + num_backwards
+        self.since_step = 0
+
+
 class EngineGradients:
     """The gradients part of an engine: what it does with a loss. Names are DeepSpeed's and torch's.
 
     Attributes:
         assembly: what is trained; None: nothing is, or the engine has been destroyed.
-        micro_steps: micro-batches that a `step` has followed.
+        micro_batches: how many there have been.
         offloaded: the states that have been sent to host memory for a while.
         syncs: whether a boundary may be reached: not inside `no_sync`.
         number: of the engine among those of this process; the same on all ranks.
@@ -43,7 +74,7 @@ class EngineGradients:
         self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, phases: Phases
     ) -> None:
         self.assembly = assembly
-        self.micro_steps = 0
+        self.micro_batches = MicroBatches()
         self.offloaded = OffloadStates(assembly.optimizer, assembly.reducer) if assembly is not None else None
         self.number = next(_numbers)
         self._settings = settings
@@ -66,7 +97,7 @@ class EngineGradients:
     def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """`ZeroEngine.backward`."""
         parts, accumulation_steps = self.parts("backward"), self._settings.gradient_accumulation_steps()
-        self._first_nan.look(loss, f"backward {self.micro_steps + 1}")
+        self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
         if scale_wrt_gas and accumulation_steps > 1:
             loss = loss / accumulation_steps
         others = AT_WORK.others(self)
@@ -88,6 +119,7 @@ class EngineGradients:
         """The loss for a `backward()` of the caller's own; with a loss scale, only this or `backward` will do."""
         factor = self.parts("scale").step.factors.next
         self._expect(factor)
+        self.micro_batches.since_step += 1
         # In fp32, because a scale of 65536 is more than fp16 holds.
         return loss if factor == 1.0 else loss.float() * factor
 
@@ -101,7 +133,7 @@ class EngineGradients:
                 "the last micro-batch of a step"
             )
         at_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
+        self.micro_batches.step(is_update=at_boundary, counts_backwards=self._explicit_boundary is not None)
         if not at_boundary:
             return False
         if factors.next != 1.0 and not self._has_scaled:
@@ -175,6 +207,7 @@ class EngineGradients:
                 engine._expect(step.factors.next)
                 engine._begin()
                 parts.reducer.finish()
+                engine.micro_batches.since_step += 1
             parts.store.end_backward()
         return [engine for engine, is_reached in zip(others, arrived, strict=True) if is_reached]
 
@@ -207,4 +240,4 @@ class EngineGradients:
         """Whether the backward under way, or the next one, is followed by an update."""
         if self._explicit_boundary is not None:
             return self._explicit_boundary
-        return (self.micro_steps + 1) % self._settings.gradient_accumulation_steps() == 0
+        return (self.micro_batches.stepped + 1) % self._settings.gradient_accumulation_steps() == 0

@@ -269,8 +269,8 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
         if view.shard_states:
             _write_bound_state(updater, sub_group, view, names)
         elif not (updater.keeps_everything_whole and _restores_whole(updater, view)):
-            if not (view.states() or group.scalars):  # saved before the first update
-                _start_anew(updater, sub_group)
+            if not (group.scalars or any(view.states_of(names[piece.parameter]) for piece in sub_group.pieces)):
+                _start_anew(updater, sub_group)  # saved before its first update
             with updater.stager.opened(sub_group, changes=True):
                 _write_sub_group_state(subject, sub_group, group, view, steps)
     for options, group in zip(subject.assembly.optimizer.param_groups, plan.groups, strict=True):
@@ -301,7 +301,9 @@ def _write_sub_group_state(
     optimizer = updater.optimizer
     options = subject.assembly.optimizer.param_groups[sub_group.group]
     wanted = updater.state_names(options)
-    kinds = [kind for kind in view.states() if wanted is None or kind in wanted]
+    there = {piece.parameter: view.states_of(names[piece.parameter]) for piece in sub_group.pieces}
+    has_any = set().union(*there.values())
+    kinds = [kind for kind in view.states() if kind in has_any and (wanted is None or kind in wanted)]
     for tensor in sub_group.tensors:
         state: dict[str, Any] = {}
         inside = [piece for piece in sub_group.pieces if tensor.interval.start <= piece.in_shard < tensor.interval.stop]
@@ -312,7 +314,7 @@ def _write_sub_group_state(
             flat = value.view(-1)
             for piece in inside:
                 name = names[piece.parameter]
-                if name in view.indices:
+                if kind in there[piece.parameter]:
                     target = flat.narrow(0, piece.in_shard - tensor.interval.start, piece.numel)
                     view.read_into(target, name, kind, piece.in_parameter)
             state[kind] = value if form is None else form.store(flat)
@@ -371,7 +373,7 @@ def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, A
     if steps is not None and not steps:
         return {}
     shape = view.shapes[name]
-    found: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states()}
+    found: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states_of(name)}
     counted = {ds.STEP: torch.tensor(float(steps))} if steps is not None else {}
     return {**group.scalars, **found, **counted}
 

@@ -304,26 +304,49 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     """Every rank holds everything, and one writes it: nothing travels."""
     own, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
     states: dict[str, GroupState] = {}
-    for sub_group, state in zip(own, collected.states, strict=True):
-        group = collected.groups[sub_group.group]
-        elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
-        for piece in sub_group.pieces:
-            name, shape = names[piece.parameter], shapes[piece.parameter]
-            master = sub_group.master.narrow(0, piece.in_shard, piece.numel).view(shape)
-            if collected.whole:
-                states[name] = _whole_state(subject, master, collected.whole.get(piece.parameter, {}))
-                continue
-            moments = {
-                kind: values.narrow(0, piece.in_shard, piece.numel).view(shape) for kind, values in elements.items()
-            }
-            scalars = {**state.scalars}
-            if piece.parameter in group.steps:
-                scalars[ds.STEP] = group.steps[piece.parameter]
-            states[name] = GroupState(master, moments, _scalars(subject, scalars))
+    for parameter, parts in _parts_0(subject, collected).items():
+        shape, first = shapes[parameter], parts[0]
+        master = _joined([part.master for part in parts], shape)
+        if collected.whole:
+            states[names[parameter]] = _whole_state(subject, master, collected.whole.get(parameter, {}))
+            continue
+        moments = {kind: _joined([part.moments[kind] for part in parts], shape) for kind in first.moments}
+        scalars, steps = {**first.scalars}, collected.groups[first.group].steps
+        if parameter in steps:
+            scalars[ds.STEP] = steps[parameter]
+        states[names[parameter]] = GroupState(master, moments, _scalars(subject, scalars))
     has_masters = any(sub_group.lp_param is not None for sub_group in own)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
     return {ds.model_file(0, 0, subject.tensor_rank): model_states(run, weights, in_order, optimizer, ours(part))}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one sub-group has of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
+
+    start: int
+    group: int
+    master: Tensor
+    moments: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+
+
+def _parts_0(subject: Subject, collected: _Collected) -> dict[int, list[_Part]]:
+    """By parameter, in order."""
+    found: dict[int, list[_Part]] = {}
+    for sub_group, state in zip(subject.assembly.optimizer.sub_groups, collected.states, strict=True):
+        elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
+        for piece in sub_group.pieces:
+            own = {kind: values.narrow(0, piece.in_shard, piece.numel) for kind, values in elements.items()}
+            master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
+            part = _Part(piece.in_parameter, sub_group.group, master, own, state.scalars)
+            found.setdefault(piece.parameter, []).append(part)
+    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in found.items()}
+
+
+def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).view(shape)
 
 
 def _whole_state(subject: Subject, master: Tensor, state: Mapping[str, Any]) -> GroupState:

@@ -89,7 +89,7 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
     _check_parts(views, cuts)
     if with_optimizer:
         _refuse_bound_states(views, f"{len(views)} ranks")
-    kinds = [kind for kind in first.elements if all(kind in view.elements for view in views)]
+    kinds = list(dict.fromkeys(kind for view in views for kind in view.elements))
     frozen = {name: _whole_pieces(name, cuts.get(name), views) for name in first.frozen}
     return replace(
         first,
@@ -162,6 +162,11 @@ class _Joined:
     names: tuple[str, ...]
     cuts: Mapping[str, Cut]
 
+    def has(self, parameter: int) -> bool:
+        name = self.names[parameter]
+        views = self.views if name in self.cuts else self.views[:1]
+        return all(self.kind in view.elements and view.elements[self.kind].has(view.indices[name]) for view in views)
+
     def parts(self, parameter: int, start: int, stop: int) -> Iterator[Tensor]:
         name = self.names[parameter]
         for rank, run in _runs(self.cuts.get(name), start, stop):
@@ -180,6 +185,9 @@ class _InParts:
     names: tuple[str, ...]
     cuts: Mapping[str, Cut]
     rank: int
+
+    def has(self, parameter: int) -> bool:
+        return self.elements.has(parameter)
 
     def parts(self, parameter: int, start: int, stop: int) -> Iterator[Tensor]:
         cut = self.cuts.get(self.names[parameter])

@@ -46,7 +46,10 @@ class Pieces:
 
 
 class Elements(Protocol):
-    """All state of one kind of all trainable parameters."""
+    """All state of one kind of all trainable parameters that have it."""
+
+    def has(self, parameter: int) -> bool:
+        """Groups may have other states than each other; a parameter that has seen no update may have none."""
 
     def parts(self, parameter: int, start: int, stop: int) -> Iterable[Tensor]:
         """The elements [start, stop) of one parameter: 1-D tensors that follow one another."""
@@ -61,6 +64,9 @@ class StateElements:
 
     extents: Mapping[int, Sequence[Extent]]  # by parameter, in order
     buffers: Mapping[tuple[int, int], Tensor]  # by (rank, buffer)
+
+    def has(self, parameter: int) -> bool:
+        return all((extent.rank, extent.buffer) in self.buffers for extent in self.extents[parameter])
 
     def parts(self, parameter: int, start: int, stop: int) -> list[Tensor]:
         """Views of the elements [start, stop) of one parameter, in order."""
@@ -119,8 +125,13 @@ class CheckpointView:
         object.__setattr__(self, "indices", {name: index for index, name in enumerate(self.shapes)})
 
     def states(self) -> tuple[str, ...]:
-        """Kinds of state beside the weights."""
+        """Kinds of state beside the weights, of any parameter."""
         return tuple(kind for kind in self.elements if kind != MASTER)
+
+    def states_of(self, name: str) -> tuple[str, ...]:
+        """Kinds of state of one parameter, beside its weights."""
+        index = self.indices.get(name)
+        return tuple(kind for kind in self.states() if index is not None and self.elements[kind].has(index))
 
     def read(self, name: str, state: str = MASTER, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of one parameter's state, 1-D, in memory."""

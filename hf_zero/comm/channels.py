@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -24,7 +23,14 @@ from hf_zero.comm.demand import StoreDemand
 from hf_zero.comm.hosts import Hosts, Partition, group_of
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.negotiation import Negotiation
-from hf_zero.comm.process_group import backend_name, common_timeout, get_rank, get_world_size, is_initialized
+from hf_zero.comm.process_group import (
+    backend_name,
+    common_timeout,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    lets_go_at_exit,
+)
 from hf_zero.comm.torch_backend import NativeCollectives
 
 
@@ -118,7 +124,7 @@ class _Known:
     came, what these need. Kept for as long as the process group is the one of all ranks."""
 
     def __init__(self) -> None:
-        self.world = dist.group.WORLD  # alive here, so that no other one can get its id
+        self.world: dist.ProcessGroup | None = dist.group.WORLD  # alive here, so that no other one can get its id
         gather_objects = NativeCollectives().gather_objects
         remember_ranks(gather_objects)
         self.hosts = Hosts.named(map(str, gather_objects(meeting.host_name())))
@@ -127,6 +133,8 @@ class _Known:
         self.negotiations: dict[tuple[int, bool], Negotiation] = {}
         self._link: tuple[SharedMemoryLink | None, frozenset[int]] | None = None
         self._groups: dict[tuple[int, Channel | str], dist.ProcessGroup] = {}
+        self._side_groups: list[dist.ProcessGroup] = []  # of gloo, whatever the world's backend is
+        lets_go_at_exit(self)
 
     def number_of(self, partition: Partition) -> int:
         """The number of a partition, which is the same on all ranks because all of them ask for the same ones."""
@@ -204,8 +212,18 @@ class _Known:
                 if get_rank() in ranks:
                     self._groups[number, use] = group
                     if backend is not None:
-                        atexit.register(_end, group)
+                        self._side_groups.append(group)
         return self._groups[number, use]
+
+    def let_go(self) -> None:
+        # The link stays: ranks that are not as far may still read from it.
+        for group in self._side_groups:
+            if is_initialized():
+                with suppress(ValueError):  # of a world that has been left already
+                    dist.destroy_process_group(group)
+        self.world = None
+        self._groups.clear()
+        self._side_groups.clear()
 
     def close(self) -> None:
         """The process group has been replaced."""
@@ -225,13 +243,6 @@ def _known() -> _Known:
         _worlds.clear()
         _worlds[key] = _Known()
     return _worlds[key]
-
-
-def _end(group: dist.ProcessGroup) -> None:
-    """Leave a group at exit, whatever the world's backend is: see `process_group._leave_at_exit`."""
-    if is_initialized():
-        with suppress(ValueError):  # of a world that has been left already
-            dist.destroy_process_group(group)
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -18,6 +18,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from hf_zero.comm.process_group import lets_go_at_exit
 from hf_zero.log import logger
 
 _OF_CONNECTIONS = re.compile(
@@ -40,6 +41,10 @@ class _Ranks:
     def __init__(self) -> None:
         self.world: object = None
         self.others: tuple[_Process, ...] = ()
+        lets_go_at_exit(self)
+
+    def let_go(self) -> None:
+        self.world = None
 
 
 _known = _Ranks()

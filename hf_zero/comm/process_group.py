@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FunctionType
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -58,12 +62,42 @@ def init_distributed(
     _leave_at_exit()
 
 
+class HoldsGroups(Protocol):
+    """Who keeps references to process groups."""
+
+    def let_go(self) -> None:
+        """Of all of them: the process ends."""
+
+
+_HOLDERS: WeakSet[HoldsGroups] = WeakSet()
+
+
+def lets_go_at_exit(holder: HoldsGroups) -> None:
+    _HOLDERS.add(holder)
+
+
 def _leave_at_exit() -> None:
-    # A gloo group that is still alive at exit can abort the interpreter from one of its threads; accelerate makes such
-    # groups under use_cpu and leaves them.
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    # The threads of a gloo group end with the last reference to it, not when it is destroyed, and an engine that a
+    # program has never destroyed outlives the interpreter. A thread that is still there while the process takes itself
+    # apart, and sees a peer's connection close, aborts it without a word.
+    for holder in list(_HOLDERS):
+        holder.let_go()
+    _forget_default_arguments()
     if "gloo" in backend_name():
-        atexit.unregister(destroy_process_group)
-        atexit.register(destroy_process_group)
+        destroy_process_group()  # also of groups that others have made: accelerate makes some and leaves them
+
+
+def _forget_default_arguments() -> None:
+    """torch.distributed.nn.functional, which torch's compiler imports, has the group of all ranks as a default."""
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            kept = (None if isinstance(value, dist.ProcessGroup) else value for value in function.__defaults__)
+            function.__defaults__ = tuple(kept)
 
 
 def _place_in_world(rank: int, world_size: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hf_zero.comm.channels import torch_group
 from hf_zero.comm.hosts import Partition, across, consecutive, group_of
-from hf_zero.comm.process_group import this_process
+from hf_zero.comm.process_group import lets_go_at_exit, this_process
 from hf_zero.errors import WrongArgument
 
 Self = TypeVar("Self", bound="ProgramGroups")
@@ -29,6 +29,10 @@ class ProgramGroups:
         self._data_ranks = group_of(self._process.rank, across(partition))
         self._group = torch_group(partition)
         self._data_group = torch_group(across(partition))
+        lets_go_at_exit(self)
+
+    def let_go(self) -> None:
+        self._group = self._data_group = None
 
     @classmethod
     def of_size(cls: type[Self], size: int) -> Self:

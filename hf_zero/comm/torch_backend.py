@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives, Pending, own_shard
+from hf_zero.comm.process_group import lets_go_at_exit
 from hf_zero.comm.rows import FlatRows, Rows
 
 # torch 2.12 renamed these two; the old names warn on every call.
@@ -25,6 +26,10 @@ class NativeCollectives(Collectives):
         super().__init__(ranks.index(dist.get_rank()), len(ranks), ranks)
         self._group = group
         self._hosts = hosts
+        lets_go_at_exit(self)
+
+    def let_go(self) -> None:
+        self._group = self._hosts = None
 
     def gather_objects(self, value: object) -> list[object]:
         gathered: list[object] = [None] * self.size

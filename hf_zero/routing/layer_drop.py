@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features.policies import LayerDropPolicy
@@ -41,9 +41,10 @@ class ProgressiveLayerDrop(TrainingFeature):
         self.policy = policy
         self.num_layers = len(layers)
         self._progress = Progress(step=0, training=False)
+        self._returns_tuple: bool | None = None  # what layers return; one that is skipped must return such, too
         self._wrapped = WrappedLayers()
         for number, layer in enumerate(layers):
-            self._wrapped.wrap(layer, self._around(number))
+            self._wrapped.wrap(layer, self._around(number, layer))
 
     def get_theta(self) -> float:
         """Of the update that is being made."""
@@ -56,7 +57,9 @@ class ProgressiveLayerDrop(TrainingFeature):
         return draw.random() < probability
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        self._progress = progress
+        # An evaluation may come before the backward of this forward, which recomputes layers.
+        if progress.training:
+            self._progress = progress
         return keywords
 
     def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
@@ -65,29 +68,20 @@ class ProgressiveLayerDrop(TrainingFeature):
     def close(self) -> None:
         self._wrapped.close()
 
-    def _around(self, number: int) -> Callable[..., Any]:
-        # Layers that return a tuple must return one when they are skipped.
-        returns_tuple: list[bool] = []
-
+    def _around(self, number: int, layer: nn.Module) -> Callable[..., Any]:
         def around(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._progress.training:
+            if not layer.training:
                 return own(*args, **kwargs)
             hidden, _ = split_hidden(args, kwargs)
-            if returns_tuple and not self.keeps(number):
-                return (hidden,) if returns_tuple[0] else hidden
+            # Layer 0, which always runs, has been there before the others are asked.
+            if self._returns_tuple is not None and not self.keeps(number):
+                return (hidden,) if self._returns_tuple else hidden
             output = own(*args, **kwargs)
-            returns_tuple[:] = [isinstance(output, tuple)]
-            if not self.keeps(number):
-                return with_first(output, _without(hidden, first_of(output)))
+            self._returns_tuple = isinstance(output, tuple)
             share = keep_probability(self.get_theta(), number, self.num_layers)
             return with_first(output, hidden + (first_of(output) - hidden) / share)
 
         return around
-
-
-def _without(hidden: Tensor, output: Tensor) -> Tensor:
-    """The input, once more: the first forward runs even a layer that is skipped, to see what it returns."""
-    return hidden.to(output.dtype)
 
 
 def layer_drop_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:

@@ -45,7 +45,7 @@ class RandomLTD(TrainingFeature):
         self._progress = Progress(step=0, training=False)
         self.consumed_layer_tokens = 0
         for number, layer in enumerate(layers):
-            self._wrapped.wrap(layer, self._around(number))
+            self._wrapped.wrap(layer, self._around(number, layer))
         self.layers = tuple(layers)
         self.num_layers = len(layers)
 
@@ -69,7 +69,9 @@ class RandomLTD(TrainingFeature):
         return self.consumed_layer_tokens / whole
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        self._progress = progress
+        # An evaluation may come before the backward of this forward, which recomputes layers.
+        if progress.training:
+            self._progress = progress
         return keywords
 
     def holds_schedule(self, progress: Progress) -> bool:
@@ -100,13 +102,12 @@ class RandomLTD(TrainingFeature):
     def close(self) -> None:
         self._wrapped.close()
 
-    def _around(self, number: int) -> Callable[..., Any]:
+    def _around(self, number: int, layer: nn.Module) -> Callable[..., Any]:
         def around(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, call = split_hidden(args, kwargs)
             dim = 0 if self.policy.sequence_first else 1
-            kept = self.current() if self._progress.training else 0
-            whole = hidden.shape[dim]
-            if not self._progress.training or kept >= whole:
+            kept, whole = self.current(), hidden.shape[dim]
+            if not layer.training or kept >= whole:
                 return own(*args, **kwargs)
             indices = self._draw(number, hidden.shape[1 - dim], whole, kept, hidden.device)
             chosen_args, chosen_kwargs = call(_take(hidden, indices, dim))

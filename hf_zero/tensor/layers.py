@@ -113,7 +113,14 @@ def enter_inputs(module: nn.Module, group: Collectives, number: int = 1) -> None
 
 
 def gather_output(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:
-    change_output(module, lambda output: gather(group, output, sizes))
+    """`module.whole_output` does it too, for who runs the module piece by piece (see `change_output`), and
+    `module.whole_width` is what comes out."""
+
+    def whole(output: Tensor) -> Tensor:
+        return gather(group, output, sizes)
+
+    vars(module)["whole_output"], vars(module)["whole_width"] = whole, sum(sizes)
+    change_output(module, whole)
 
 
 def leave_output(module: nn.Module, group: Collectives) -> None:
@@ -121,7 +128,11 @@ def leave_output(module: nn.Module, group: Collectives) -> None:
 
 
 def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+    """Not of what has been changed piece by piece already, or will be: what such a module takes or gives says so."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if any(getattr(value, "changes_in_pieces", False) for value in (*args, output)):
+            return None
         if isinstance(output, tuple):
             return (change(output[0]), *output[1:])
         return None if output is None else change(output)

@@ -57,6 +57,7 @@ class DeferredLogits(Tensor):
         steps: what was done to the logits since, each a function of (some of) them.
     """
 
+    changes_in_pieces = True  # read by hf_zero.tensor.layers
     hidden: Tensor
     steps: list[Step]
     _make: Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ def loss_tile_tokens(width: int, hidden: int) -> int:
 class _Job:
     """What the head is to do in one call: the sum of the losses of all tokens."""
 
+    changes_in_pieces: ClassVar[bool] = True  # read by hf_zero.tensor.layers
     hidden: Tensor  # [tokens, hidden]
     labels: Tensor  # [tokens]
     width: int
@@ -60,6 +61,17 @@ class _Job:
         rows = chunk_rows(tokens, -(-tokens // size))
         tiling = Tiling(call=call, dim=0, rows=rows, join=None, eager=self.eager)
         return tiled(tiling, [self.hidden, self.labels], parameters=parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _AllLogits:
+    """What the head is to do where the logits are wanted after all; its hooks have seen the hidden states before."""
+
+    changes_in_pieces: ClassVar[bool] = True
+    hidden: Tensor
+
+    def run(self, head: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        return head(self.hidden)
 
 
 class TiledLoss(TrainingFeature):
@@ -115,19 +127,21 @@ class TiledLoss(TrainingFeature):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Of the head, inside its hooks."""
-        if args and isinstance(args[0], _Job):
-            return args[0].run(self._own, list(self._head.parameters()))
+        if args and isinstance(args[0], (_Job, _AllLogits)):
+            return args[0].run(self._whole, list(self._head.parameters()))
         if self._defers and len(args) == 1 and not kwargs and torch.is_grad_enabled():
             self._was_deferred = True
             return DeferredLogits.of(args[0], self._width, _dtype_of(args[0]), self._compute, self._on_use)
         return self._own(*args, **kwargs)
 
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """Logits of the whole vocabulary: of a head that is cut over ranks (`hf_zero.tensor`) this is a gather more."""
+        logits: Tensor = self._own(hidden)
+        whole = vars(self._head).get("whole_output")
+        return logits if whole is None else whole(logits)
+
     def _compute(self, hidden: Tensor) -> Tensor:
-        defers, self._defers = self._defers, False
-        try:
-            logits: Tensor = self._head(hidden)
-        finally:
-            self._defers = defers
+        logits: Tensor = self._head(_AllLogits(hidden))
         return logits
 
     def _on_use(self, operation: str) -> None:
@@ -194,9 +208,9 @@ def _dtype_of(hidden: Tensor) -> torch.dtype:
 
 
 def _head_of(model: Any) -> tuple[nn.Module, int]:
-    """The head and the size of its vocabulary."""
+    """The head and the size of its vocabulary, all of it."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    width = getattr(head, "out_features", None)
+    width = getattr(head, "whole_width", getattr(head, "out_features", None))
     if not isinstance(head, nn.Module) or not isinstance(width, int):
         raise ValueError(f"{type(model).__name__} has no linear layer as head (get_output_embeddings())")
     return head, width

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -29,18 +30,21 @@ from tests.hostile.programs import SIZES, features, random_program
 from tests.hostile.run import DEADLINE_S, ProcessRunner, Runner
 from tests.hostile.spec import Program
 from tests.hostile.threads import ThreadRunner
-from tests.hostile.verdicts import KINDS, Verdict
+from tests.hostile.verdicts import KINDS
 
 RANKS = ("processes", "apart", "threads", "threads-apart")
 MOST_DRAWS = 1000  # for one program that has what is asked for
 
 
+P = TypeVar("P")
+
+
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[P]):
     """One program of a campaign."""
 
-    program: Program
-    verdict: Verdict
+    program: P
+    verdict: Any
     seconds: float
 
 
@@ -70,12 +74,12 @@ def make_runner(ranks: str, deadline_s: float) -> Runner:
     return ProcessRunner(make_engine_apart if ranks == "apart" else make_zero_engine, deadline_s)
 
 
-def run_all(programs: Sequence[Program], make: Callable[[], Runner], jobs: int) -> Iterator[Outcome]:
-    """Outcomes as they come, from `jobs` runners at a time."""
+def run_all(programs: Sequence[P], make: Callable[[], Any], jobs: int) -> Iterator[Outcome[P]]:
+    """Outcomes as they come, from `jobs` runners at a time; those that have processes are closed."""
     local = threading.local()
-    runners: list[Runner] = []
+    runners: list[Any] = []
 
-    def run_one(program: Program) -> Outcome:
+    def run_one(program: P) -> Outcome[P]:
         if not hasattr(local, "runner"):
             local.runner = make()
             runners.append(local.runner)
@@ -88,11 +92,11 @@ def run_all(programs: Sequence[Program], make: Callable[[], Runner], jobs: int) 
     finally:
         executor.shutdown(cancel_futures=True)
         for runner in runners:
-            if isinstance(runner, ProcessRunner):
+            if hasattr(runner, "close"):
                 runner.close()
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome[Program]]) -> str:
     """How many came out how, in all and by stage and order."""
     rows = [("all", outcomes)]
     for key in ("stage", "order"):
@@ -107,7 +111,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def write_failure(folder: Path, outcome: Outcome, size: str) -> Path:
+def write_failure(folder: Path, outcome: Outcome[Program], size: str) -> Path:
     """The program and what became of it, as files of one name."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{outcome.verdict.kind}-{size}-{outcome.program.seed}.json"
@@ -124,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         programs = [Program.from_json(path.read_text()) for path in options.files for _ in range(options.repeat)]
     else:
         programs = choose(options.seed, options.programs, options.size, options.only, options.without)
-    outcomes: list[Outcome] = []
+    outcomes: list[Outcome[Program]] = []
     started = time.monotonic()
     make = partial(make_runner, options.ranks, options.deadline)
     for outcome in run_all(programs, make, 1 if options.ranks.startswith("threads") else options.jobs):

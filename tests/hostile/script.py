@@ -59,11 +59,11 @@ def script_of(program: Program, kind: str, name: str = "script.py") -> str:
     head = _HEAD.format(
         seed=program.seed, kind=kind, world=program.world, name=name, description=f"    {description}".rstrip()
     )
-    parts = "".join(_without_imports_of_ours(part) for part in PARTS)
+    parts = "".join(without_imports_of_ours(part) for part in PARTS)
     return head + parts + _TAIL.format(json=program.to_json(indent=1), hang_s=HANG_S)
 
 
-def _without_imports_of_ours(module: ModuleType) -> str:
+def without_imports_of_ours(module: ModuleType) -> str:
     """The source of `module` without its docstring and the imports that the other parts or the head stand for."""
     source = inspect.getsource(module)
     lines = source.splitlines(keepends=True)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ from tests.hostile.spec import (
 ATTEMPTS = 400
 ZERO = Limits(prefetch=0, max_live=0, max_reuse=0, param_persistence=0)
 Family = Callable[[Program], Iterator[Program]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,29 @@ class Shrunk:
 
 def shrink(program: Program, fails: Callable[[Program], bool], attempts: int = ATTEMPTS) -> Shrunk:
     """The smallest program for which `fails`, asked at most `attempts` times; `program` itself is taken to fail."""
-    tried = {program}
-    changed = True
+    return Shrunk(*search(program, fails, FAMILIES, _tidy, attempts))
+
+
+def search(
+    start: T,
+    fails: Callable[[T], bool],
+    families: Sequence[Callable[[T], Iterator[T]]],
+    tidy: Callable[[T], T | None],
+    attempts: int,
+) -> tuple[T, int]:
+    """The smallest that was found, and how many were tried; `start` is hashable and taken to fail.
+
+    Args:
+        families: what makes of one several that are a little smaller.
+        tidy: makes one good that was made so, or says that it is none.
+    """
+    tried, found, changed = {start}, start, True
     while changed:
         changed = False
-        for family in FAMILIES:
-            while (smaller := _first(family, program, fails, tried, attempts)) is not None:
-                program, changed = smaller, True
-    return Shrunk(program, len(tried) - 1)
+        for family in families:
+            while (smaller := _first(family(found), fails, tidy, tried, attempts)) is not None:
+                found, changed = smaller, True
+    return found, len(tried) - 1
 
 
 def fails_like(runner: Runner, kind: str, tries: int = 1) -> Callable[[Program], bool]:
@@ -64,10 +81,10 @@ def fails_like(runner: Runner, kind: str, tries: int = 1) -> Callable[[Program],
 
 
 def _first(
-    family: Family, program: Program, fails: Callable[[Program], bool], tried: set[Program], attempts: int
-) -> Program | None:
-    for raw in family(program):
-        candidate = _tidy(raw)
+    smaller: Iterator[T], fails: Callable[[T], bool], tidy: Callable[[T], T | None], tried: set[T], attempts: int
+) -> T | None:
+    for raw in smaller:
+        candidate = tidy(raw)
         if candidate is None or candidate in tried:
             continue
         if len(tried) > attempts:

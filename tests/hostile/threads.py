@@ -11,8 +11,9 @@ from torch import nn, optim
 from hf_zero.comm import Hosts
 from tests.hostile.body import run_rank
 from tests.hostile.spec import Program
-from tests.hostile.verdicts import RankReport, Verdict, judge
+from tests.hostile.verdicts import Verdict, judge
 from tests.support.in_process import Deadlock, InProcessWorld, RandomSchedule, Schedule, engines_in
+from tests.support.lasting_ranks import RankReport
 
 
 class ThreadRunner:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.hostile.body import RankResult
 from tests.hostile.oracle import expected, find_difference, is_chaotic, largest_error
 from tests.hostile.spec import Program
+from tests.support.lasting_ranks import RankReport
 
 KINDS = ("ok", "wrong", "hung", "died", "refused")
 
@@ -30,19 +30,6 @@ class Verdict:
     @property
     def is_ok(self) -> bool:
         return self.kind == "ok"
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """How a rank ended: with a result, or with the text of what it raised; with neither it is gone or still running."""
-
-    result: RankResult | None = None
-    failure: str = ""
-    is_gone: bool = False
-
-    @property
-    def is_silent(self) -> bool:
-        return self.result is None and not self.failure and not self.is_gone
 
 
 def judge(program: Program, reports: Sequence[RankReport], log: str = "") -> Verdict:

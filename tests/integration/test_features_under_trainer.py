@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ hf_zero.install()
 from transformers import Trainer  # noqa: E402
 
 from hf_zero import ConfigError  # noqa: E402
+from hf_zero.features import Progress  # noqa: E402
+from hf_zero.routing.layer_drop import ProgressiveLayerDrop  # noqa: E402
+from hf_zero.routing.random_ltd import RandomLTD  # noqa: E402
 from tests.data.test_stream import SampleStream, analyse, metric, policy  # noqa: E402
 from tests.support.models import stack, tiny_llama, token_rows  # noqa: E402
 
@@ -29,6 +33,20 @@ CURRICULUM = {
     "max_difficulty": LENGTH,
     "schedule_type": "fixed_linear",
     "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 4},
+}
+ROUTING = {
+    "enabled": True,
+    "total_layer_num": 2,
+    "random_ltd_layer_id": [1],
+    "model_mask_name": "attention_mask",
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": LENGTH,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 5, "seq_per_step": 2},
+    },
 }
 LENGTHS = [4, 8, 12, 16, 16, 16]  # of updates 1 to 6: 4 + 3 n, down to a multiple of 4: 4 8 12 16
 
@@ -139,26 +157,43 @@ def test_elastic_batch_sizes_become_trainers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_all_at_once(stage: int, tmp_path: Path) -> None:
     """Sparse attention, random-LTD and a curriculum of lengths, at stages with and without sharded weights."""
-    routing = {
-        "enabled": True,
-        "total_layer_num": 2,
-        "random_ltd_layer_id": [1],
-        "model_mask_name": "attention_mask",
-        "model_type": "decoder",
-        "hidden_state_order": "batch_seq_dim",
-        "random_ltd_schedule": {
-            "min_value": 2,
-            "max_value": LENGTH,
-            "schedule_type": "fixed_linear",
-            "schedule_config": {"require_steps": 5, "seq_per_step": 2},
-        },
-    }
     sections = {
         "zero_optimization": {"stage": stage},
         "curriculum_learning": CURRICULUM,
-        "data_efficiency": {"data_routing": {"random_ltd": routing}},
+        "data_efficiency": {"data_routing": {"random_ltd": ROUTING}},
     }
     trainer = run(tmp_path, sections)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 6 and all(torch.isfinite(torch.tensor(losses)))
     assert trainer.model_wrapped.random_ltd_scheduler.current() > 2
+
+
+@pytest.mark.parametrize("feature", [RandomLTD, ProgressiveLayerDrop])
+def test_every_micro_batch_draws_its_own_and_a_resumed_run_draws_the_same(feature: Any, tmp_path: Path) -> None:
+    """Somebody trained with random-LTD, or with progressive layer drop, and gradient_accumulation_steps: 3.
+
+    All micro-batches of an update dropped the same tokens or layers, and a resumed run dropped others than one that
+    had not been interrupted (a loss of 5.45211 for 5.45626). What is drawn depends on the number of the micro-batch in
+    its update, which was taken from the calls of `engine.step()`: Accelerate calls it after the last one only, so that
+    it counted updates, and loading a checkpoint set it to updates x accumulation.
+    """
+    sections: dict[str, Any] = {"data_efficiency": {"data_routing": {"random_ltd": ROUTING}}}
+    if feature is ProgressiveLayerDrop:
+        sections = {"progressive_layer_drop": {"enabled": True, "theta": 0.3, "gamma": 5.0}}
+    options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    options |= {"save_strategy": "steps", "save_steps": 3}
+    told: list[tuple[int, int]] = []
+    own = feature.before_forward
+
+    def noted(self: Any, progress: Progress, keywords: Any) -> Any:
+        told.append((progress.step, progress.micro_step))
+        return own(self, progress, keywords)
+
+    with mock.patch.object(feature, "before_forward", noted):
+        whole = run(tmp_path, sections, **options)
+        assert told == [(step, micro) for step in range(6) for micro in range(3)]
+        clean()
+        again = run(tmp_path, sections, resume=str(tmp_path / "checkpoint-3"), **options)
+    losses = [[line["loss"] for line in trainer.state.log_history if "loss" in line] for trainer in (whole, again)]
+    assert losses[0] == losses[1]
+    assert whole.model_wrapped.micro_steps == again.model_wrapped.micro_steps == 18

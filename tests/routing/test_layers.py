@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError
@@ -115,8 +116,7 @@ def test_models_of_transformers(kind: Any, attention: str) -> None:
     assert not torch.equal(losses[0], plain) and torch.equal(*losses)
     for one, other in zip(*gradients):
         torch.testing.assert_close(one, other)
-    feature.before_forward(Progress(step=0, training=False), {})
-    assert torch.equal(model(**batch(True)).loss, plain)
+    assert torch.equal(model.eval()(**batch(True)).loss, plain)
     feature.close()
     assert "forward" not in vars(layer_stack(model)[1])
 
@@ -218,8 +218,7 @@ def test_layers_are_dropped_as_often_as_they_should_be_and_the_mean_stays() -> N
         total += output.detach()
     assert dropped / 2000 == pytest.approx(0.3, abs=0.03)
     torch.testing.assert_close(total / 2000, expected, rtol=0, atol=0.1)
-    feature.before_forward(Progress(step=2, training=False), {})
-    assert torch.equal(model.layers[0](hidden), expected)
+    assert torch.equal(model.eval().layers[0](hidden), expected)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -237,3 +236,35 @@ def test_training_with_layer_drop_resumes(stage: int, tmp_path: Path) -> None:
     again = initialize(model=tiny_llama(layers=4), config=settings)[0]
     again.load_checkpoint(str(tmp_path))
     assert losses_of(again, 3) == expected
+
+
+class Recomputed(Plain):
+    """Layers called under torch's checkpoint, as older transformers call theirs: recomputation goes by `forward`."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return hidden
+
+
+def test_recomputed_layers_keep_what_their_forward_has_kept() -> None:
+    """Somebody evaluated between a forward and its backward, with random-LTD and gradient checkpointing.
+
+    Backward ended in torch's CheckpointError: layers that it recomputed took the evaluation for their own forward, and
+    kept all tokens.
+    """
+    gradients = []
+    for model in (Plain(), Recomputed()):
+        hidden = torch.ones(2, LENGTH, 6)
+        plain = model(hidden)
+        feature = RandomLTD(policy(num_layers=3), list(model.layers), batch_size=2)
+        feature.before_forward(Progress(step=4), {})
+        output = model(hidden)
+        assert not torch.equal(output, plain)
+        feature.before_forward(Progress(step=4, training=False), {})
+        assert torch.equal(model.eval()(hidden), plain)
+        model.train()
+        output.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import deepspeed
 import pytest
+import torch
 
 from tests.support.ranks import run_ranks
-from tests.tensor.training import compare
+from tests.tensor.training import RATE, batches, compare, config_with, model_of
+from tests.tiling.test_models import small
 
 TOLERANCE = 1e-5
 Found = dict[str, tuple[float, ...]]
@@ -85,3 +88,33 @@ def _accumulates(rank: int, kinds: tuple[str, ...], steps: int) -> Found:
 def test_three_accumulated_on_two_data_ranks(kind: str) -> None:
     for found in run_ranks(_accumulates, 4, (kind,), 20):
         assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+
+
+def _in_tiles(rank: int) -> tuple[Found, float]:
+    """Also what becomes of the logits where a program looks at them in training: the largest difference."""
+    tiles = {"tiled_mlp": True, "tiled_loss": True}
+    with small():
+        found = {f"stage {s}": compare(rank, "llama", s, 2, world=2, steps=2, hf_zero=tiles) for s in (1, 3)}
+        model, batch = model_of("llama"), batches(1)[0]
+        plain = model(**batch)
+        torch.autograd.backward(plain.logits.square().mean())
+        expected = model.model.layers[0].input_layernorm.weight.grad
+        model = model_of("llama")
+        engine = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), config=config_with(1, 2, hf_zero=tiles)
+        )[0]
+        engine.backward(engine(**batch).logits.square().mean())
+        seen = deepspeed.utils.safe_get_full_grad(engine.module.model.layers[0].input_layernorm.weight)
+    return found, (seen - expected).abs().max().item()
+
+
+def test_tiles_of_a_loss_whose_head_is_cut() -> None:
+    """Somebody set hf_zero.tiled_loss together with tensor_parallel.autotp_size.
+
+    The first forward ended in "The expanded size of the tensor (1488) must match the existing size (2928)": the head
+    gave logits that were still to be computed, and what stands around a head that is cut took them for its part of
+    the vocabulary.
+    """
+    for found, difference in run_ranks(_in_tiles, 2):
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+        assert difference < TOLERANCE

@@ -245,10 +245,10 @@ def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict
 def _elements(
     extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Tensor]]
 ) -> dict[str, StateElements]:
-    """By kind of state, where every rank has it (before the first step there is none)."""
+    """By kind of state, where every rank has it for any group (before the first step there is none)."""
     ordered = by_parameter(extents)
-    places = buffer_sizes(extents).keys()
-    return {kind: StateElements(ordered, mine) for kind, mine in buffers.items() if places <= set(mine)}
+    found = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
+    return {kind: elements for kind, elements in found.items() if any(map(elements.has, ordered))}
 
 
 def _check_count(have: int, wanted: int, path: Path) -> None:

@@ -122,11 +122,10 @@ def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> Checkpoin
                 steps[name] = int(value or 0)
             elif isinstance(value, Tensor):
                 buffers.setdefault(file.stem, {})[index] = value
-    _check_complete(folder, shapes, buffers)
+    _check_complete(folder, pieces, buffers)
     extents = _whole_extents(pieces, False)
     inner = states.get(ds.OPTIMIZER_STATE_DICT) or {}
-    first: Mapping[str, Any] = next(iter(inner.get(ds.STATE, {}).values()), {})
-    common = scalar_states(first, element_states(first, 0)) if first else {}
+    scalars = {number: scalar_states(one, element_states(one, 0)) for number, one in inner.get(ds.STATE, {}).items()}
     return CheckpointView(
         folder=folder,
         stage=3 if folder.model_file_per_rank else 2,
@@ -135,24 +134,30 @@ def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> Checkpoin
         frozen=part.frozen,
         buffers=part.buffers,
         aliases=part.aliases,
-        groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), {**common}, steps),
+        groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), scalars, steps),
         elements=_elements(extents, buffers, folder.path / ds.UNIVERSAL_FOLDER),
         meta=part.meta,
         scaler=scaler_values(states.get(ds.LOSS_SCALER)),
     )
 
 
-def _check_complete(folder: Folder, shapes: Shapes, buffers: Mapping[str, Mapping[int, Tensor]]) -> None:
-    """Every parameter has its weights, and the moments that any other one has."""
-    for kind in {MASTER, *buffers}:
-        for index, name in enumerate(shapes):
-            if index not in buffers.get(kind, {}):
-                path = folder.path / ds.UNIVERSAL_FOLDER / name / f"{kind}.pt"
-                raise CheckpointError(path, "this file of the checkpoint is missing", _FIX)
+def _check_complete(folder: Folder, pieces: Sequence[Shapes], buffers: Mapping[str, Mapping[int, Tensor]]) -> None:
+    """Every parameter has its weights, and the moments that any other one of its group has."""
+    numbers = iter(range(sum(map(len, pieces))))
+    for group in pieces:
+        members = dict(zip(group, numbers))
+        for kind in {MASTER, *(kind for kind, mine in buffers.items() if not mine.keys().isdisjoint(members.values()))}:
+            for name, index in members.items():
+                if index not in buffers.get(kind, {}):
+                    path = folder.path / ds.UNIVERSAL_FOLDER / name / f"{kind}.pt"
+                    raise CheckpointError(path, "this file of the checkpoint is missing", _FIX)
 
 
 def _universal_groups(
-    pieces: Sequence[Shapes], stated: Sequence[Mapping[str, Any]], common: dict[str, Any], steps: Mapping[str, int]
+    pieces: Sequence[Shapes],
+    stated: Sequence[Mapping[str, Any]],
+    scalars: Mapping[int, Mapping[str, Any]],
+    steps: Mapping[str, int],
 ) -> tuple[Group, ...]:
     """Sub-groups joined as `params` lists them (stage 3), or one to one."""
     joins = [[int(number) for number in group.get(ds.PARAMS, ())] for group in stated]
@@ -163,6 +168,7 @@ def _universal_groups(
         names = tuple(name for member in join for name in pieces[member])
         known = [steps[name] for name in names if name in steps]
         options = _without_params(stated[number]) if number < len(stated) else {}
+        common = next((scalars[member] for member in join if member in scalars), {})
         groups.append(Group(names, options, {**common, **({ds.STEP: max(known)} if known else {})}))
     return tuple(groups)
 
@@ -197,14 +203,13 @@ def _elements(
     extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
 ) -> dict[str, StateElements]:
     ordered, sizes = by_parameter(extents), buffer_sizes(extents)
-    return {
-        kind: StateElements(
-            ordered,
-            {place: flat(mine[place[1]], f"{kind} #{place[1]}", path, numel) for place, numel in sizes.items()},
-        )
-        for kind, mine in buffers.items()
-        if all(number in mine for _, number in sizes)
-    }
+    found = {}
+    for kind, mine in buffers.items():
+        there = {place: numel for place, numel in sizes.items() if place[1] in mine}
+        if there:
+            flats = {place: flat(mine[place[1]], f"{kind} #{place[1]}", path, numel) for place, numel in there.items()}
+            found[kind] = StateElements(ordered, flats)
+    return found
 
 
 def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:

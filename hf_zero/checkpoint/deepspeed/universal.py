@@ -71,7 +71,7 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
     _write_file(parameters / ds.UNIVERSAL_OPTIMIZER_FILE, _common_state(view))
     steps = {name: group.scalars.get(ds.STEP) for group in view.groups for name in group.names} | dict(view.steps)
     for name, shape in view.shapes.items():
-        for kind in view.elements:
+        for kind in (MASTER, *view.states_of(name)):
             flat = view.read(name, kind).float()
             value = flat if view.stage == 3 else {ds.CAT_DIM: 0, ds.PARAM: flat.view(shape)}
             _write_file(parameters / name / f"{kind}.pt", value)

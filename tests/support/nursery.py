@@ -1,10 +1,10 @@
 """A process that has imported everything once, and forks ranks that start in milliseconds.
 
 It is not the server from which `run_ranks` forks: ranks of other tests are to find nothing imported that they have not
-asked for.
+asked for. There is one for each list of modules.
 
     parent    a socket in a folder | "fork these" to the nursery's stdin        takes connections, one per rank
-    nursery   python -m tests.hostile.nursery: imports, then forks on demand
+    nursery   python -m tests.support.nursery: imports, then forks on demand
     rank      forked: connects to the parent, says who it is, calls its function
 """
 
@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a program imports late, which takes seconds.
-EVERYTHING = ("torch.distributed", "torch._dynamo", "hf_zero.api.entry", "tests.hostile.body")
 START_S = 120.0  # for imports, on a machine where others start at the same time
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,7 +55,7 @@ class Child:
 class Nursery:
     """Forks processes; one is enough for a program. May be used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._folder = tempfile.mkdtemp(prefix="nursery-")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"{self._folder}/socket")
@@ -66,7 +64,7 @@ class Nursery:
         environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         paths = [str(ROOT), *(path for path in sys.path if path)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, f"{self._folder}/socket"],
+            [sys.executable, "-m", __name__, f"{self._folder}/socket", *modules],
             stdin=subprocess.PIPE,
             env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
         )
@@ -100,19 +98,21 @@ class Nursery:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-_nurseries: list[Nursery] = []
+_nurseries: dict[tuple[str, ...], Nursery] = {}
+_lock = threading.Lock()
 
 
-def nursery() -> Nursery:
-    """The nursery of this process."""
-    if not _nurseries:
-        _nurseries.append(Nursery())
-    return _nurseries[0]
+def nursery(modules: tuple[str, ...]) -> Nursery:
+    """The nursery of this process that has imported these."""
+    with _lock:
+        if modules not in _nurseries:
+            _nurseries[modules] = Nursery(modules)
+        return _nurseries[modules]
 
 
-def main(address: str) -> None:
+def main(address: str, modules: Sequence[str]) -> None:
     """The nursery's own side: forks until its stdin ends."""
-    for module in EVERYTHING:
+    for module in modules:
         __import__(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who have ended
     while True:
@@ -131,4 +131,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Random valid jobs, each compared with itself under what must not matter."""

@@ -1,0 +1,133 @@
+"""What one rank does in a segment of a run, by the engine's own verbs; what it saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hf_zero
+from hf_zero.api.parameter_access import safe_get_full_fp32_param
+from hf_zero.sequence.batches import part_of
+from tests.metamorphic.model import Batch, build_model, ds_config, evaluated, share, stack, update_samples
+from tests.metamorphic.spec import Segment, Shape
+
+CHECKPOINTS, UNUSED = "checkpoints", "unused"
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank saw: the mean loss of its part and the norm of every update; at the end of a run weights (trained
+    ones, whole, in fp32), logits of what is evaluated, and the labels that came with them."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    weights: dict[str, Tensor]
+    logits: Tensor
+    labels: Tensor
+
+
+def run_segment(segment: Segment, rank: int, folder: str = "") -> RankResult:
+    """`folder` is what runs of other kinds may write into; an engine writes into the segment's."""
+    if segment.task.driver != "engine":
+        from tests.metamorphic.libraries import run_library
+
+        return run_library(segment, rank)
+    return _Engine(segment, rank).run()
+
+
+class _Engine:
+    """One engine, for as long as a segment lasts."""
+
+    def __init__(self, segment: Segment, rank: int) -> None:
+        self.segment, self.task, self.shape, self.rank = segment, segment.task, segment.shape, rank
+        model = build_model(self.task, self.shape.recompute)
+        config = ds_config(self.task, self.shape, segment.folder)
+        if self.shape.sequence > 1:
+            config["sequence_parallel_size"] = self.shape.sequence
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.engine = hf_zero.initialize(model=model, model_parameters=trained, config=config)[0]
+        self.model = model
+
+    def run(self) -> RankResult:
+        engine, segment = self.engine, self.segment
+        if segment.start:
+            engine.load_checkpoint(f"{segment.folder}/{CHECKPOINTS}")
+        losses, norms = [], []
+        for update in range(segment.start, segment.stop):
+            if self.shape.evaluates:
+                self._evaluate()
+            losses.append(self._update(update))
+            norms.append(float(engine.get_global_grad_norm()))
+            if self.shape.saves and update == segment.start:
+                engine.save_checkpoint(f"{segment.folder}/{UNUSED}")
+        if segment.stop < self.task.updates:
+            engine.save_checkpoint(f"{segment.folder}/{CHECKPOINTS}")
+            result = RankResult(tuple(losses), tuple(norms), {}, torch.empty(0), torch.empty(0))
+        else:
+            weights = weights_of(engine, self.shape)
+            result = RankResult(tuple(losses), tuple(norms), weights, self._evaluate(), labels_of(self.segment))
+        engine.destroy()
+        return result
+
+    def _update(self, update: int) -> float:
+        total = 0.0
+        rows = update_samples(self.task, update)
+        for micro in range(self.shape.accumulation):
+            loss = self._loss(stack(share(self.shape, self.rank, micro, rows)))
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item() / self.shape.accumulation
+        return total
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if self.shape.sequence == 1:
+            return loss_of(self.engine(**batch))
+        part = part_of(batch, self.rank % self.shape.sequence, self.shape.sequence)
+        # The recipe of accelerate's page on sequence parallelism.
+        loss = self.engine(**part, labels=part["shift_labels"]).loss
+        import torch.distributed.nn.functional as differentiable
+
+        group = self.engine.get_sequence_parallel_group()
+        losses = differentiable.all_gather(loss, group=group)
+        counts = differentiable.all_gather((part["shift_labels"] != -100).sum(), group=group)
+        return sum(each * number for each, number in zip(losses, counts)) / sum(counts)
+
+    def _evaluate(self) -> Tensor:
+        """Logits of this rank's part of every sequence."""
+        self.engine.eval()
+        batch = stack(evaluated(self.task))
+        if self.shape.sequence > 1:
+            batch = part_of(batch, self.rank % self.shape.sequence, self.shape.sequence)
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels", "y")}
+        with torch.no_grad():
+            output = self.engine(**inputs)
+        self.engine.train()
+        return logits_of(output).float()
+
+
+def loss_of(output: Any) -> Tensor:
+    loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+    return loss
+
+
+def logits_of(output: Any) -> Tensor:
+    logits: Tensor = output[1] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+def labels_of(segment: Segment) -> Tensor:
+    batch = stack(evaluated(segment.task))
+    return batch["y"] if "y" in batch else batch["labels"]
+
+
+def weights_of(engine: Any, shape: Shape) -> dict[str, Tensor]:
+    """What is trained, whole: masters, or, of parts of matrices, the weights themselves; nothing where 16 bits have
+    rounded those. Collective."""
+    trained = {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
+    if shape.tensor > 1:
+        state = engine.module_state_dict()
+        return {name: state[name].clone() for name in trained if state[name].dtype == torch.float32}
+    return {name: safe_get_full_fp32_param(value).clone() for name, value in trained.items()}

@@ -1,0 +1,108 @@
+"""Runs many random jobs, and says how they came out, in all and by feature.
+
+    python -m tests.metamorphic.campaign --jobs-number 2000 --seed 0 --jobs 2 --only driver=engine
+
+Every failure is written into a folder: the job as JSON, and what was wrong; `-m tests.metamorphic.shrink` makes it
+small. The exit status is the number of kinds of failure that occurred.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from tests.hostile.campaign import Outcome, run_all
+from tests.metamorphic.jobs import features, random_job
+from tests.metamorphic.run import DEADLINE_S, KINDS, JobRunner
+from tests.metamorphic.script import describe
+from tests.metamorphic.spec import Job
+
+MOST_DRAWS = 2000  # for one job that has what is asked for
+
+
+def choose(seed: int, number: int, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Job]:
+    """The first `number` jobs from `seed` on that have all features of `only` and none of `without`."""
+    chosen: list[Job] = []
+    skipped = 0
+    for one in count(seed):
+        if len(chosen) == number:
+            return chosen
+        job = random_job(one)
+        found = features(job)
+        if found.issuperset(only) and not found.intersection(without):
+            chosen.append(job)
+            skipped = 0
+        else:
+            skipped += 1
+        if skipped > MOST_DRAWS:
+            raise ValueError(f"no job among {MOST_DRAWS} has all of {list(only)} and none of {list(without)}")
+    raise AssertionError
+
+
+def table(outcomes: Sequence[Outcome[Job]]) -> str:
+    """How many came out how, in all and by feature; a job counts for all features that any of its runs has."""
+    counts: dict[str, Counter[str]] = {"all": Counter(one.verdict.kind for one in outcomes)}
+    for one in outcomes:
+        for feature in features(one.program):
+            counts.setdefault(feature, Counter())[one.verdict.kind] += 1
+    lines = ["".join([f"{'':44}", f"{'jobs':>7}", *(f"{kind:>9}" for kind in KINDS)])]
+    for name in ["all", *sorted(set(counts) - {"all"})]:
+        lines.append("".join([f"{name:44}", f"{counts[name].total():7}", *(f"{counts[name][k]:9}" for k in KINDS)]))
+    return "\n".join(lines)
+
+
+def write_failure(folder: Path, outcome: Outcome[Job]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{outcome.verdict.kind}-{outcome.program.task.seed}.json"
+    path.write_text(outcome.program.to_json(indent=1))
+    path.with_suffix(".txt").write_text(f"{describe(outcome.program)}\n\n{outcome.verdict.detail}\n")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.files:
+        jobs = [Job.from_json(path.read_text()) for path in options.files]
+    else:
+        jobs = choose(options.seed, options.jobs_number, options.only, options.without)
+    outcomes: list[Outcome[Job]] = []
+    started = time.monotonic()
+    for outcome in run_all(jobs, partial(JobRunner, options.deadline), options.jobs):
+        outcomes.append(outcome)
+        if not outcome.verdict.is_ok:
+            path = write_failure(options.folder, outcome)
+            lines = outcome.verdict.detail.strip().splitlines()
+            print(f"{outcome.verdict.kind:8} {path}: {lines[-1 if outcome.verdict.kind == 'refused' else 0][:200]}")
+        if len(outcomes) % 50 == 0:
+            spent = time.monotonic() - started
+            print(f"{len(outcomes)} of {len(jobs)} jobs, {1000 * spent / len(outcomes):.0f} ms each", flush=True)
+    print(table(outcomes))
+    largest = max(outcome.verdict.error for outcome in outcomes if outcome.verdict.is_ok)
+    print(f"largest error of what is right: {100 * largest:.1f}% of what is allowed")
+    return len({outcome.verdict.kind for outcome in outcomes} - {"ok"})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.metamorphic.campaign", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="*", type=Path, help="jobs as JSON, instead of random ones")
+    parser.add_argument("--jobs-number", type=int, default=200, help="how many jobs")
+    parser.add_argument("--seed", type=int, default=0, help="of the first job; the others follow")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one segment of a run")
+    parser.add_argument("--only", action="append", default=[], metavar="FEATURE", help="such as stage=3; repeatable")
+    parser.add_argument("--without", action="append", default=[], metavar="FEATURE")
+    parser.add_argument("--folder", type=Path, default=Path("metamorphic-failures"), help="where failures are written")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

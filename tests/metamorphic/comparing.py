@@ -1,0 +1,152 @@
+"""By how much two runs of one task may differ, and whether they do.
+
+Equal to the last bit: runs whose ranks do the same arithmetic. A checkpoint and its loading, an evaluation in between,
+and a place in host memory or on a drive change no number.
+
+Otherwise sums are taken in another order: over other micro-batches, over other ranks, in tiles. Then
+
+    fp32  a unit in the last place is 6e-8 and a sum over 96 tokens loses a few; 1e-5 of a loss or norm is allowed, and
+          1e-4 of the distance that weights have moved, which is a difference of sums and has fewer digits
+    bf16  a unit is 4e-3 (8 bits); each micro-batch's gradients are rounded to it, so a norm may be off by some units
+          and losses, means over all tokens, by about one. Masters move by lr at most where Adam's gradients are small
+          beside eps, so that their distance has the error of the gradients
+    fp16  a unit is 5e-4, and logits are rounded to it
+
+Weights are measured by the norm of the difference over the norm of the distance from where they started, per parameter;
+those that have hardly moved are measured by what an average one has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests.metamorphic.body import RankResult
+from tests.metamorphic.model import build_model
+from tests.metamorphic.spec import Job, Run, Shape, Task
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative: of losses, of norms, of logits (of the largest one), of the distance that weights have moved."""
+
+    losses: float = 0.0
+    norms: float = 0.0
+    logits: float = 0.0
+    moved: float = 0.0
+
+    def times(self, factor: float) -> Tolerance:
+        return Tolerance(self.losses * factor, self.norms * factor, self.logits * factor, self.moved * factor)
+
+
+EXACT = Tolerance()
+BY_PRECISION = {
+    "fp32": Tolerance(1e-5, 1e-5, 1e-5, 1e-4),
+    "bf16": Tolerance(1e-2, 4e-2, 4e-2, 1.5e-1),
+    "fp16": Tolerance(2e-3, 1e-2, 1e-2, 4e-2),
+}
+# Updates that do not depend smoothly on gradients: the sign of Lion's, Muon's iteration in bf16 (its own kernel), which
+# make of a rounding error near zero a whole step of an element, and Adagrad's first step, which is a sign as well.
+ENLARGED = {"Lion": 30.0, "Muon": 30.0, "Adagrad": 10.0, "Adafactor": 10.0, "Lamb": 3.0}
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What all ranks of a run saw together, and whether they agreed."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    weights: dict[str, Tensor]
+    logits: Tensor
+    labels: Tensor
+
+
+def together(job: Job, parts: Sequence[tuple[Shape, Sequence[RankResult]]]) -> RunResult | str:
+    """One result of the ranks' of all segments; a text where ranks contradict each other."""
+    losses: list[float] = []
+    norms: list[float] = []
+    for shape, ranks in parts:
+        copies = shape.tensor * shape.sequence
+        for rank, one in enumerate(ranks):
+            if one.norms != ranks[0].norms and not _all_nan(one.norms, ranks[0].norms):
+                return f"rank {rank} has the norms {one.norms}, rank 0 {ranks[0].norms}"
+            if one.losses != ranks[rank - rank % copies].losses:
+                return (
+                    f"rank {rank} has the losses {one.losses}, its group's first {ranks[rank - rank % copies].losses}"
+                )
+        firsts = [one.losses for one in ranks[::copies]]
+        losses += [sum(each) / len(each) for each in zip(*firsts)]
+        norms += ranks[0].norms
+    shape, ranks = parts[-1]
+    cuts = shape.sequence if job.task.driver == "engine" else 1  # into which each sequence's logits are cut
+    for rank, one in enumerate(ranks):
+        first = ranks[rank % cuts]
+        for name, value in one.weights.items():
+            if not torch.equal(value, ranks[0].weights[name]):
+                return f"rank {rank} has other values of {name} than rank 0"
+        if not torch.equal(one.logits, first.logits) or not torch.equal(one.labels, first.labels):
+            return f"rank {rank} has evaluated otherwise than rank {rank % cuts}"
+    logits = torch.cat([one.logits for one in ranks[:cuts]], dim=1) if cuts > 1 else ranks[0].logits
+    return RunResult(tuple(losses), tuple(norms), ranks[0].weights, logits, ranks[0].labels)
+
+
+def _all_nan(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
+
+
+def tolerance(job: Job, run: Run) -> Tolerance:
+    """Of a run beside the first."""
+    reference = job.runs[0].first
+    if all(same_arithmetic(shape) == same_arithmetic(reference) for shape in run.shapes):
+        return EXACT
+    base = BY_PRECISION[job.task.precision]
+    if job.task.precision == "fp32":
+        return base.times(ENLARGED.get(job.task.optimizer, 1.0))
+    return base.times(2.0 if job.task.optimizer in ENLARGED else 1.0)
+
+
+def same_arithmetic(shape: Shape) -> Shape:
+    """What is left of a shape that numbers could depend on."""
+    return replace(shape, evaluates=False, saves=False, offload="none")
+
+
+def difference(job: Job, run: Run, found: RunResult, wanted: RunResult) -> tuple[str, float]:
+    """(what differs by more than is allowed, "" if nothing does; the largest error as a part of what is allowed)."""
+    allowed, errors = tolerance(job, run), dict[str, float]()
+    for what in ("losses", "norms"):
+        seen, right = getattr(found, what), getattr(wanted, what)
+        for update, (a, b) in enumerate(zip(seen, right, strict=True)):
+            same = a == b or (a != a and b != b)
+            error = 0.0 if same else abs(a - b) / max(abs(b), 1e-30)
+            errors[f"{what} of update {update}: {a!r}, expected {b!r}"] = _part(error, getattr(allowed, what))
+    if found.logits.shape != wanted.logits.shape or not torch.equal(found.labels, wanted.labels):
+        shapes = tuple(found.logits.shape), tuple(wanted.logits.shape)
+        return f"evaluation gives {shapes[0]} logits, expected {shapes[1]}, or labels in another order", float("inf")
+    off = float((found.logits - wanted.logits).abs().max())
+    errors[f"logits are off by {off:.3g}"] = _part(off / float(wanted.logits.abs().max()), allowed.logits)
+    if found.weights and wanted.weights and found.weights.keys() != wanted.weights.keys():
+        return f"other parameters: {sorted(found.weights.keys() ^ wanted.weights.keys())}", float("inf")
+    for name, error in _moved(job.task, found.weights, wanted.weights).items() if found.weights else ():
+        errors[f"{name} is off by {error:.3g} of what it has moved"] = _part(error, allowed.moved)
+    worst = max(errors, key=lambda text: errors[text] if errors[text] == errors[text] else float("inf"))
+    largest = errors[worst]
+    return (worst if not largest <= 1.0 else ""), largest
+
+
+def _part(error: float, allowed: float) -> float:
+    if allowed:
+        return error / allowed
+    return 0.0 if error == 0.0 else float("inf")
+
+
+def _moved(task: Task, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    starts = {name: value.detach() for name, value in build_model(task).named_parameters()}
+    distances = {name: float((value - starts[name]).norm()) for name, value in wanted.items()}
+    average = (sum(distance**2 for distance in distances.values()) / max(1, len(distances))) ** 0.5
+    return {
+        name: float((found[name] - value).norm()) / max(distances[name], 0.1 * average, 1e-30)
+        for name, value in wanted.items()
+    }

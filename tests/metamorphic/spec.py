@@ -1,0 +1,171 @@
+"""A job of the metamorphic floor as plain frozen data, fully determined by its JSON text.
+
+    Job
+      task   what is trained: model, data, optimizer, precision, whatever the numbers depend on
+      runs   the same task in several ways; what they give is compared with what the first gives
+               Run = one Shape, or a Shape up to some update and, from its checkpoint, another one
+
+Nothing here imports torch, so that jobs can be made, counted and shrunk without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+DRIVERS = ("engine", "accelerate", "trainer")
+MODELS = ("llama", "gpt2", "qwen3", "mlp")
+PRECISIONS = ("fp32", "bf16", "fp16")
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adafactor", "AdamW8bit", "OneBitAdam")
+# Of the data and of training; "" is none.
+FEATURES = ("", "curriculum", "random_ltd", "layer_drop", "compression")
+OFFLOADS = ("none", "optimizer_cpu", "param_cpu", "both_cpu", "optimizer_nvme", "both_nvme")
+TILES = ("", "mlp", "loss", "both")
+RECOMPUTATIONS = ("", "reentrant", "non_reentrant")
+ROWS = 12  # samples of an update: as many ranks, and micro-batches of each, as there are ways to divide them
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        seed: of weights and data.
+        driver: who calls the engine.
+        updates: optimizer steps.
+        clip: largest norm; 0: none.
+        schedule: the learning rate has one.
+        adapters: LoRA; the model's own weights are frozen.
+        uneven: samples count different numbers of labels; only where the driver divides by their number.
+        wire: what is quantised on its way between ranks (ZeRO++): "", "weights", "gradients".
+        scale_power: the first loss scale of fp16; large: updates are skipped until it has come down.
+        num_evaluated: samples of an evaluation.
+    """
+
+    seed: int
+    driver: str = "engine"
+    model: str = "llama"
+    updates: int = 3
+    precision: str = "fp32"
+    optimizer: str = "AdamW"
+    clip: float = 0.0
+    schedule: bool = False
+    feature: str = ""
+    adapters: bool = False
+    uneven: bool = False
+    wire: str = ""
+    scale_power: int = 10
+    num_evaluated: int = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How it is trained, which must not matter.
+
+    Attributes:
+        accumulation: micro-batches of an update, on every rank.
+        shard_group: ranks that share the states of a copy (hybrid sharding); 0: all.
+        gather_group: ranks that gather weights around use among themselves (hpZ); 0: all.
+        tensor: ranks that hold parts of the same matrices.
+        sequence: ranks that share sequences.
+        small: buckets of a few elements, and all limits of stage 3 at zero.
+        evaluates: before every update.
+        saves: a checkpoint that nobody loads, after the first update.
+    """
+
+    world: int = 1
+    stage: int = 0
+    accumulation: int = 1
+    offload: str = "none"
+    shard_group: int = 0
+    gather_group: int = 0
+    tensor: int = 1
+    sequence: int = 1
+    tiles: str = ""
+    recompute: str = ""
+    small: bool = False
+    overlap: bool = True
+    evaluates: bool = False
+    saves: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        return self.world // (self.tensor * self.sequence)
+
+    @property
+    def micro_batch(self) -> int:
+        return ROWS // (self.data_ranks * self.accumulation)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train the task. With `resume_at`, `second` goes on after so many updates of `first`."""
+
+    first: Shape
+    resume_at: int = 0
+    second: Shape = Shape()
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return (self.first, self.second) if self.resume_at else (self.first,)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The first run is what the others are compared with."""
+
+    task: Task
+    runs: tuple[Run, ...]
+
+    def shapes(self) -> Iterator[Shape]:
+        for run in self.runs:
+            yield from run.shapes
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> Job:
+        job = _build(Job, json.loads(text))
+        assert isinstance(job, Job)
+        return job
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one group of ranks does at a time: some updates of a run.
+
+    Attributes:
+        folder: of the run, where checkpoints and what is swapped out may lie.
+        start: updates that were made before; their checkpoint is in `folder`.
+        stop: update after which the next segment goes on from a checkpoint, or the last one.
+    """
+
+    task: Task
+    shape: Shape
+    folder: str
+    start: int
+    stop: int
+
+
+def segments(job: Job, run: Run, folder: str) -> tuple[Segment, ...]:
+    if not run.resume_at:
+        return (Segment(job.task, run.first, folder, 0, job.task.updates),)
+    return (
+        Segment(job.task, run.first, folder, 0, run.resume_at),
+        Segment(job.task, run.second, folder, run.resume_at, job.task.updates),
+    )
+
+
+def _build(kind: Any, data: Any) -> Any:
+    """`data` as JSON gives it, as an object of the annotated type `kind`."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _build(hints[name], value) for name, value in data.items()})
+    if typing.get_origin(kind) is tuple:
+        return tuple(_build(typing.get_args(kind)[0], one) for one in data)
+    return data
