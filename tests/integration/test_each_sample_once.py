@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -136,7 +137,24 @@ def _hybrid_and_sequences(rank: int, folder: str) -> dict[str, Any]:
     found |= {f"sequences, {name}": value for name, value in _under_trainer(
         Path(folder) / "sequences", config_of(), 4, number=11, **shared
     ).items()}  # fmt: skip
-    return found | _in_a_loop({}, 4, **shared)
+    found |= _in_a_loop({}, 4, **shared)
+    fresh()
+    _parts_are_not_evaluated(shared)
+    return found
+
+
+def _parts_are_not_evaluated(shared: dict[str, Any]) -> None:
+    """Somebody gave the loader for evaluation to prepare() beside the model: it dealt out parts of sequences, each of
+    which the model, which shares none while it evaluates, took for the whole."""
+    plugin = DeepSpeedPlugin(hf_ds_config=config_of(train_micro_batch_size_per_gpu=BATCH))
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **shared)
+    model = model_of("llama")
+    loader = DataLoader(Rows(samples(8)), BATCH, collate_fn=padded)  # type: ignore[arg-type]
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    part = next(iter(loader))
+    model(**part)
+    with pytest.raises(RuntimeError, match=r"in eval mode.* ranks (0, 1|2, 3) share: it would be taken for the whole"):
+        model.eval()(**part)
 
 
 @pytest.mark.slow
