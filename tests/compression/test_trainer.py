@@ -121,8 +121,8 @@ def _train_the_small_one(rank: int, folder: str) -> list[float]:
 
 @pytest.mark.slow
 def test_saved_at_stage_3_and_loaded_again(tmp_path: Path) -> None:
-    """On two ranks: the weights before cleaning, from Trainer and from the checkpoint; the cleaned model, which is loaded
-    without hf_zero, and trained on in shards."""
+    """On two ranks: the weights before cleaning, from Trainer and from the checkpoint; the cleaned model, which is
+    loaded without hf_zero, and trained on in shards."""
     from transformers import AutoModelForSequenceClassification
 
     from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
