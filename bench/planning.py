@@ -1,12 +1,12 @@
 """What `plan` says beside what runs take: bytes of model states, peak memory, and which config is fastest.
 
-    python -m bench.planning --name predictions            # 12 runs on 2 ranks, some minutes; results in bench/results
+    python -m bench.planning --name predictions            # 20 runs on 2 ranks, some minutes; results in bench/results
 
-Every run trains a Llama on 2 gloo ranks of this machine for a few steps in a process of its own. Model states are read
-from the engine; the peak is that of memory which no file backs, with the rank's own shared blocks, over what was there
-after imports and a step in plain PyTorch (libraries keep workspaces), the most of all ranks and rounds. glibc is told
-to give back what is freed: with its defaults holes in the heap stay on top, which `plan` leaves room for
-(`hf_zero.planning.machine.HOLES`).
+Every run trains a Llama, a Mixtral or a BERT on 2 gloo ranks of this machine for a few steps in a process of its own.
+Model states are read from the engine; the peak is that of memory which no file backs, with the rank's own shared
+blocks, over what was there after imports and a step in plain PyTorch (libraries keep workspaces), the most of all
+ranks and rounds. glibc is told to give back what is freed: with its defaults holes in the heap stay on top, which
+`plan` leaves room for (`hf_zero.planning.machine.HOLES`).
 
 Artificial limits of memory then stand for smaller machines: is what `plan` takes for each of them the fastest of the
 runs that keep to it? There is one limit for each run, SLACK above its measured peak: it fits there by any prediction

@@ -134,6 +134,24 @@ def test_a_parallelism_config_that_does_not_fit_the_ranks() -> None:
     fill_autos(accelerator, torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(("name", "fix"), [("tp_size", '"autotp_size": 2'), ("cp_size", "give sp_size=2")])
+def test_groups_that_no_engine_makes(name: str, fix: str) -> None:
+    """Somebody gave ParallelismConfig(tp_size=2) without autotp_size: each rank held the whole model, saw the batches
+    of the other, and nothing said so."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    sizes = {"tp_size": 1, "cp_size": 1, "sp_size": 1, "sp_backend": "deepspeed", name: 2}
+    accelerator = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),
+        gradient_accumulation_steps=1,
+        num_processes=2,
+        parallelism_config=SimpleNamespace(**sizes),
+        _dataloaders=[],
+    )
+    with pytest.raises(ConfigError, match=rf"ParallelismConfig\.{name} = 2") as caught:
+        fill_autos(accelerator, torch.nn.Linear(2, 2))
+    assert fix in str(caught.value)
+
+
 def test_who_says_how_many_ranks_share_sequences() -> None:
     assert sequence_size(parallelism(4), {}) == 4 and sequence_size(None, {}) is None
     launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}

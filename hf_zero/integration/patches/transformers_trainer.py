@@ -155,7 +155,7 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
         if plugin is None or dataset is None or not hasattr(dataset, "__len__"):
             return original(self, train_dataset)
         args = self.args
-        total = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
         sampler = sampler_for(plugin.deepspeed_config, len(dataset), total)
         if sampler is None:
             return original(self, train_dataset)
