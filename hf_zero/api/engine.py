@@ -186,7 +186,7 @@ class ZeroEngine(nn.Module):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            _report_skip(optimizer, number, outcome.norm, scale)
+            _report_skip(optimizer, number, outcome.found, scale)
 
         outcome.when_skipped(count_skip)
 
