@@ -277,11 +277,14 @@ def test_a_failure_in_the_background_surfaces_at_the_next_step(tmp_path: Path, m
         patch.setattr(os, "pwrite", full)
         engine.save_checkpoint(str(tmp_path))
         engine._background_save._thread.join()  # type: ignore[union-attr]
+    micro_steps = engine.micro_steps
     with pytest.raises(CheckpointError, match="global_step1: was not written: rank 0 could not write its files"):
         train(engine, 0, 1, range(1, 2))
+    engine.step()  # who has caught it goes on where it was raised
+    assert engine.micro_steps == micro_steps + 1 and engine.global_steps == 2
     engine.save_checkpoint(str(tmp_path))
     engine.destroy()
-    assert open_checkpoint(tmp_path).meta["global_steps"] == 1
+    assert open_checkpoint(tmp_path).meta["global_steps"] == 2
 
 
 _LAST_SAVE_FAILS = """

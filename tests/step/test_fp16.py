@@ -211,6 +211,49 @@ def test_the_sum_of_gradients_is_the_sum_at_every_stage() -> None:
     assert not [remark for remark in findings.remarks if remark.path == "gradient_allreduce_op"]
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
+def test_a_streak_of_overflows_recovers_also_across_a_resume(stage: int, offload: bool, tmp_path: Path) -> None:
+    """Not reached before: a first scale far too high costs one update after the other until it fits. From there on the
+    training is that of plain PyTorch without those batches, whether or not a checkpoint lies in the middle."""
+    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+    settings = {
+        **config(stage, 1, **fp16(initial_scale_power=26, loss_scale_window=1000)),
+        **{"zero_optimization": zero, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 1.0},
+    }
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss_of(module: Any, number: int) -> torch.Tensor:
+        x, y = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(number)).split(1)
+        return (module(x[0].to(next(module.parameters()).dtype)).float() - y[0, :, :2]).pow(2).mean()
+
+    engine = initialize(model=model(), config=settings)[0]
+    skipped: list[bool] = []
+    for number in range(20):
+        if number == 4:
+            engine.save_checkpoint(str(tmp_path))
+            engine.destroy()
+            engine = initialize(model=model(), config=settings)[0]
+            engine.load_checkpoint(str(tmp_path))
+        before = engine.skipped_steps
+        engine.backward(loss_of(engine, number))
+        engine.step()
+        skipped.append(engine.skipped_steps > before)
+        assert (engine.get_global_grad_norm() == math.inf) == skipped[-1]
+    assert all(skipped[:7]) and sum(skipped) < 16
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in (number for number in range(20) if not skipped[number]):
+        optimizer.zero_grad()
+        loss_of(plain, number).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(safe_get_full_fp32_param(ours), theirs.detach(), rtol=1e-2, atol=1e-3)
+
+
 def run_without_scaling(rank: int, world: int) -> None:
     engine, optimizer, _, _ = initialize(model=Line(), config={**config(1, world, **fp16()), "optimizer": ADAM})
     engine(torch.ones(2, 6, dtype=torch.float16)).backward()

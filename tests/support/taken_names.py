@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
-import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -74,9 +74,11 @@ def sources(place: Path) -> Iterator[str]:
             yield content.decode("utf-8", "replace")
 
 
-def main(places: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("places", nargs="+", type=Path, help="folders and wheels, which begin with the package's name")
     table: dict[str, list[str]] = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
-    for place in map(Path, places):
+    for place in parser.parse_args().places:
         who = place.name.partition("-")[0]
         for text in sources(place):
             for name in taken(text):
@@ -86,4 +88,4 @@ def main(places: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
