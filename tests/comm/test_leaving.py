@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +20,7 @@ from hf_zero.comm.cpu import meeting
 from hf_zero.comm.program_groups import ProgramGroups
 from tests.support.ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 KEPT: list[Any] = []  # as a script's globals are, which nobody takes down before its end
 
 
@@ -58,3 +62,16 @@ def test_groups_are_gone_though_engines_are_not() -> None:
     """
     for before, after in run_ranks(_run_to_its_end, 2, 3):
         assert len(before) >= 6 and after == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("by", ["engine", "accelerate"])
+def test_processes_end_by_themselves(by: str) -> None:
+    """Ninety of them on a busy machine; `python -m tests.comm.ends --worlds 170` are five hundred."""
+    words = ["--worlds", "30", "--at-once", "3", "--by", by]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.comm.ends", *words], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

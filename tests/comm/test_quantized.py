@@ -92,9 +92,7 @@ def test_two_hops_quantise_once_each(hosts: int, local: int) -> None:
     assert counted == size * message_bytes(ROW, 4) * (size + hosts)
     rows = [contribution(rank, size).view(size, ROW) for rank in range(size)]
     for rank in range(size):
-        sums = [
-            sum(rounded(rows[host * local + peer][rank], 4) for peer in range(local)) for host in range(hosts)
-        ]
+        sums = [sum(rounded(rows[host * local + peer][rank], 4) for peer in range(local)) for host in range(hosts)]
         expected = sum(rounded(each, 4) for each in sums)  # type: ignore[arg-type]
         assert torch.equal(found[rank], expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import hf_zero
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
+from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.sequence.batches import part_of
 from tests.metamorphic.model import Batch, build_model, ds_config, evaluated, share, stack, update_samples
 from tests.metamorphic.spec import Segment, Shape
@@ -54,7 +56,7 @@ class _Engine:
     def run(self) -> RankResult:
         engine, segment = self.engine, self.segment
         if segment.start:
-            engine.load_checkpoint(f"{segment.folder}/{CHECKPOINTS}")
+            self._load(f"{segment.folder}/{CHECKPOINTS}")
         losses, norms = [], []
         for update in range(segment.start, segment.stop):
             if self.shape.evaluates:
@@ -71,6 +73,16 @@ class _Engine:
             result = RankResult(tuple(losses), tuple(norms), weights, self._evaluate(), labels_of(self.segment))
         engine.destroy()
         return result
+
+    def _load(self, folder: str) -> None:
+        if not self.shape.universal:
+            self.engine.load_checkpoint(folder)
+            return
+        if self.rank == 0:
+            saved = Path(folder) / (Path(folder) / "latest").read_text()
+            convert_to_universal(saved, Path(folder) / "universal")
+        torch.distributed.barrier()
+        self.engine.load_checkpoint(folder, "universal")
 
     def _update(self, update: int) -> float:
         total = 0.0

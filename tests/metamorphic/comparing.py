@@ -1,7 +1,7 @@
 """By how much two runs of one task may differ, and whether they do.
 
-Equal to the last bit: runs whose ranks do the same arithmetic. A checkpoint and its loading, an evaluation in between,
-and a place in host memory or on a drive change no number.
+Equal to the last bit: runs whose ranks do the same arithmetic. A checkpoint and its loading, in every form, an
+evaluation in between, and a place in host memory or on a drive change no number.
 
 Otherwise sums are taken in another order: over other micro-batches, over other ranks, in tiles. Then
 
@@ -110,7 +110,7 @@ def tolerance(job: Job, run: Run) -> Tolerance:
 
 def same_arithmetic(shape: Shape) -> Shape:
     """What is left of a shape that numbers could depend on."""
-    return replace(shape, evaluates=False, saves=False, offload="none")
+    return replace(shape, evaluates=False, saves=False, offload="none", keeps_on_host=False, universal=False)
 
 
 def difference(job: Job, run: Run, found: RunResult, wanted: RunResult) -> tuple[str, float]:

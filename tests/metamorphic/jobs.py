@@ -74,6 +74,7 @@ def _shape(draw: Random, task: Task) -> Shape:
             recompute=draw.choice(("", "", *RECOMPUTATIONS)),
             small=draw.random() < 0.4,
             overlap=draw.random() < 0.7,
+            keeps_on_host=draw.random() < 0.2,
         )
         if problem(task, shape) is None:
             return shape
@@ -109,6 +110,8 @@ def _problems(task: Task, shape: Shape) -> Iterator[str]:
         yield "both act on the MLP"
     if task.optimizer == "OneBitAdam" and (shape.stage > 1 or groups or shape.offload != "none"):
         yield "1-bit optimizers: stages 0 and 1"
+    if shape.keeps_on_host and (not shape.recompute or task.model == "mlp"):
+        yield "no layer of transformers keeps anything"
     if task.wire and (shape.stage < 3 or shape.world == 1):
         yield "ZeRO++ is about stage 3"
 
@@ -121,12 +124,20 @@ def _variant(draw: Random, task: Task, reference: Shape) -> Run:
     # The errors of compression that ranks feed back are saved as their mean.
     at = 1 if task.optimizer == "OneBitAdam" else draw.randrange(1, task.updates)
     if kind == "same":
-        return Run(_between(draw, reference), at, reference)
+        return _by_form(draw, task, Run(_between(draw, reference), at, reference))
     if kind == "between":
         return Run(replace(reference, evaluates=True, saves=draw.random() < 0.5))
     if kind == "shape":
         return Run(_between(draw, _another(draw, task, reference)))
-    return Run(_another(draw, task, reference), at, _another(draw, task, reference))
+    return _by_form(draw, task, Run(_another(draw, task, reference), at, _another(draw, task, reference)))
+
+
+def _by_form(draw: Random, task: Task, run: Run) -> Run:
+    """Sometimes by way of the universal form, which has states of one value per element, of matrices that are whole."""
+    has_form = task.optimizer in ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "Muon") and task.driver == "engine"
+    if has_form and run.first.stage and run.first.tensor == 1 and not task.wire and draw.random() < 0.25:
+        return replace(run, second=replace(run.second, universal=True))
+    return run
 
 
 def _between(draw: Random, shape: Shape) -> Shape:
@@ -157,7 +168,7 @@ def features(job: Job) -> frozenset[str]:
 def relation(job: Job, run: Run) -> str:
     """What must not matter in this run."""
     reference = job.runs[0].first
-    plain = [replace(shape, evaluates=False, saves=False) for shape in run.shapes]
+    plain = [replace(shape, evaluates=False, saves=False, universal=False) for shape in run.shapes]
     if not run.resume_at:
         return "relation=between" if plain[0] == reference else "relation=shape"
     if all(shape == reference for shape in plain):

@@ -117,7 +117,8 @@ def _trainer(segment: Segment) -> RankResult:
     else:
         weights = weights_of(trainer.model_wrapped, shape)
         metrics = trainer.predict(evaluated(task)).metrics
-        if task.num_evaluated == MOST:
+        # Trainer divides what ranks evaluate at a time by all their labels: an uneven loss depends on their number.
+        if task.num_evaluated == MOST and not task.uneven:
             losses = (*losses, metrics["test_loss"])
         logits, labels = (torch.as_tensor(values) for values in (found[-1].predictions, found[-1].label_ids))
         result = RankResult(losses, tuple(diary.norms), weights, logits.float(), labels)

@@ -206,6 +206,10 @@ def ds_config(task: Task, shape: Shape, folder: str) -> dict[str, Any]:
         config["bf16"] = {"enabled": True}
     elif task.precision == "fp16":
         config["fp16"] = {"enabled": True, "initial_scale_power": task.scale_power}
+    if shape.keeps_on_host:
+        config["activation_checkpointing"] = {"cpu_checkpointing": True, "contiguous_memory_optimization": True}
+    if shape.universal:
+        config["checkpoint"] = {"load_universal": True}
     if shape.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": shape.tensor}
     if task.schedule:

@@ -73,6 +73,8 @@ class Shape:
         tensor: ranks that hold parts of the same matrices.
         sequence: ranks that share sequences.
         small: buckets of a few elements, and all limits of stage 3 at zero.
+        keeps_on_host: what recomputed layers keep goes to the host, and into one buffer.
+        universal: what this shape resumes from is converted to DeepSpeed's universal form first.
         evaluates: before every update.
         saves: a checkpoint that nobody loads, after the first update.
     """
@@ -89,6 +91,8 @@ class Shape:
     recompute: str = ""
     small: bool = False
     overlap: bool = True
+    keeps_on_host: bool = False
+    universal: bool = False
     evaluates: bool = False
     saves: bool = False
 

@@ -44,7 +44,10 @@ CHOICES = {
     "sequence": (1, 2, 4),
     "wire": ("", "weights", "gradients"),
     "scale_power": (10, 26),
-    **dict.fromkeys(("adapters", "uneven", "small", "overlap", "evaluates", "saves", "schedule"), (True, False)),
+    **dict.fromkeys(
+        ("adapters", "uneven", "small", "overlap", "keeps_on_host", "universal", "saves", "schedule"), (True, False)
+    ),
+    "evaluates": (True, False),
     "relation": ("between", "shape", "resumed", "resumed otherwise", "resumed at another number of ranks"),
 }
 
