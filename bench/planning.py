@@ -1,12 +1,12 @@
 """What `plan` says beside what runs take: bytes of model states, peak memory, and which config is fastest.
 
-    python -m bench.planning --name predictions            # 12 runs on 2 ranks, some minutes; results in bench/results
+    python -m bench.planning --name predictions            # 20 runs on 2 ranks, some minutes; results in bench/results
 
-Every run trains a Llama on 2 gloo ranks of this machine for a few steps in a process of its own. Model states are read
-from the engine; the peak is that of memory which no file backs, with the rank's own shared blocks, over what was there
-after imports and a step in plain PyTorch (libraries keep workspaces), the most of all ranks and rounds. glibc is told
-to give back what is freed: with its defaults holes in the heap stay on top, which `plan` leaves room for
-(`hf_zero.planning.machine.HOLES`).
+Every run trains a Llama, a Mixtral or a BERT on 2 gloo ranks of this machine for a few steps in a process of its own.
+Model states are read from the engine; the peak is that of memory which no file backs, with the rank's own shared
+blocks, over what was there after imports and a step in plain PyTorch (libraries keep workspaces), the most of all
+ranks and rounds. glibc is told to give back what is freed: with its defaults holes in the heap stay on top, which
+`plan` leaves room for (`hf_zero.planning.machine.HOLES`).
 
 Artificial limits of memory then stand for smaller machines: is what `plan` takes for each of them the fastest of the
 runs that keep to it? There is one limit for each run, SLACK above its measured peak: it fits there by any prediction
@@ -45,7 +45,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama and its samples."""
+    """A model and its samples: a Llama, a Mixtral of 8 experts, or a BERT with its dropout."""
 
     hidden: int
     intermediate: int
@@ -54,12 +54,15 @@ class Size:
     batch: int
     length: int
     precision: str = "fp32"  # many processors have no bf16
+    kind: str = "llama"
 
 
 SIZES = {
     "12m": Size(256, 688, 8, 8192, 1, 128, "bf16"),
     "25m": Size(384, 1088, 8, 8192, 2, 192),
     "60m": Size(640, 1728, 8, 12288, 1, 256),
+    "experts": Size(256, 512, 4, 8192, 2, 384, kind="mixtral"),
+    "dropout": Size(384, 1536, 6, 8192, 4, 384, kind="bert"),
 }
 # (stage, where the optimizer is kept, gradient checkpointing)
 WAYS = {"stage 0": (0, None, False), "stage 2": (2, None, False), "stage 3": (3, None, False)} | {
@@ -69,21 +72,35 @@ WAYS = {"stage 0": (0, None, False), "stage 2": (2, None, False), "stage 3": (3,
 
 def config_of(size: Size, folder: str) -> Any:
     """config.json of a size, as a file in `folder`."""
-    from transformers import LlamaConfig
+    from transformers import BertConfig, LlamaConfig, MixtralConfig
 
-    config = LlamaConfig(
+    kinds: dict[str, tuple[Any, str]] = {
+        "llama": (LlamaConfig, "LlamaForCausalLM"),
+        "mixtral": (MixtralConfig, "MixtralForCausalLM"),
+        "bert": (BertConfig, "BertForMaskedLM"),
+    }
+    make, architecture = kinds[size.kind]
+    more = {} if size.kind == "bert" else {"num_key_value_heads": size.hidden // 64, "use_cache": False}
+    config = make(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
         num_hidden_layers=size.layers,
         num_attention_heads=size.hidden // 64,
-        num_key_value_heads=size.hidden // 64,
         max_position_embeddings=size.length,
-        use_cache=False,
-        architectures=["LlamaForCausalLM"],
+        architectures=[architecture],
+        **more,
     )
     config.save_pretrained(folder)
     return config
+
+
+def model_of(folder: str) -> Any:
+    """With random weights, from the file that `config_of` has written."""
+    from hf_zero.planning.model import build_model
+    from hf_zero.planning.model import config_of as read
+
+    return build_model(read(folder))
 
 
 def predictions(folder: str, size: Size, nvme: str | None) -> dict[str, Any]:
@@ -113,7 +130,6 @@ def _training(size: Size, nvme: str | None) -> Any:
 def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     """Train, and write down what it took."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import hf_zero
     from bench.states import state_bytes
@@ -127,18 +143,18 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     stage, optimizer, checkpointing = WAYS[way]
     torch.manual_seed(0)
     config = _ds_config(folder, size, stage, optimizer, nvme)
-    wake_libraries(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)), size)
+    wake_libraries(model_of(folder), size)
     gc.collect()
     trim()
     before = anonymous_bytes()
-    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()
+    model = model_of(folder)
     if checkpointing:
         model.gradient_checkpointing_enable()
     engine, *_ = initialize(model=model, model_parameters=_groups(model), config=config)
     samples = torch.randint(0, size.vocabulary, (WARM_UP + STEPS, size.batch, size.length))
 
     def step(tokens: torch.Tensor) -> None:
-        engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
 
     for tokens in samples[:WARM_UP]:
@@ -172,7 +188,7 @@ def wake_libraries(model: Any, size: Size) -> None:
 
     model = model.to(torch.bfloat16 if size.precision == "bf16" else torch.float32).train()
     tokens = torch.zeros(size.batch, size.length, dtype=torch.long)
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 

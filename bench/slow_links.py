@@ -105,26 +105,32 @@ def train(rounds: int, size: str, output: str) -> None:
         Path(output).write_text(json.dumps(found[1:]), encoding="utf-8")  # the first round warms up
 
 
+def run_ranks(spaces: list[str], per_host: int, words: list[str], timeout: float) -> None:
+    """Run `words` as one rank of a job, `per_host` times in each of these namespaces, and wait for all."""
+    ranks = []
+    for rank in range(per_host * len(spaces)):
+        host, local = divmod(rank, per_host)
+        own: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": per_host * len(spaces)}
+        own |= {"MASTER_ADDR": HOSTS[0], "MASTER_PORT": PORT, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
+        script = f"hostname host-{host} && exec {' '.join(words)}"
+        command = ["ip", "netns", "exec", spaces[host], "unshare", "--uts", "sh", "-c", script]
+        environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
+        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT))
+    try:
+        codes = [rank.wait(timeout=timeout) for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+
+
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
     with two_hosts(options.rate, options.delay) as (spaces, is_delayed), tempfile.TemporaryDirectory() as folder:
-        output, ranks = f"{folder}/found.json", []
-        for rank in range(PER_HOST * len(spaces)):
-            host, local = divmod(rank, PER_HOST)
-            own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 4, "MASTER_ADDR": HOSTS[0], "MASTER_PORT": PORT}
-            own |= {"OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
-            words = [sys.executable, "-m", "bench.slow_links", "--output", output]
-            words += ["--rounds", str(options.rounds), "--size", options.size]
-            script = f"hostname host-{host} && exec {' '.join(words)}"
-            command = ["ip", "netns", "exec", spaces[host], "unshare", "--uts", "sh", "-c", script]
-            environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
-            ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT))
-        try:
-            codes = [rank.wait(timeout=options.timeout) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise SystemExit(f"ranks ended with {codes}")
+        output = f"{folder}/found.json"
+        words = [sys.executable, "-m", "bench.slow_links", "--output", output]
+        words += ["--rounds", str(options.rounds), "--size", options.size]
+        run_ranks(spaces, PER_HOST, words, options.timeout)
         rounds = json.loads(Path(output).read_text(encoding="utf-8"))
     versions = {"torch": torch.__version__}
     facts = {"rate": options.rate, "delay": options.delay if is_delayed else "none: this kernel has no netem"}

@@ -19,7 +19,7 @@ PACKAGE = "hf_zero"
 LADDER = (
     (
         *("errors", "last_words", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
-        "quantities",
+        *("quantities", "staging"),
     ),
     ("kernels", "config"),
     ("layout", "device"),

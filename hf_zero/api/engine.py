@@ -141,11 +141,11 @@ class ZeroEngine(nn.Module):
 
     def step(self) -> None:
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
+        self._background_save.check()  # before anything is counted: who catches its error calls step() again
         if not self.gradients.begin_step():
             return
         parts, resolved = self.gradients.parts("step"), self.settings.resolved
         optimizer = parts.optimizer
-        self._background_save.check()
         scale = optimizer.loss_scale
         AT_WORK.end(self.gradients)
         self.rates_of_last_update = self.get_lr()
@@ -186,7 +186,7 @@ class ZeroEngine(nn.Module):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            _report_skip(optimizer, number, outcome.norm, scale)
+            _report_skip(optimizer, number, outcome.found, scale)
 
         outcome.when_skipped(count_skip)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -11,10 +15,16 @@ from torch import Tensor
 
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.log import logger
+
+_untold: set[BackgroundSave] = set()
 
 
 class BackgroundSave:
-    """At most one save under way. The thread is waited for at exit: what was begun is finished."""
+    """At most one save under way. The thread is waited for at exit: what was begun is finished.
+
+    Nobody may ask any more when the last save of a program fails: then the program has failed (`_end_as_failed`).
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -31,6 +41,8 @@ class BackgroundSave:
                 self._error = error
             except Exception as error:
                 self._error = CheckpointError("background save", f"failed ({type(error).__name__}: {error})")
+            if self._error is not None:
+                _untold.add(self)
 
         # Not a daemon: the interpreter lets it end before it exits.
         self._thread = threading.Thread(target=run, name="hf_zero_save", daemon=False)
@@ -50,9 +62,32 @@ class BackgroundSave:
         """Raise the error of a save that has failed, once; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
-            error, self._error = self._error, None
+            error = self.take_error()
             if error is not None:
                 raise error
+
+
+    def take_error(self) -> CheckpointError | None:
+        """The error that nobody has been told yet; from now on it counts as told."""
+        _untold.discard(self)
+        error, self._error = self._error, None
+        return error
+
+
+def _end_as_failed() -> None:
+    """At exit, when all threads have ended: a status of 0 would say that the last checkpoint is there."""
+    errors = [save.take_error() for save in list(_untold)]
+    for error in errors:
+        logger.error("the program has ended, and its last checkpoint %s", error)
+    if errors:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exception would be printed, and the status would stay 0
+
+
+# Now, before there is a process group: what is registered later is done first, and the group is left before this.
+atexit.register(_end_as_failed)
 
 
 def in_host_memory(value: Any) -> Any:

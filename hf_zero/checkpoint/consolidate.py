@@ -11,12 +11,18 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.durable import PARTIAL, Written, into_place, sync_folder, write_small
+from hf_zero.checkpoint.files.durable import (
+    Written,
+    into_place,
+    sync_folder,
+    write_small,
+)
 from hf_zero.checkpoint.files.safetensors_file import write_safetensors
 from hf_zero.checkpoint.files.stream import Streamed, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.quantities import bytes_of
+from hf_zero.staging import StagingFolder, alone_in
 
 Progress = Callable[[int], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,34 +126,46 @@ def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Targ
     def write(partial: Path) -> Written:
         if target.writes_safetensors:
             # Tied names stand once; the metadata says which (safetensors.torch.load_model reads that).
-            return write_safetensors(partial, tensors, {"format": "pt", **aliases}, progress)
-        return write_torch_file(partial, {**tensors, **{a: tensors[owner] for a, owner in aliases.items()}}, progress)
+            written = write_safetensors(partial, tensors, {"format": "pt", **aliases}, progress)
+        else:
+            both = {**tensors, **{alias: tensors[owner] for alias, owner in aliases.items()}}
+            written = write_torch_file(partial, both, progress)
+        # Not after it has its name: another process may have put its own file there.
+        size, payload = partial.stat().st_size, sum(content.num_bytes for content in tensors.values())
+        if not size == written.num_bytes >= payload:
+            raise CheckpointError(path, f"has {size} bytes and should have {written.num_bytes}", "try again")
+        return written
 
-    written = into_place(path, write)
-    payload = sum(content.num_bytes for content in tensors.values())
-    if not path.stat().st_size == written.num_bytes >= payload:
-        raise CheckpointError(path, f"has {path.stat().st_size} bytes and should have {written.num_bytes}", "try again")
+    into_place(path, write)
 
 
 def _write_folder(weights: Weights, target: Target, progress: Progress | None) -> list[Path]:
     folder = target.output
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(folder, "is a file, and a folder is to be written there", "choose another name")
-    staging = (folder if folder.is_dir() else folder.absolute().parent) / f".{folder.name or 'weights'}{PARTIAL}"
-    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-    staging.mkdir(parents=True)
+    staging = StagingFolder(folder if folder.is_dir() else folder.absolute().parent, folder.name or "weights")
     try:
-        names = _write_shards(staging, weights, target, progress)
-        _copy_model_files(target.extras_from, staging)
-        if folder.is_dir():
-            _move_in(staging, folder, names)
-        else:
-            staging.rename(folder)
+        names = _write_shards(staging.path, weights, target, progress)
+        _copy_model_files(target.extras_from, staging.path)
+        if folder.is_dir() or not _renamed(staging.path, folder):
+            with alone_in(folder):
+                _move_in(staging.path, folder, names)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        staging.remove()
     sync_folder(folder)
     sync_folder(folder.absolute().parent)
     return [folder / name for name in names]
+
+
+def _renamed(staging: Path, folder: Path) -> bool:
+    """Give the folder its name; False where another process has just done so with its own."""
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
 
 
 def _write_shards(folder: Path, weights: Weights, target: Target, progress: Progress | None) -> list[str]:

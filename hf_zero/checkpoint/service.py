@@ -142,6 +142,8 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
             logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)
     tag = request.tag or together(lambda: _latest(root, policy), collectives)
     if tag is None:
+        together(lambda: _refuse_to_guess(root), collectives)
+    if tag is None:
         logger.warning("%s has no file %r: nothing is loaded. Name a tag to load without it.", root, ds.LATEST)
         return None
     with ledger.phase("checkpoint"):
@@ -162,6 +164,20 @@ def _latest(root: Path, policy: CheckpointPolicy) -> str | None:
     if policy.load_universal and universal.is_file():
         return tag_in_latest(root, universal.name)
     return tag_in_latest(root)
+
+
+def _refuse_to_guess(root: Path) -> None:
+    """Without `latest`, a folder with checkpoints in it is no fresh start: training anew would soon replace them."""
+    if not root.is_dir():
+        return
+    if any(ds.parse(entry.name) for entry in root.iterdir()):
+        fix = f"give the folder around it, with tag={root.resolve().name!r}"
+        raise CheckpointError(root / ds.LATEST, "is missing: this folder is that of one tag", fix)
+    folders = [folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    tags = sorted(folder.name for folder in folders if any(ds.parse(entry.name) for entry in folder.iterdir()))
+    if tags:
+        problem = f"is missing, and there are checkpoints beside it: {', '.join(tags[:5])}"
+        raise CheckpointError(root / ds.LATEST, problem, "pass one of them as tag, or write its name into this file")
 
 
 def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest) -> LoadPlan:

@@ -1,6 +1,6 @@
 """Writes a checkpoint so that every earlier one survives whatever happens: write aside, fsync, rename, `latest` last.
 
-    1  the leader makes  root/.TAG.partial                                    everybody waits
+    1  the leader makes  root/.TAG.RANDOM.partial                             everybody learns its name
     2  every rank writes its files there, fsynced                             everybody reports: files or an error
     3  the leader adds the manifest, renames the folder to root/TAG
     4  the leader replaces  root/latest                                       everybody learns that it is done
@@ -24,12 +24,16 @@ from typing import Any
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.durable import PARTIAL, Written, sync_folder, write_small
+from hf_zero.checkpoint.files.durable import Written, sync_folder, write_small
 from hf_zero.checkpoint.files.stream import Arriving
-from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
+from hf_zero.checkpoint.files.torch_file import (
+    write_torch_file,
+    write_torch_file_as_it_comes,
+)
 from hf_zero.checkpoint.manifest import write_manifest
 from hf_zero.comm import Collectives
 from hf_zero.log import logger
+from hf_zero.staging import PARTIAL, StagingFolder, alone_in
 
 _REPLACED = ".replaced"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -75,10 +79,6 @@ class Destination:
     def final(self) -> Path:
         return self.root / self.tag
 
-    @property
-    def partial(self) -> Path:
-        return self.final.with_name(f".{self.final.name}{PARTIAL}")
-
 
 def node_name(*, node_local: bool) -> str:
     """What ranks that share a folder have in common."""
@@ -91,9 +91,25 @@ def write_checkpoint(place: Destination, files: Mapping[str, Any], collectives: 
     Raises:
         CheckpointError: on every rank, when it failed on any; the folder of the tag is then as it was before.
     """
-    _all_or_nothing(place, collectives, "make the folder", lambda: _prepare(place))
-    reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(place, files))
-    _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, reports))
+    staging: StagingFolder | None = None
+
+    def prepare() -> str:
+        nonlocal staging
+        staging = _prepare(place) if place.is_leader else None
+        return "" if staging is None else str(staging.path)
+
+    try:
+        made = _all_or_nothing(place, collectives, "make the folder", prepare)
+        partial = Path(next(path for node, path in made if path and node == place.node))
+        reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files))
+        _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, partial, reports))
+    except CheckpointError:
+        if staging is not None:
+            staging.remove()
+        raise
+    finally:
+        if staging is not None:
+            staging.release()
 
 
 def _all_or_nothing(
@@ -108,8 +124,6 @@ def _all_or_nothing(
     outcomes: Sequence[Any] = collectives.gather_objects((place.node, result, problem))
     failed = [(rank, text) for rank, (_, _, text) in enumerate(outcomes) if text]
     if failed:
-        if place.is_leader:
-            shutil.rmtree(place.partial, ignore_errors=True)
         rank, text = failed[0]
         raise CheckpointError(
             place.final,
@@ -119,14 +133,10 @@ def _all_or_nothing(
     return [(node, value) for node, value, _ in outcomes]
 
 
-def _prepare(place: Destination) -> None:
-    if not place.is_leader:
-        return
-    place.final.parent.mkdir(parents=True, exist_ok=True)
+def _prepare(place: Destination) -> StagingFolder:
     for leftover in leftovers(place.root):
         logger.warning("%s is left of a save that did not end; it is not a checkpoint and can be deleted", leftover)
-    shutil.rmtree(place.partial, ignore_errors=True)
-    place.partial.mkdir()
+    return StagingFolder(place.final.parent, place.final.name)
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -134,10 +144,10 @@ def leftovers(root: Path) -> list[Path]:
     return sorted(root.glob(f".*{PARTIAL}")) if root.is_dir() else []
 
 
-def _write_files(place: Destination, files: Mapping[str, Any]) -> list[Written]:
+def _write_files(folder: Path, files: Mapping[str, Any]) -> list[Written]:
     # Other ranks wait for this one's part of what arrives, so that comes first, and comes even if it cannot be written.
     in_order = sorted(files.items(), key=lambda item: not isinstance(item[1], Arriving))
-    return [_write_file(place.partial / name, content) for name, content in in_order]
+    return [_write_file(folder / name, content) for name, content in in_order]
 
 
 def _write_file(path: Path, content: Any) -> Written:
@@ -150,12 +160,12 @@ def _write_file(path: Path, content: Any) -> Written:
             pass
 
 
-def _finish(place: Destination, reports: Sequence[tuple[str, list[Written]]]) -> None:
+def _finish(place: Destination, partial: Path, reports: Sequence[tuple[str, list[Written]]]) -> None:
     if not place.is_leader:
         return
-    write_manifest(place.partial, [file for node, files in reports if node == place.node for file in files])
-    sync_folder(place.partial)
-    move_into_place(place.partial, place.final)
+    write_manifest(partial, [file for node, files in reports if node == place.node for file in files])
+    sync_folder(partial)
+    move_into_place(partial, place.final)
     if place.adds_script:
         _add_script(place.root)
     if place.save_latest:
@@ -164,18 +174,18 @@ def _finish(place: Destination, reports: Sequence[tuple[str, list[Written]]]) ->
 
 def move_into_place(new: Path, final: Path) -> None:
     """Give `new` its name; a folder that has it already is exchanged in one step where the system can, then removed."""
-    if not final.exists():
-        new.rename(final)
-    elif _exchange(new, final):
-        sync_folder(final.parent)
-        shutil.rmtree(new)
-    else:
-        old = final.with_name(f".{final.name}{_REPLACED}{PARTIAL}")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        new.rename(final)
-        sync_folder(final.parent)
-        shutil.rmtree(old)
+    with alone_in(final.parent):
+        if not final.exists():
+            new.rename(final)
+        elif _exchange(new, final):
+            sync_folder(final.parent)
+            shutil.rmtree(new)
+        else:
+            old = new.with_name(f"{new.name.removesuffix(PARTIAL)}{_REPLACED}{PARTIAL}")
+            final.rename(old)
+            new.rename(final)
+            sync_folder(final.parent)
+            shutil.rmtree(old)
     sync_folder(final.parent)
 
 

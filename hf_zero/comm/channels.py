@@ -19,6 +19,7 @@ from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.dead_ranks import remember_ranks
+from hf_zero.comm.demand import StoreDemand
 from hf_zero.comm.hosts import Hosts, Partition, group_of
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.negotiation import Negotiation
@@ -183,8 +184,11 @@ class _Known:
                 self.negotiations[number, can_attend] = HostNegotiation(link)
             else:
                 among_hosts = NativeCollectives(self.gloo_group(number, "negotiation"))
-                lockstep = LockstepNegotiation(collectives, among_hosts, host_waits=host_waits)
-                self.negotiations[number, can_attend] = lockstep
+                store = dist.distributed_c10d._get_default_store()
+                demand = StoreDemand(store, f"hf_zero/{number}/{can_attend:d}/{min(ranks)}")
+                self.negotiations[number, can_attend] = LockstepNegotiation(
+                    collectives, among_hosts, host_waits=host_waits, demand=demand
+                )
         return self.negotiations[number, can_attend]
 
     def native_group(self, number: int, channel: Channel = Channel.REDUCE) -> dist.ProcessGroup | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
-from hf_zero.comm.control import ControlMessages
 from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.lockstep import AlikeNegotiation
 from hf_zero.comm.negotiation import Negotiation
@@ -24,19 +26,81 @@ F = TypeVar("F", bound=Callable[..., Any])
 def uncompiled(function: F) -> F:
     """What meets other ranks stays out of compiled code: `torch.compiler.disable`, as soon as somebody has loaded the
     compiler, which takes seconds. Until then there is nothing that could compile it."""
-    disabled: Callable[..., Any] | None = None
+    disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
+        if not disabled:
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # tracing stops before `run`, not inside
+    _never_compile(run.__code__)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
+
+
+def _never_compile(code: CodeType) -> None:
+    """Keep the compiler from a function that is called between compiled parts: a hook of a compiled module. Asked of
+    the part of it that is always there, so that it need not be loaded."""
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
+    elif hasattr(eval_frame, "skip_code"):  # torch 2.6
+        eval_frame.skip_code(code)
+
+
+class ControlMessages(ABC):
+    """One group of ranks as far as it decides together. Booked apart from the payload traffic.
+
+    Attributes:
+        rank: this one's place in the group.
+        size: number of ranks.
+        ranks: of the world, in the order of the group.
+        num_beside: how many of them are on this rank's host, itself among them.
+    """
+
+    def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
+        """`ranks`: default the first `size` ones."""
+        self.rank = rank
+        self.size = size
+        self.ranks = tuple(range(size) if ranks is None else ranks)
+        self.num_beside = size
+
+    def sum_small(self, values: Tensor) -> None:
+        """Sum a small vector over all ranks, in place; returns when done."""
+        with self._booked(num_bytes(values)):
+            self._sum_small(values)
+
+    def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        """Sum `values` (1-D, fp64, in place) and `facts`, which the hosts know, over all ranks; returns the latter.
+
+        Where `values` lie on an accelerator they are only on their way when this returns: hosts exchange `facts` by
+        themselves, and wait for no device.
+        """
+        size = num_bytes(values) + len(facts) * values.element_size()
+        with self._booked(size):
+            return self._sum_with_facts(values, facts)
+
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        """All in one message, because all of it is in host memory."""
+        message = torch.cat([values, torch.tensor(facts, dtype=values.dtype, device="cpu")])
+        self._sum_small(message)
+        values.copy_(message[: values.numel()])
+        return message[values.numel() :].tolist()
+
+    @abstractmethod
+    def gather_objects(self, value: object) -> list[object]:
+        """Every rank's `value`, in rank order (small Python objects, set-up only)."""
+
+    @abstractmethod
+    def _sum_small(self, values: Tensor) -> None: ...
+
+    @contextmanager
+    def _booked(self, size: int) -> Iterator[None]:
+        with ledger.phase("control"), ledger.call("all_reduce", size, num_ranks=self.size, num_beside=self.num_beside):
+            yield
 
 
 class Collectives(ControlMessages):

@@ -43,7 +43,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hf_zero.comm.ledger import UNWATCHED, Call, ledger
-from hf_zero.comm.rows import Rows, num_bytes
+from hf_zero.comm.rows import Pending, Rows, num_bytes
 from hf_zero.spans import SPANS
 
 NUM_FIELDS = 5  # integers of a request on its way
@@ -65,6 +65,7 @@ class Request:
         order: of two units that different ranks ask for, the one with the lower number is gathered first. Lets ranks
             that have skipped something fall into step with the others again; any number is right.
         in_backward: asked for in a backward pass.
+        trains: asked for in a pass that trains.
         version: how often this rank has updated weights.
         launched: reductions that this rank has started.
         failed: END only: this rank could not read what it had to send.
@@ -79,17 +80,18 @@ class Request:
     launched: int = 0
     failed: bool = False
     lets_go: bool = False
+    trains: bool = True
 
     def fields(self) -> tuple[int, ...]:
         """NUM_FIELDS integers."""
-        flags = self.kind | self.in_backward << 4 | self.failed << 5 | self.lets_go << 6
+        flags = self.kind | self.in_backward << 4 | self.failed << 5 | self.lets_go << 6 | self.trains << 7
         return flags, self.unit, self.order, self.version, self.launched
 
     @classmethod
     def of(cls, fields: Sequence[int]) -> Request:
         flags, unit, order, version, launched = fields
-        in_backward, failed, lets_go = (bool(flags >> place & 1) for place in (4, 5, 6))
-        return cls(Kind(flags & 15), unit, order, in_backward, version, launched, failed, lets_go)
+        in_backward, failed, lets_go, trains = (bool(flags >> place & 1) for place in (4, 5, 6, 7))
+        return cls(Kind(flags & 15), unit, order, in_backward, version, launched, failed, lets_go, trains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +162,37 @@ class Source(Protocol):
     def give_buffer(self, rows: Rows) -> None:
         """Rows that nobody has wanted here: give them and their buffer back."""
 
+    def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
+        """Gather a unit now that such a pass will need; False: it cannot be, or another pass is under way."""
+
 
 class Gathering:
-    """A gather that this rank has asked for."""
+    """A gather that this rank has asked for.
+
+    Attributes:
+        place: in the plan that all ranks follow; None: it was agreed on.
+    """
 
     def __init__(self, negotiation: Negotiation, request: Request, call: Call = UNWATCHED) -> None:
         self.request = request
         self.call = call
         self.decision: Decision | None = None
         self.rows: Sequence[Rows] | None = None
+        self.place: int | None = None
         self._negotiation = negotiation
 
-    def wait(self) -> Sequence[Rows]:
-        """All ranks' rows of every part, to be given back one by one."""
+    def wait(self, *, is_used: bool = True) -> Sequence[Rows]:
+        """All ranks' rows of every part, to be given back one by one.
+
+        Args:
+            is_used: False: they were asked for ahead, and in vain.
+        """
         with self.call.waiting():
             self._negotiation.settle(self)
             assert self.rows is not None, "granted without rows"
-            for rows in self.rows:
-                rows.wait()
+            self._negotiation.wait_for_rows(self, self.rows)
+        if is_used:
+            self._negotiation.note_use(self.request)
         return self.rows
 
 
@@ -188,7 +203,12 @@ class Negotiation(ABC):
         version: updates so far.
         launched: reductions that this rank has started.
         num_beside: ranks of the group on this one's host, itself among them.
+        num_facts: integers that every rank can tell all others in `step`; 0: there is no room.
+        follows: gathers may follow the plan of the last pass that all ranks have run alike; the same on all of them.
     """
+
+    num_facts = 0
+    follows = True
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         """`ranks`: of the world, in the order of the group; `rank` is this one's place in there."""
@@ -214,10 +234,15 @@ class Negotiation(ABC):
         """An engine is gone."""
         self._sources[first : first + num_units] = [None] * num_units
 
-    def gather(self, unit: int, *, order: int, in_backward: bool) -> Gathering:
+    def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
+        """The units that such a pass will gather next, in order, as all ranks know; None: nobody knows."""
+        return None
+
+    def gather(self, unit: int, *, order: int, in_backward: bool, trains: bool = True) -> Gathering:
         """Ask for a unit; returns at once."""
+        request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward, trains=trains)
+        self._about_to_ask(request)
         source, local = self._source(unit)
-        request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward)
         rows = source.open_rows(local)
         sizes = [num_bytes(row) * self.size for row in rows]
         with self._count_gather(*sizes) as call:
@@ -235,23 +260,31 @@ class Negotiation(ABC):
         decision = self._run(self._request(Kind.END, in_backward=in_backward, failed=failed))
         return decision.any_failed
 
-    def step(self, first_unit: int) -> None:
+    def step(self, first_unit: int, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """Weights are about to change: returns when all ranks have come to this. Rows stay closed until `reopen`.
+
+        Args:
+            facts: at most `num_facts`, the same number on all ranks.
+
+        Returns:
+            The facts of every rank.
 
         Raises:
             Disagreement: when ranks have not run backward equally often, or update other engines.
         """
-        self._run(self._request(Kind.STEP, unit=first_unit))
+        assert len(facts) <= self.num_facts, "facts that nobody would hear"
+        told = self._step(self._request(Kind.STEP, unit=first_unit), facts)
         self.version += 1
         self._is_open = False
+        return told
 
     def reopen(self) -> None:
         """Rows are up to date again."""
         self._is_open = True
 
-    def clear_to_wait(self, reduction: int) -> None:
-        """This rank is going to wait for reduction `reduction` (counted as `launched` does): returns when others need
-        nothing of it meanwhile. Nothing to do where one can look after others while waiting."""
+    def wait_for(self, pending: Pending, reduction: int) -> None:
+        """Returns when this rank may wait for reduction `reduction` (counted as `launched` does) in `pending`: others
+        need nothing of it meanwhile. Nothing to do where one can look after others while waiting."""
         return None
 
     def meanwhile(self, act: Callable[[], object]) -> None:
@@ -259,6 +292,23 @@ class Negotiation(ABC):
         return None
 
     # Inside
+
+    def wait_for_rows(self, gathering: Gathering, rows: Sequence[Rows]) -> None:
+        """Wait for all that `gathering` has brought under way."""
+        for each in rows:
+            each.wait()
+
+    def note_use(self, request: Request) -> None:
+        """The unit that was asked for is used now."""
+        return None
+
+    def _about_to_ask(self, request: Request) -> None:
+        """`request` will be queued next."""
+        return None
+
+    def _step(self, request: Request, facts: Sequence[int]) -> Sequence[Sequence[int]]:
+        self._run(request)
+        return [()] * self.size
 
     @abstractmethod
     def settle(self, gathering: Gathering) -> Decision:
@@ -268,6 +318,7 @@ class Negotiation(ABC):
         return ledger.call("all_gather", *sizes, num_ranks=self.size, num_beside=self.num_beside)
 
     def _run(self, request: Request) -> Decision:
+        self._about_to_ask(request)
         gathering = Gathering(self, request)
         with SPANS.span("gather", request.kind.name.lower()):
             self._ask(gathering, ())

@@ -169,6 +169,13 @@ class _QuantizedSum(Pending):
         self.has_more_rounds = self._left > 1
         self._sent, self._rows = wire.send(0, flat.view(reduction.size, -1))
 
+    @property
+    def can_arrive(self) -> bool:  # type: ignore[override]
+        return self._rows.can_arrive
+
+    def arrive(self) -> None:
+        self._rows.arrive()
+
     def is_ready(self) -> bool:
         return self._left == 1 and self._rows.is_ready()
 
@@ -193,4 +200,3 @@ class _QuantizedSum(Pending):
     def _receive(self, sums: Tensor) -> None:
         self._wire.receive(self._hop, self._rows, sums)
         self._wire._reduction.give(self._sent)
-

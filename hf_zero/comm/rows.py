@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Pending:
@@ -12,9 +16,11 @@ class Pending:
 
     Attributes:
         has_more_rounds: `advance` starts another round, in which all ranks have to take part.
+        can_arrive: a thread may wait in `arrive`, while the process does something else.
     """
 
     has_more_rounds = False
+    can_arrive = False
 
     def advance(self) -> None:
         """Take the next step of a collective that has several and needs this process for them; may wait for others."""
@@ -22,6 +28,14 @@ class Pending:
     def is_ready(self) -> bool:
         """Whether `wait` would return at once; False where that cannot be known."""
         return False
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Whoever waits for `arrive` does so inside, to be counted."""
+        return _NOTHING
+
+    def arrive(self) -> None:
+        """Return when everything has come that this process waits for in the present round; called in any thread, once,
+        before `advance` or `wait`, which have little left to wait for then."""
 
     def wait(self) -> None:
         """Return when the result is there."""
@@ -53,9 +67,13 @@ class FlatRows(Rows):
         self.flat: Tensor = flat
         self._world = world
         self._pending = pending
+        self.can_arrive = pending.can_arrive
 
     def is_ready(self) -> bool:
         return self._pending.is_ready()
+
+    def arrive(self) -> None:
+        self._pending.arrive()
 
     def wait(self) -> None:
         self._pending.wait()

@@ -76,12 +76,17 @@ class NativeCollectives(Collectives):
 class _Work(Pending):
     """A collective that the backend carries through by itself."""
 
+    can_arrive = True
+
     def __init__(self, handle: dist.Work | None) -> None:
         assert handle is not None, "an asynchronous collective returns a handle"
         self._handle = handle
 
     def is_ready(self) -> bool:
         return bool(self._handle.is_completed())
+
+    def arrive(self) -> None:
+        self._handle.wait()
 
     def wait(self) -> None:
         self._handle.wait()

@@ -46,6 +46,10 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
     path = "zero_optimization.stage"
     if zero.stage not in (0, 1, 2, 3):
         yield Problem(path, zero.stage, "must be 0, 1, 2 or 3", "choose 1, 2 or 3; 0 is plain data parallelism")
+    if zero.sub_group_size == 0 and zero.stage != 3:
+        # At stage 3 published files have 0: as in DeepSpeed no parameter shares a sub-group there.
+        path, fix = "zero_optimization.sub_group_size", "remove it (1_000_000_000), or write 10 to 50 million"
+        yield Problem(path, 0, "must be at least 1 below stage 3", fix)
     yield from _offload_problems("offload_optimizer", zero.offload_optimizer, zero.stage)
     yield from _offload_problems("offload_param", zero.offload_param, zero.stage)
     yield from _loco_problems(zero)

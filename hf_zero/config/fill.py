@@ -126,12 +126,16 @@ def _plain(value: object) -> object:
 
 
 def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, offer: Offer) -> Problem:
-    """The problem of a fixed value that somebody else states differently."""
+    """The problem of a fixed value that somebody else states differently.
+
+    Only a flag says which of the two its author wants: a default of TrainingArguments must not replace what is written.
+    """
     shown = offer.value if isinstance(offer.value, (numbers.Number, list)) else str(offer.value)
     path, rule = dotted(keys), "the config and TrainingArguments must say the same"
     fix = 'write "auto" in the config so that it follows, or make the two equal'
     origin, other = str(source_in(config, path)), Other(offer.name, shown, str(offer.source))
-    return Problem(path, value, rule, fix, origin=origin, other=other, edit=Edit(keys, value="auto"))
+    edit = Edit(keys, value="auto") if offer.source.kind == "flag" else None
+    return Problem(path, value, rule, fix, origin=origin, other=other, edit=edit)
 
 
 def _is_foreign(config: Mapping[str, Any], path: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.checks import SEQUENCE
 from hf_zero.config.schema.fields import as_whole
-from hf_zero.config.sources import Source, is_auto
+from hf_zero.config.sources import ConfigDict, Source, is_auto
 from hf_zero.config.translate import ZERO_SPELLINGS
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
 
@@ -121,7 +121,8 @@ def _from_prepare(config: Mapping[str, Any], view: AcceleratorView, data_ranks: 
     if view.batch_sizes:
         micro = max(view.batch_sizes) if view.take_largest_batch else min(view.batch_sizes)
         yield MICRO, _by_script(micro, "batch_size of the dataloader given to prepare()")
-        micro, steps = _fixed(config.get(MICRO)) or micro, _fixed(config.get(STEPS)) or steps
+        written = None if isinstance(config, ConfigDict) and config.assumes(STEPS) else _fixed(config.get(STEPS))
+        micro, steps = _fixed(config.get(MICRO)) or micro, written or steps
         yield TRAIN, _by_script(micro * (steps or 1) * data_ranks, "micro batch x accumulation steps x processes")
     if view.prepares:
         gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"

@@ -68,6 +68,7 @@ class GatherPolicy:
     max_live_numel: int  # most that stays gathered after its use
     max_reuse_numel: int  # keep what is used again after at most so much else was gathered
     prefetch_numel: int  # gathered ahead, in whole units; 0: nothing is
+    follows_plans: bool = True  # in the order of the last pass that all ranks have run alike, without asking
     persistence_numel: int  # parameters up to this size stay gathered ...
     model_persistence_numel: int  # ... as long as they are no more than this in all
     leaf_classes: tuple[str, ...]  # modules of these classes, ...
@@ -146,7 +147,7 @@ class ZeroPolicy:
     overlap_reduction: bool  # start reductions while backward still runs
     sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
     require_all_gradients: bool  # a trainable parameter without gradient is an error
-    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints
+    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints; 0: uncut
     gather: GatherPolicy
     wire: WirePolicy = WirePolicy()
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need

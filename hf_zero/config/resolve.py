@@ -294,7 +294,7 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         sparse_gradients=root.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
-        gather=_gather(zero, zero.leaf_module or LeafModule()),
+        gather=_gather(zero, zero.leaf_module or LeafModule(), own),
         wire=_wire(zero, own),
         optimizer_sees=own.optimizer_sees,
         offload_optimizer=optimizer_offload(zero.offload_optimizer),
@@ -313,8 +313,9 @@ def _wire(zero: Zero, own: HfZero) -> policies.WirePolicy:
     )
 
 
-def _gather(zero: Zero, leaf: LeafModule) -> policies.GatherPolicy:
+def _gather(zero: Zero, leaf: LeafModule, own: HfZero) -> policies.GatherPolicy:
     return policies.GatherPolicy(
+        follows_plans=own.gather_order == "auto",
         max_live_numel=zero.stage3_max_live_parameters,
         max_reuse_numel=zero.stage3_max_reuse_distance,
         prefetch_numel=zero.stage3_prefetch_bucket_size,

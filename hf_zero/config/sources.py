@@ -41,12 +41,28 @@ class ConfigDict(dict[str, Any]):
         self.name = ""  # the file; "" for a dict
         self.places: dict[str, Place] = {}  # by dotted path
         self.filled: dict[str, Source] = {}  # by dotted path: what once said "auto", and who replaced it
+        self._assumed: dict[str, object] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._assumed.pop(key, None)
+        super().__setitem__(key, value)
+
+    def assume(self, key: str, value: object) -> None:
+        """Put a value where there is none, for those who read one before anybody has said it."""
+        if key not in self:
+            self[key] = value
+            self._assumed[key] = value
+
+    def assumes(self, path: str) -> bool:
+        """Whether the value only stands in until somebody says one."""
+        return path in self._assumed and self.get(path) == self._assumed[path]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConfigDict:
         copied = ConfigDict()
         memo[id(self)] = copied
         copied.update({key: copy.deepcopy(value, memo) for key, value in self.items()})
         copied.name, copied.places, copied.filled = self.name, dict(self.places), dict(self.filled)
+        copied._assumed = dict(self._assumed)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,6 +80,8 @@ class ConfigDict(dict[str, Any]):
         """Where the value at a dotted path came from."""
         if path in self.filled:
             return self.filled[path]
+        if self.assumes(path):
+            return Source("default", "default, as nobody says one")
         place = self.places.get(path)
         if place is None:
             return Source("dict", "the config")
@@ -88,10 +106,14 @@ _MAY_RETURN = ({"training", "flag"}, {"model"})
 
 
 def is_open(config: object, path: str, value: object, offered: Source) -> bool:
-    """Whether the value is "auto", or was, and comes from those who offer another one now."""
+    """Whether the value is "auto", or was, and comes from those who offer another one now, or from nobody."""
     if is_auto(value):
         return True
-    before = config.filled.get(path) if isinstance(config, ConfigDict) else None
+    if not isinstance(config, ConfigDict):
+        return False
+    if config.assumes(path):
+        return True
+    before = config.filled.get(path)
     return before is not None and any({before.kind, offered.kind} <= family for family in _MAY_RETURN)
 
 

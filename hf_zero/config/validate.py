@@ -13,12 +13,9 @@ from hf_zero.config.schema import Root, Section
 from hf_zero.config.schema.names import Resemblance, leading_paths, resemblance, section_of, subsection
 from hf_zero.config.sources import dotted
 
-# Where DeepSpeed reads single keys and passes over all others; its other sections are strict.
-_LOOSE = {
-    *("", "optimizer", "scheduler", "activation_checkpointing", "checkpoint", "data_types", "aio", "torch_autocast"),
-    *("sparse_attention", "curriculum_learning", "curriculum_learning.schedule_config", "elasticity"),
-    *("progressive_layer_drop", "data_efficiency", "data_efficiency.data_sampling", "data_efficiency.data_routing"),
-}
+# Where programs leave notes of their own, which DeepSpeed passes over. Its other sections have known keys, whether it
+# reads them all or one by one: a key that none of them is was meant to do something.
+_LOOSE = {"", "checkpoint"}
 _ROUNDS = 20  # every round removes what failed; a round more than the deepest section is enough
 
 
@@ -78,8 +75,8 @@ def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Pr
 
 
 def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
-    """What to say of a key that no section has: DeepSpeed passes over it in some sections, and so do we, with a word,
-    unless it looks like a key that we know."""
+    """What to say of a key that no section has: in some places it is passed over, with a word, unless it looks like a
+    key that we know."""
     *parents, key = path
     section = section_of(Root, parents)
     siblings = [name for name in section.model_fields if parents or name != "hf_zero"] if section else []

@@ -11,6 +11,7 @@ run_reduce    one process joins them:                                          S
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives, collectives_for, is_initialized
 from hf_zero.data.indexed import fitting_dtype, write_rows
+from hf_zero.staging import staging_file
 
 PER_SAMPLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
 Metric = Callable[[Any], Any]
@@ -97,7 +99,11 @@ class DataAnalyzer:
         for (name, _, _), (values, numbers) in zip(self._metrics, self._measured()):
             folder = self._folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            np.savez(folder / f"worker{self._worker}.npz", values=values, numbers=numbers)
+            path = folder / f"worker{self._worker}.npz"
+            partial = staging_file(path)
+            with open(partial, "wb") as file:
+                np.savez(file, values=values, numbers=numbers)
+            os.replace(partial, path)
 
     def run_reduce(self) -> None:
         """Join what all workers have measured.

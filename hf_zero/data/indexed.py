@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_zero.staging import alone_in, staging_file
+
 Integers = NDArray[Any]
 MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")
@@ -47,7 +49,8 @@ def write_rows(prefix: str | os.PathLike[str], rows: Iterable[Sequence[int] | In
     path = os.fspath(prefix)
     kind = np.dtype(dtype)
     lengths: list[int] = []
-    part = f"{path}.bin.part"
+    names = [Path(f"{path}.bin"), Path(f"{path}.idx")]
+    part, index = map(staging_file, names)
     with open(part, "wb") as file:
         for row in rows:
             values = np.asarray(row, dtype=kind)
@@ -56,12 +59,13 @@ def write_rows(prefix: str | os.PathLike[str], rows: Iterable[Sequence[int] | In
     offsets = np.zeros(len(lengths), np.int64)
     if lengths:
         offsets[1:] = np.cumsum(lengths[:-1]) * kind.itemsize
-    with open(f"{path}.idx.part", "wb") as file:
+    with open(index, "wb") as file:
         file.write(MAGIC + _HEAD.pack(1, _CODES[kind], len(lengths), 2))
         file.write(np.asarray(lengths, "<i4").tobytes() + offsets.astype("<i8").tobytes())
         file.write(np.asarray([0, len(lengths)], "<i8").tobytes())
-    os.replace(part, f"{path}.bin")
-    os.replace(f"{path}.idx.part", f"{path}.idx")
+    with alone_in(names[0].parent):  # two files that belong together
+        os.replace(part, names[0])
+        os.replace(index, names[1])
 
 
 class IndexedRows:

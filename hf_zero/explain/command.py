@@ -17,12 +17,17 @@ from hf_zero.explain.traffic import Links, Sent, number_of, traffic_rows
 from hf_zero.explain.views import model_view_by_name, training_view_from_flags
 from hf_zero.integration.huggingface.views import launch_view
 
+_OWN_FLAGS = (
+    "--model", "--world-size", "--gpus-per-node", "--parameters", "--link", "--network", "--json", "--all", "--fix",
+    "--fix-to",
+)  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `explain` itself takes; everything else is taken for flags of TrainingArguments."""
     parser.add_argument("config", help="ds.json: a path, JSON text, or base64 of it")
     parser.add_argument("--model", help="folder, config.json or hub name of the model, for sizes that follow from it")
-    parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default: 1)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: 1)")
     traffic = parser.add_argument_group("what is sent per update")
     traffic.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks of one host (default: all)")
     traffic.add_argument("--parameters", metavar="COUNT", help="of the model, as 7b: bytes and seconds, not models")
@@ -30,9 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument("--network", metavar="SIZE", help="bytes per second to other hosts, for one rank (40G)")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="also keys that have no effect at this stage")
-    parser.add_argument("--fix", action="store_true", help="write a mended copy (ds.json: ds.fixed.json beside it)")
-    parser.add_argument("--fix-to", metavar="FILE", help="the same, into this file; none is overwritten")
-    parser.usage = "%(prog)s ds.json [TrainingArguments flags...] [--model M] [--world-size N] [--json] [--all] [--fix]"
+    parser.add_argument(
+        "--fix", "--fix-to", nargs="?", const="", metavar="FILE",
+        help="write a mended copy into FILE (default: ds.fixed.json beside ds.json); none is overwritten",
+    )  # fmt: skip
+    parser.usage = (
+        "%(prog)s ds.json [TrainingArguments flags...] [--model M] [--world-size N] [--json] [--all] [--fix [FILE]]"
+    )
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -50,21 +59,22 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
     notes: list[str] = []
     try:
         config = load_config(arguments.config)
-        training, unused = training_view_from_flags(flags)
+        training, unused = training_view_from_flags(flags, also=_OWN_FLAGS)
         notes += [f"{flag}: not a flag of TrainingArguments, left aside" for flag in unused]
         model = model_view_by_name(arguments.model)
-        views = Views(
-            world_size=arguments.world_size, training=training, accelerator=launch_view(os.environ), model=model
-        )
+        world_size = 1 if arguments.world_size is None else arguments.world_size
+        views = Views(world_size=world_size, training=training, accelerator=launch_view(os.environ), model=model)
         name = config.name or "the config given"
-        if arguments.fix or arguments.fix_to:
-            mended, changes = mend(config, views)
-            target = Path(arguments.fix_to) if arguments.fix_to else default_target(config.name)
+        if arguments.fix is not None:
+            mended, changes = mend(config, views, ranks_known=arguments.world_size is not None)
+            target = Path(arguments.fix) if arguments.fix else default_target(config.name)
             write_mended(mended, target)
             notes += [f"--fix: {change}" for change in changes or ["nothing to mend"]]
             notes.append(f"the mended config is in {target}; comments are not carried over")
             config, name = load_config(target), str(target)
         findings = examine(config, views, complete=False)
+        if arguments.world_size is None and any(problem.path == "train_batch_size" for problem in findings.problems):
+            notes.append("train_batch_size was looked at for 1 rank: --world-size N says for how many it is meant")
         traffic = _traffic(findings, arguments)
         words, wrong = compression_words(findings, arguments.model)
         notes += words

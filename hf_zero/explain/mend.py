@@ -14,12 +14,21 @@ from hf_zero.config.errors import ABSENT, Edit, Remark
 _ROUNDS = 5  # a key that was renamed may be wrong under its right name, too
 
 
-def mend(config: ConfigDict, views: Views) -> tuple[dict[str, Any], list[str]]:
-    """A mended copy of the config as plain dicts, and a line for every change."""
+def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """A mended copy of the config as plain dicts, and a line for every change.
+
+    Args:
+        ranks_known: False: nobody has said for how many ranks the config is, so that batch sizes which do not go
+            together here may be right there.
+    """
     mended: dict[str, Any] = copy.deepcopy(dict(config))
     changes: list[str] = []
     for _ in range(_ROUNDS):
-        edits = list(_edits(examine(mended, views, complete=False)))
+        edits = [
+            edit
+            for edit in _edits(examine(mended, views, complete=False))
+            if ranks_known or edit.path != ("train_batch_size",) or edit.to
+        ]
         done = [str(edit) for edit in edits if _apply(mended, edit)]
         changes += done
         if not done:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from hf_zero.config import ConfigError, ModelView, Problem, TrainingView
@@ -13,13 +14,21 @@ from hf_zero.integration.huggingface.views import training_view
 _FIX = "give a folder with config.json, a config.json, or a model name of the hub"
 
 
-def training_view_from_flags(flags: Sequence[str]) -> tuple[TrainingView | None, list[str]]:
+def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -> tuple[TrainingView | None, list[str]]:
     """The view, and the flags that belong to somebody else. None without flags: who trains is not known.
 
     A real TrainingArguments would look for devices and start groups.
+
+    Args:
+        also: other flags that were possible: what resembles them is a mistake.
+
+    Raises:
+        ConfigError: a word that is no flag, a flag that resembles one, a value that a flag does not take.
     """
     if not flags:
         return None, []
+    if not flags[0].startswith("-"):
+        raise ConfigError(_unplaced(flags[0]))
     # Seconds of imports, hence only here.
     from transformers import HfArgumentParser, TrainingArguments
 
@@ -29,8 +38,30 @@ def training_view_from_flags(flags: Sequence[str]) -> tuple[TrainingView | None,
 
     parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
     known, unknown = parser.parse_known_args(list(flags))
+    # What stands behind a flag of the script's own is its value.
+    if unknown and not unknown[0].startswith("-"):
+        raise ConfigError(_unplaced(unknown[0]))
+    foreign = [word for word in unknown if word.startswith("--")]
+    problems = [*_misspelt(foreign, [*also, *parser._option_string_actions])]
+    if problems:
+        raise ConfigError(problems)
+    if len(unknown) == len(flags):
+        return None, foreign
     known.max_steps = int(known.max_steps)
-    return training_view(known, words=list(flags)), [word for word in unknown if word.startswith("-")]
+    return training_view(known, words=list(flags)), foreign
+
+
+def _unplaced(word: str) -> Problem:
+    return Problem("command line", word, "neither a flag nor the value of one", "remove it, or name the flag before it")
+
+
+def _misspelt(foreign: Sequence[str], flags: Sequence[str]) -> Iterator[Problem]:
+    shown = {flag.replace("_", "-"): flag for flag in reversed(flags)}  # TrainingArguments has both spellings
+    for flag in foreign:
+        name = flag.partition("=")[0]
+        alike = difflib.get_close_matches(name.replace("_", "-"), shown, n=1, cutoff=0.86)
+        if alike:
+            yield Problem("command line", name, "no such flag", f"did you mean {shown[alike[0]]}?")
 
 
 def model_view_by_name(name: str | None) -> ModelView | None:

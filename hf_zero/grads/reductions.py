@@ -145,7 +145,7 @@ class Reductions:
         while len(self._flights) > num_left:
             if self._flights[0].pending.has_more_rounds:
                 self._advance(self._flights[0])
-            self._clear_to_wait(self._flights[0])
+            self._prepare_to_wait(self._flights[0])
             self._complete_first()
 
     def _advance(self, flight: _Flight) -> None:
@@ -155,16 +155,16 @@ class Reductions:
         was_completing, self._is_completing = self._is_completing, True
         try:
             if is_counted:
-                self._clear_to_wait(flight)
+                self._prepare_to_wait(flight)
             flight.pending.advance()
         finally:
             self._is_completing = was_completing
         if is_counted:
             flight.number = self._count_launch()
 
-    def _clear_to_wait(self, flight: _Flight) -> None:
+    def _prepare_to_wait(self, flight: _Flight) -> None:
         if self._negotiation is not None:
-            self._negotiation.clear_to_wait(flight.number)
+            self._negotiation.wait_for(flight.pending, flight.number)
 
     def _complete_first(self) -> None:
         self._is_completing = True  # while it waits, others may be looked after, but not the same reduction

@@ -84,7 +84,8 @@ def estimate_memory(
         near += rows - weights
     if place is not None and place.device == "nvme":
         disk += far
-        sub_group = FP32_BYTES * min(zero.sub_group_numel, sizes.longest // parts)
+        longest = sizes.longest // parts
+        sub_group = FP32_BYTES * min(zero.sub_group_numel or longest, longest)
         host += sub_group * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
         host += GRADIENT_BUFFERS * bucket
     else:

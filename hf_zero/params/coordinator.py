@@ -147,12 +147,15 @@ class ParameterCoordinator:
         if self.backward.end():
             self.release_all()
 
-    def settle(self) -> None:
-        """End what is under way and go back to shards, before weights change. Collective: all ranks have come to this
-        when it returns."""
+    def end_passes(self) -> None:
+        """End what is under way and go back to shards. Collective, where a backward is under way."""
         self.end_backward()
         self.release_all()
-        self.prefetcher.begin_update()
+
+    def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
+        """The same, before weights change. Collective: all ranks have come to this when it returns their `facts`."""
+        self.end_passes()
+        return self.prefetcher.begin_update(facts)
 
     def release_all(self) -> None:
         """Back to shards, except persistent units and what a running forward uses."""

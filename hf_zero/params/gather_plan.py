@@ -14,13 +14,20 @@ class GatherPlan:
         kept_for_backward: after a forward pass that is to be differentiated.
         kept_for_inference: after a forward pass that is not, until training goes on.
         needed_in_backward: backward may read parameters there, on some rank.
-        prefetches: the next unit is gathered while the present one computes.
+        prefetch_numel: elements that may be under way before their use; more than 0: at least one unit.
+        max_live_numel: elements that may be there with them.
     """
 
     kept_for_backward: frozenset[int]
     kept_for_inference: frozenset[int]
     needed_in_backward: frozenset[int]
-    prefetches: bool
+    prefetch_numel: int
+    max_live_numel: int
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the next unit is gathered while the present one computes."""
+        return self.prefetch_numel > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ def plan_gathers(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: i
         kept_for_backward=_kept_for_backward(uses, max_live_numel, max_reuse_numel),
         kept_for_inference=_kept_for_inference(uses, max_live_numel),
         needed_in_backward=_needed_in_backward(uses),
-        prefetches=prefetch_numel > 0,
+        prefetch_numel=prefetch_numel,
+        max_live_numel=max_live_numel,
     )
 
 

@@ -51,7 +51,7 @@ class Forward:
 
     def begin(self, hooked: HookedModule, *, trains: bool) -> None:
         """`hooked` is the first to be entered."""
-        self.trains = trains
+        self.trains = self._prefetcher.trains = trains
         self._subtree = hooked.subtree
         self.seen = []
 
@@ -170,7 +170,7 @@ class Backward:
             self._prefetcher.prefetch(position for position in range(descent.cursor - 1, -1, -1) if position in needed)
 
     def _begin(self) -> _Descent:
-        self._prefetcher.in_backward = True
+        self._prefetcher.in_backward = self._prefetcher.trains = True
         self._descent = _Descent(cursor=len(self._order.by_position))
         self._report(self._descent.cursor)
         return self._descent

@@ -1,4 +1,4 @@
-"""Gathers the units of one engine, one ahead of its use, and gives other ranks the rows that they need of this one."""
+"""Gathers the units of one engine ahead of their use, and gives other ranks the rows that they need of this one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Prefetcher:
 
     Attributes:
         in_backward: units are wanted from the last to the first.
+        trains: the pass under way is to be differentiated, or is the backward of one that was.
     """
 
     def __init__(
@@ -27,12 +28,13 @@ class Prefetcher:
     ) -> None:
         """`placements`: tell whether a drive has failed; `channel`: over whose negotiation units are gathered."""
         self.in_backward = False
+        self.trains = True
         self._units = tuple(units)
         self._order = order
         self._placements = placements
         self._channel = channel
         self._number = channel.negotiation.register(self, len(self._units))
-        self._ahead: Unit | None = None  # asked for before its use
+        self._ahead: list[Unit] = []  # asked for before their use
         self.buffers = GatherBuffers()
         for unit in units:
             for part in unit.parts:
@@ -70,30 +72,75 @@ class Prefetcher:
             if unit.state is UnitState.RELEASED:
                 self._ask_for(unit)
             unit.finish(self.buffers)
-        if self._ahead is unit:
-            self._ahead = None
+        if unit in self._ahead:
+            self._ahead.remove(unit)
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        """Ask for the first unit that is missing there, and fetch the one after it from where shards are kept, so that
-        its gather can start at once. One is asked for at a time."""
-        if self._ahead is not None or not self._order.gather_plan.prefetches:
+        """Ask for what comes next, and fetch the unit after that from where shards are kept, so that its gather can
+        start at once.
+
+        What comes next all ranks know where they follow a plan: then as much is asked for as the gather plan allows.
+        Elsewhere it is the first unit that is missing at `positions`.
+        """
+        if not self._order.gather_plan.prefetches:
             return
+        upcoming = self._channel.negotiation.upcoming(in_backward=self.in_backward, trains=self.trains)
+        if upcoming is not None:
+            self._prefetch_planned(upcoming)
+        elif not self._ahead:
+            self._prefetch_expected(positions)
+
+    def _prefetch_planned(self, upcoming: Sequence[int]) -> None:
+        last = self._number + len(self._units)
+        for number in upcoming:
+            if not self._number <= number < last:
+                return  # another engine's
+            unit = self._units[number - self._number]
+            if unit.state is not UnitState.RELEASED:
+                return  # once more than now
+            if self._ahead and not self._has_room_for(unit):
+                unit.fetch()
+                return
+            self._ask_for(unit)
+            self._ahead.append(unit)
+
+    def _has_room_for(self, unit: Unit) -> bool:
+        """Whether one more may be under way."""
+        plan = self._order.gather_plan
+        under_way = unit.numel + sum(ahead.numel for ahead in self._ahead)
+        if under_way > plan.prefetch_numel:
+            return False
+        return under_way + sum(each.numel for each in self._units if each.is_gathered) <= plan.max_live_numel
+
+    def _prefetch_expected(self, positions: Iterable[int]) -> None:
         for position in positions:
             for unit in self._order.by_position[position].units:
                 if unit.is_gathered:
                     continue
-                if self._ahead is not None:
+                if self._ahead:
                     unit.fetch()
                     return
                 self._ask_for(unit)
-                self._ahead = unit
+                self._ahead.append(unit)
+
+    def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
+        if (in_backward, trains) != (self.in_backward, self.trains):
+            return False
+        if self._units[unit].state is not UnitState.RELEASED:
+            return False
+        self._ask_for(self._units[unit])
+        self._ahead.append(self._units[unit])
+        return True
 
     def _ask_for(self, unit: Unit) -> None:
         position = self._order.first_use[unit]
         order = -position if self.in_backward else position
         number = self._number + unit.index
         with SPANS.span("gather", unit.name, self._phase):
-            unit.start(self._channel.negotiation.gather(number, order=order, in_backward=self.in_backward))
+            gathering = self._channel.negotiation.gather(
+                number, order=order, in_backward=self.in_backward, trains=self.trains
+            )
+            unit.start(gathering)
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
         """Back to shards, persistent units apart."""
@@ -111,16 +158,16 @@ class Prefetcher:
             StorageError: on all ranks, when one could not read its rows from a drive.
         """
         with ledger.phase("backward" if in_backward else "forward"):
-            unwanted, self._ahead = self._ahead, None
-            if unwanted is not None:
-                unwanted.discard(self.buffers)
+            unwanted, self._ahead = self._ahead, []
+            for unit in unwanted:
+                unit.discard(self.buffers)
             failed = self._placements.parameters.can_fail and self._placements.failure is not None
             if self._channel.negotiation.end(in_backward=in_backward, failed=failed):
                 stop_if_any(self._placements.failure, self._channel)
 
-    def begin_update(self) -> None:
-        """Rows are about to change: nobody reads them from now on. Collective."""
-        self._channel.negotiation.step(self._number)
+    def begin_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
+        """Rows are about to change: nobody reads them from now on. Returns every rank's `facts`. Collective."""
+        return self._channel.negotiation.step(self._number, facts)
 
     def end_update(self) -> None:
         """Rows are right again."""

@@ -57,6 +57,7 @@ class ShardedParameters(ParameterStore):
         layout, buckets = builder.lay_out(self._in_reduce_order)
         super().__init__(layout, trained.parameters, buckets, placements)
         self.negotiation = groups.gather.negotiation
+        self.negotiation.follows &= policy.follows_plans
         self.max_live_numel = policy.max_live_numel
         self._module = module
         self._groups = groups
@@ -132,9 +133,18 @@ class ShardedParameters(ParameterStore):
         """Of parameters that are whole now: persistent ones, and what inference has kept."""
         self.edits.adopt()
 
-    def prepare_update(self) -> None:
-        self.coordinator.settle()
+    @property
+    def num_facts(self) -> int:
+        negotiation = self._groups.gather.negotiation
+        return negotiation.num_facts if negotiation.size == self._groups.world.size else 0
+
+    def end_passes(self) -> None:
+        self.coordinator.end_passes()
+
+    def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
+        told = self.coordinator.settle(facts)
         self.edits.forget_released()
+        return told
 
     def finish_update(self) -> None:
         self.coordinator.prefetcher.end_update()

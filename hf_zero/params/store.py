@@ -137,9 +137,25 @@ class ParameterStore(ABC):
         runtime_of(self.device).synchronize()
         self.prepare_update()
 
-    def prepare_update(self) -> None:
-        """Weights are about to change: nothing may keep showing old ones. May be collective."""
-        return None
+    @property
+    def num_facts(self) -> int:
+        """Integers that every rank can tell all others in `prepare_update`, which meets them all then."""
+        return 0
+
+    def end_passes(self) -> None:
+        """No forward or backward is under way. May be collective."""
+        self.end_backward()
+
+    def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
+        """Weights are about to change: nothing may keep showing old ones. May be collective.
+
+        Args:
+            facts: `num_facts` of them, or none.
+
+        Returns:
+            Those of every rank.
+        """
+        return ()
 
     def finish_update(self) -> None:
         """Weights have changed, here at least."""

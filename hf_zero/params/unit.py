@@ -346,7 +346,7 @@ class Unit:
 
     def discard(self, buffers: GatherBuffers) -> None:
         """Wait for a gather whose result is not wanted after all."""
-        for arrived in self._complete():
+        for arrived in self._complete(is_used=False):
             buffers.give(arrived)
         self.state = UnitState.RELEASED
         self.put_back()
@@ -367,10 +367,10 @@ class Unit:
         for member in self.members:
             member.parameter.ds_persist = True  # type: ignore[attr-defined]
 
-    def _complete(self) -> Sequence[Rows]:
+    def _complete(self, *, is_used: bool = True) -> Sequence[Rows]:
         assert self._gathering is not None, "asked for first"
         try:
-            rows = self._gathering.wait()
+            rows = self._gathering.wait(is_used=is_used)
         except RuntimeError as error:
             raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error
         self._gathering = None

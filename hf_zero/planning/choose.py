@@ -108,7 +108,8 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     lane, per_host = lane_of(hardware.ranks, hardware.per_host, training.tensor_parallel)
     for candidate in candidates(training, ranks=lane, separate=hardware.separate, per_host=per_host):
         if candidate.checkpointing not in traces:
-            traces[candidate.checkpointing] = traced(model, training, checkpointing=candidate.checkpointing)
+            way = candidate.checkpointing
+            traces[way] = traced(model, training, checkpointing=way, on_cpu=not hardware.separate)
         try:
             found = estimate(model, hardware, training, candidate, traces[candidate.checkpointing], size)
         except ConfigError as error:
@@ -142,7 +143,7 @@ def given_estimates(
     )
     tiling = Tiling(mlp=answers.features.tiled_mlp, loss=answers.features.tiled_loss)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
-        seen = traced(model, training, checkpointing=checkpointing, tiling=tiling)
+        seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         found = _estimated(model, hardware, training, answers, seen, size, checkpointing=checkpointing)
         yield Estimate(candidate_of(answers, checkpointing=checkpointing), config, *found)
 
@@ -153,7 +154,9 @@ def _rounds(config: dict[str, Any]) -> bool:
 
 
 @lru_cache(maxsize=32)  # what would help when nothing fits is asked for more than once
-def traced(model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None) -> Trace:
+def traced(
+    model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None, on_cpu: bool = False
+) -> Trace:
     """A micro-batch of one rank."""
     return trace(
         model,
@@ -162,6 +165,7 @@ def traced(model: PlannedModel, training: Training, *, checkpointing: bool, tili
         checkpointing=checkpointing,
         tiling=tiling or Tiling(),
         sequence_size=training.sequence_parallel,
+        on_cpu=on_cpu,
     )
 
 

@@ -88,8 +88,9 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     tiling, size = Tiling.that_fits(model.module), optimizer_size(training)
     tile = max(_LEAST_TILE, model.hidden)
     lengths = tuple(count * tile for count in _TILES)
+    on_cpu = not hardware.separate
     traces = [
-        traced(model, replace(training, length=length * shared), checkpointing=True, tiling=tiling)
+        traced(model, replace(training, length=length * shared), checkpointing=True, tiling=tiling, on_cpu=on_cpu)
         for length in lengths
     ]
     found: list[Reach] = []

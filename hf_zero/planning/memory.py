@@ -251,7 +251,7 @@ def _update_buffers(setting: Setting, layout: FlatLayout) -> int:
     # The pool grows as it is asked: masters and states of a sub-group; gradients have buffers of their own.
     asked = min(policy.buffer_count, 1 + setting.optimizer.num_states)
     vectors = asked * (1 + policy.reads_ahead + policy.writes_behind)
-    return FP32_BYTES * min(zero.sub_group_numel, longest) * vectors
+    return FP32_BYTES * min(zero.sub_group_numel or longest, longest) * vectors
 
 
 def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:

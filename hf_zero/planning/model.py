@@ -180,15 +180,17 @@ def trace(
     checkpointing: bool,
     tiling: Tiling = Tiling(),
     sequence_size: int = 1,
+    on_cpu: bool = False,
 ) -> Trace:
     """One micro-batch through the model: a few layers of it where all are alike, else all; a formula where a model
     needs values to know its shapes.
 
     Args:
         length: tokens of a sample, of which each of `sequence_size` ranks has a part.
+        on_cpu: it will run there, and not on a device with kernels of its own.
     """
     ulysses, length = model.ulysses(sequence_size), -(-length // sequence_size)
-    found = _trace(model, micro_batch, length, checkpointing, tiling, ulysses)
+    found = _trace(model, _Run(micro_batch, length, checkpointing, tiling, ulysses, on_cpu))
     # Attention holds as much as on one rank, but for key heads that several ranks have; what it is sent comes and goes
     # before a layer's worst moment.
     copied = micro_batch * length * ulysses.copied_heads * 2 * model.heads[2] * model.dtype.itemsize
@@ -196,40 +198,49 @@ def trace(
     return replace(found, segments=tuple(replace(each, peak=each.peak + copied) for each in found.segments))
 
 
-def _trace(
-    model: PlannedModel, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling, ulysses: Ulysses
-) -> Trace:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How a rank goes through its micro-batch; `length`: of its part of each sample."""
+
+    micro_batch: int
+    length: int
+    checkpointing: bool
+    tiling: Tiling
+    ulysses: Ulysses
+    on_cpu: bool
+
+
+def _trace(model: PlannedModel, run: _Run) -> Trace:
     layers = getattr(_text(model.config), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > FEW + 2:
         try:
             small = _with_layers(model, FEW)
             prefix = _layer_prefix(small)
-            return stretch(_traced(small, micro_batch, length, checkpointing, tiling, ulysses), layers, prefix)
+            return stretch(_traced(small, run), layers, prefix)
         except Exception:  # noqa: BLE001, S110  # a model of another build: all of it is traced then
             pass
     try:
-        return _traced(_fresh(model), micro_batch, length, checkpointing, tiling, ulysses)
+        return _traced(_fresh(model), run)
     except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that have no values
         reason = str(error).split("\n")[0]
-        return _by_formula(model, micro_batch * length, checkpointing, reason, ulysses)
+        return _by_formula(model, run.micro_batch * run.length, run.checkpointing, reason, run.ulysses)
 
 
-def _traced(
-    model: nn.Module, micro_batch: int, length: int, checkpointing: bool, tiling: Tiling, ulysses: Ulysses
-) -> Trace:
-    if checkpointing:
+def _traced(model: nn.Module, run: _Run) -> Trace:
+    if run.checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
             if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
                 model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
-    tokens = torch.zeros(micro_batch, length, dtype=torch.long, device="meta")
+    tokens = torch.zeros(run.micro_batch, run.length, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
     config: Any = model.config
     if "use_cache" in config.to_dict():
         inputs["use_cache"] = False
     gathered = {each.name: each.module for each in find_gathered_modules(model)}
-    return trace_step(model, tiling.features(model).before_forward(Progress(0), inputs), gathered, ulysses)
+    inputs = run.tiling.features(model).before_forward(Progress(0), inputs)
+    return trace_step(model, inputs, gathered, run.ulysses, drops_unfused=run.on_cpu)
 
 
 def _trains_embeddings(model: nn.Module) -> bool:

@@ -146,6 +146,6 @@ def _device_bytes(found: Plan, candidate: Candidate, tiling: Tiling, on_host: bo
     model, training, hardware = found.model, found.training, found.hardware
     answers = resolved(ds_config(candidate, training), training, model, hardware.ranks)
     setting = Setting(answers, optimizer_size(training), shard_ranks(answers, hardware), hardware.separate)
-    seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling)
+    seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling, on_cpu=not hardware.separate)
     memory = rank_memory(model, setting, seen)
     return (memory.with_activations_on_host(kept_by_layers(model, training)) if on_host else memory).device_total

@@ -5,7 +5,8 @@ entered or reached by backward, a gradient is complete. Of every segment we know
 parameters, buffers and gradients: activations, and what operators make on their way. `hf_zero.planning.memory` adds
 what stages and offload keep at the same time.
 
-Attention is counted as fused kernels have it, which keep their inputs, their output and one number per row.
+Attention is counted as fused kernels have it, which keep their inputs, their output and one number per row; on a CPU
+with dropout, for which torch has none there, as it is. Experts are counted as one product of all chosen rows.
 
 A model that is cut for several ranks (`hf_zero.tensor`) runs as the first of them: the others are `AbsentRanks`, whose
 messages move nothing and are written down. Ranks that share a sequence each see a part of it; around attention their
@@ -219,13 +220,25 @@ class _Living(TorchDispatchMode):
 class _FusedAttention:
     """Calls of scaled_dot_product_attention take as much memory as a fused kernel would, and count as many FLOPs."""
 
-    def __init__(self, living: _Living, ulysses: Ulysses, sent: Counter[str]) -> None:
+    def __init__(self, living: _Living, ulysses: Ulysses, sent: Counter[str], *, drops_unfused: bool) -> None:
         self._living = living
         self._ulysses = ulysses
         self._sent = sent
+        self._drops_unfused = drops_unfused and ulysses.size == 1
+        self._original = nn.functional.scaled_dot_product_attention
         self.calls = 0
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **more: Any,
+    ) -> Tensor:
+        if dropout_p and self._drops_unfused:
+            return self._original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **more)
         rows, extents = query.numel() // query.shape[-1], query.shape[-1] + value.shape[-1]
         # Of a shared sequence: as many rows (all tokens, some of the heads), each over the keys of all ranks.
         flops = 2.0 * rows * key.shape[-2] * self._ulysses.size * extents
@@ -242,16 +255,56 @@ class _FusedAttention:
         if size:
             self._sent["all_to_all"] += size
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Of torch's own function. (A mode for torch functions is off where checkpoints are computed again.)"""
-        functional, name = nn.functional, "scaled_dot_product_attention"
-        original = getattr(functional, name)
-        setattr(functional, name, self)
-        try:
-            yield
-        finally:
-            setattr(functional, name, original)
+
+class _Chosen(torch.autograd.Function):
+    """The memory of a product of each row with the matrix that was chosen for it, without its values."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, matrices)
+        return rows.new_empty(len(rows), matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, matrices = ctx.saved_tensors
+        of_rows = gradients[0].new_empty(len(gradients[0]), matrices.shape[1]) if ctx.needs_input_grad[0] else None
+        return of_rows, None if rows is None else torch.empty_like(matrices)
+
+
+class _GroupedProducts:
+    """Calls of grouped_mm(rows [r, k], matrices [experts, k, n]), which on the meta device wants values, or bf16."""
+
+    def __init__(self, living: _Living) -> None:
+        self._living = living
+
+    def __call__(self, rows: Tensor, matrices: Tensor, **_: object) -> Tensor:
+        if rows.dim() != 2 or matrices.dim() != 3:
+            raise NotImplementedError(f"grouped_mm of {rows.dim()} and {matrices.dim()} dimensions")
+        flops = 2.0 * rows.numel() * matrices.shape[-1]
+        self._add(flops)
+        result: Tensor = _Chosen.apply(rows, matrices)
+        if result.requires_grad:
+            products = rows.requires_grad + matrices.requires_grad
+            result.register_hook(lambda _: self._add(products * flops))
+        return result
+
+    def _add(self, flops: float) -> None:
+        self._living.flops += flops
+
+
+@contextmanager
+def _in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
+    """Of torch's own, each (holder, name, what stands there meanwhile); names that this torch lacks are left out. (A
+    mode for torch functions is off where checkpoints are computed again.)"""
+    originals = [(holder, name, getattr(holder, name)) for holder, name, _ in functions if hasattr(holder, name)]
+    for holder, name, replacement in functions:
+        if hasattr(holder, name):
+            setattr(holder, name, replacement)
+    try:
+        yield
+    finally:
+        for holder, name, original in originals:
+            setattr(holder, name, original)
 
 
 class _Recorder:
@@ -288,13 +341,19 @@ class _Recorder:
 
 
 def trace_step(
-    model: nn.Module, inputs: dict[str, Tensor], modules: Mapping[str, nn.Module], ulysses: Ulysses = Ulysses()
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    modules: Mapping[str, nn.Module],
+    ulysses: Ulysses = Ulysses(),
+    *,
+    drops_unfused: bool = False,
 ) -> Trace:
     """Run `model` (on the meta device, training) on `inputs`, which contain labels, forward and backward.
 
     Args:
         modules: the gathered modules, whose uses are noted.
         ulysses: the ranks that share a sequence, of which `inputs` are one rank's part.
+        drops_unfused: attention with dropout is no fused kernel, as on CPUs.
 
     Raises:
         Exception: whatever a model raises that needs values to know shapes.
@@ -303,8 +362,14 @@ def trace_step(
     living = _Living([*model.parameters(), *model.buffers()])
     sent = messages_of(model)
     sent.clear()
-    recorder, attention = _Recorder(living, sent), _FusedAttention(living, ulysses, sent)
-    with _watched(recorder, trained, modules), attention.in_place(), living:
+    recorder, attention = _Recorder(living, sent), _FusedAttention(living, ulysses, sent, drops_unfused=drops_unfused)
+    grouped = _GroupedProducts(living)
+    functions = (
+        (nn.functional, "scaled_dot_product_attention", attention),
+        (nn.functional, "grouped_mm", grouped),
+        (torch, "_grouped_mm", grouped),
+    )
+    with _watched(recorder, trained, modules), _in_place_of(*functions), living:
         loss = model(**inputs).loss
         recorder.event("loss")
         loss.backward()

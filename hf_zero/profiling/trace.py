@@ -22,6 +22,7 @@ from typing import Any
 
 from hf_zero.log import logger
 from hf_zero.profiling.recorder import Update
+from hf_zero.staging import staging_file
 
 _UPDATES, _COMPUTE, _COMMUNICATION = 0, 10, 20
 _LANES = {"in": (40, "host to device"), "out": (50, "device to host"), "read": (60, "drive reads")}
@@ -60,7 +61,7 @@ class TraceFile:
         self.is_written = True
         self.wants_intervals = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".part")
+        scratch = staging_file(self.path)
         events = [*self._names(), *sorted(self._events, key=lambda event: event["ts"])]
         scratch.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
         os.replace(scratch, self.path)

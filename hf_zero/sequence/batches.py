@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from hf_zero.comm import Collectives, NativeCollectives
 
 IGNORED = -100
+_IS_PART = "_hf_zero_part_of_sequences"
 _PADDED_WITH = {"labels": IGNORED, "shift_labels": IGNORED}
 
 
@@ -67,7 +68,9 @@ class UlyssesSPDataLoaderAdapter:
                 if to_skip:
                     to_skip -= 1
                 else:
-                    yield part_of(one.batch, self.sp_rank, self.sp_world_size, self.device)
+                    part = part_of(one.batch, self.sp_rank, self.sp_world_size, self.device)
+                    _sequences(part).__dict__[_IS_PART] = True
+                    yield part
 
     @property
     def _ranks(self) -> tuple[int, ...]:
@@ -104,9 +107,7 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) 
         device: where to; None: where they are.
     """
     batch = dict(batch)
-    whole = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(whole, Tensor) or whole.dim() < 2:
-        raise ValueError(f"sequences are cut along input_ids [samples, positions]; the batch has {sorted(batch)}")
+    whole = _sequences(batch)
     shape = whole.shape[:2]
     if batch.get("position_ids") is None:
         batch["position_ids"] = torch.arange(shape[1], device=whole.device).repeat(shape[0], 1)
@@ -122,6 +123,18 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) 
             value = _padded(name, value, size * length - shape[1])
             batch[name] = value.narrow(1, rank * length, length).contiguous()
     return batch if device is None else _on(batch, device)
+
+
+def _sequences(batch: Mapping[str, Any]) -> Tensor:
+    found = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(found, Tensor) or found.dim() < 2:
+        raise ValueError(f"sequences are cut along input_ids [samples, positions]; the batch has {sorted(batch)}")
+    return found
+
+
+def is_part(sequences: Tensor) -> bool:
+    """Whether the adapter has dealt this out as a part of sequences."""
+    return vars(sequences).get(_IS_PART, False) is True
 
 
 def _close_documents(batch: dict[str, Any], num: int) -> None:

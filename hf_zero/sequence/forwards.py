@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.sequence.batches import is_part
 from hf_zero.sequence.exchange import gather, told_by_all
 from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor, unwrapped
 
@@ -24,7 +25,10 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
     """A forward pre-hook, with keywords. Collective."""
     shared, seen = MODULES.get(model), first_tensor(args, keywords)
     RUNNING.sights.append(None)
-    if shared is None or seen is None or not shared.is_on(model):
+    if shared is None or seen is None:
+        return None
+    if not shared.is_on(model):
+        _check_whole(shared, seen)
         return None
     # Of the class: programs put forwards of their own into models, which take anything.
     _, *parameters = inspect.signature(type(unwrapped(model)).forward).parameters
@@ -43,6 +47,20 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> None:
     """A forward hook that is always called."""
     if RUNNING.sights:
         RUNNING.sights.pop()
+
+
+def _check_whole(shared: Shared, seen: Tensor) -> None:
+    """
+    Raises:
+        RuntimeError: on all ranks that share sequences, when they evaluate the parts that a loader has dealt out.
+    """
+    if is_part(seen):
+        raise RuntimeError(
+            "the model is in eval mode, in which each rank sees whole sequences (disable_in_eval), and this batch is a "
+            f"part of sequences that ranks {', '.join(map(str, shared.group.ranks))} share: it would be taken for the "
+            "whole. Prepare the loader for evaluation in a call of its own, without the model "
+            "(accelerator.prepare(loader)); each rank then gets whole batches of its own"
+        )
 
 
 def _check_parts(shared: Shared, seen: Tensor) -> None:

@@ -4,19 +4,23 @@
                returns
     devices    sum of squares, parameters that were overwritten           on their way; see `hf_zero.step.outcome`
 
-On a CPU both travel in one small message.
+On a CPU both travel in one small message. Where ranks have to meet before an update all the same (stage 3 between
+hosts), hosts tell one another there what nearly always is all there is to know (`Facts`).
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, ParallelGroups, ledger
 from hf_zero.comm.tensor_parts import part_of
+from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.kernels.norm import sum_of_squares
@@ -40,6 +44,25 @@ class Agreed:
 
     used: frozenset[int]
     sums: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one rank tells in the meeting before an update, as integers.
+
+    Attributes:
+        used: digest of the parameters that have got a gradient here.
+        squares: of the gradients, the bits of an fp64; 0 where only the device knows.
+        overwritten: parameters; 0 where only the device knows.
+    """
+
+    late: int
+    out_of_order: int
+    failed: int
+    mark: int
+    used: int
+    squares: int
+    overwritten: int
 
 
 class Agreement:
@@ -73,14 +96,29 @@ class Agreement:
         """Gradients are about to change, or have."""
         self._squares_so_far = None
 
-    def reach(self) -> Agreed:
+    def meet(self) -> Sequence[Facts]:
+        """Be where weights may change on all ranks; returns what they tell one another there. Collective."""
+        if self._store.num_facts < len(fields(Facts)):
+            self._store.prepare_update()
+            return ()
+        with ledger.phase("backward"):
+            self._reducer.finish()
+            self._store.end_passes()
+            self._reducer.complete()
+        told = self._store.prepare_update(astuple(self._facts()))
+        return [Facts(*each) for each in told]
+
+    def reach(self, told: Sequence[Facts] = ()) -> Agreed:
         """Every gradient since the last step is reduced when this returns. Collective.
+
+        Args:
+            told: what `meet` has returned.
 
         Raises:
             StorageError: when a drive has failed on any rank.
             RuntimeError: when ranks have written different values into their weights.
         """
-        sums, (_, num_out_of_order, failures, *counts) = self._reduce_all()
+        sums, (_, num_out_of_order, failures, *counts) = self._reduce_all(told)
         difference, num_failed = divmod(int(failures), MARK_UNIT)
         if num_failed:
             self._placements.check(self._collectives)
@@ -90,7 +128,9 @@ class Agreement:
             self._reducer.reorder(order)
         return Agreed(frozenset(index for index, count in enumerate(counts) if count > 0), sums)
 
-    def _reduce_all(self) -> tuple[Tensor, list[float]]:
+    def _reduce_all(self, told: Sequence[Facts] = ()) -> tuple[Tensor, list[float]]:
+        if told and len({facts.used for facts in told}) == 1 and not any(facts.late for facts in told):
+            return self._sum_told(told)
         with ledger.phase("backward"):
             self._reducer.complete()
         sums, facts = self._exchange()
@@ -101,21 +141,55 @@ class Agreement:
             sums, facts = self._exchange()
         return sums, facts
 
+    def _facts(self) -> Facts:
+        is_known = not host_runs_ahead(self._store.device)
+        return Facts(
+            late=len(self._reducer.late),
+            out_of_order=int(self._store.is_out_of_order),
+            failed=int(self._placements.failure is not None),
+            mark=self._store.edits.mark,
+            used=zlib.crc32(bytes(map(int, self._used()))),
+            squares=_bits(float(self._own_squares())) if is_known else 0,
+            overwritten=int(self._store.edits.num_lost()) if is_known else 0,
+        )
+
+    def _sum_told(self, told: Sequence[Facts]) -> tuple[Tensor, list[float]]:
+        """What `_exchange` returns, from what all ranks know already; devices exchange their sums."""
+        if host_runs_ahead(self._store.device):
+            sums = self._own_sums()
+            self._collectives.sum_small(sums)
+        else:
+            squares = sum(_from_bits(facts.squares) for facts in told)
+            overwritten = sum(facts.overwritten for facts in told)
+            sums = torch.tensor([squares, overwritten], dtype=torch.float64, device=self._store.device)
+        differs = len({facts.mark for facts in told}) > 1
+        failures = float(sum(facts.failed for facts in told) + MARK_UNIT * differs)
+        return sums, [0.0, float(sum(facts.out_of_order for facts in told)), failures, *self._used()]
+
     def _exchange(self) -> tuple[Tensor, list[float]]:
         """Sums over ranks: [squares, overwritten]; [late, ranks out of order, failures, *use of parameters].
 
         In `failures`, failed drives and the difference between ranks' edits are one number, see MARK_UNIT.
         """
+        failed = float(self._placements.failure is not None) + MARK_UNIT * self._share_of_difference()
+        facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *self._used()]
+        sums = self._own_sums()
+        return sums, self._collectives.sum_with_facts(sums, facts)
+
+    def _used(self) -> list[float]:
+        """Of each parameter: 1.0 if it has got a gradient here."""
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
             for index in bucket.arrivals.used:
                 counts[index] = 1.0
-        failed = float(self._placements.failure is not None) + MARK_UNIT * self._share_of_difference()
-        facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *counts]
+        return counts
+
+    def _own_sums(self) -> Tensor:
+        """[2]: this rank's squares, and parameters that were overwritten here."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
         sums[0] += self._own_squares()
         sums[1] += self._store.edits.num_lost()
-        return sums, self._collectives.sum_with_facts(sums, facts)
+        return sums
 
     def _own_squares(self) -> Tensor:
         """0-dim, fp64: of this rank's part of the reduced gradients. Counted once where nothing has come since."""
@@ -149,6 +223,17 @@ class Agreement:
                 start = offset + piece.in_shard
                 total += bucket.reduced.squares(Interval(start, start + piece.numel)).to(total.device)
         return total
+
+
+def _bits(value: float) -> int:
+    """The bits of an fp64 as a signed integer."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(bits)
+
+
+def _from_bits(bits: int) -> float:
+    (value,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(value)
 
 
 def refuse_unused(store: ParameterStore, used: frozenset[int]) -> None:

@@ -64,7 +64,7 @@ def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cut
         None if policy is None else _far_placement(policy, device, drives),
         parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
-        sub_group_numel=zero.sub_group_numel if cuts and policy is not None else None,
+        sub_group_numel=(zero.sub_group_numel or None) if cuts and policy is not None else None,
         drives=drives.all,
     )
 

@@ -90,7 +90,13 @@ class StepOutcome:
 
     @property
     def norm(self) -> float:
-        """Global L2 norm before clipping."""
+        """Global L2 norm before clipping; of an update that is skipped because it is not finite, infinity."""
+        # Infinity minus infinity within a model is NaN, which loggers refuse and comparisons pass over.
+        return math.inf if math.isnan(self.found) and self._rule.skips else self.found
+
+    @property
+    def found(self) -> float:
+        """The norm as it was computed, which may be NaN."""
         return self._rule.norm(self._read()[0])
 
     @property

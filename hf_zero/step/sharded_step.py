@@ -102,9 +102,9 @@ class ShardedStep:
         """
         self.factors.refuse_mixed()
         self._store.sync_masters()
-        self._store.prepare_update()
+        told = self._agreement.meet()
         self.settle()
-        agreed = self._agreement.reach()
+        agreed = self._agreement.reach(told)
         if self._rules.require_all_gradients:
             refuse_unused(self._store, agreed.used)
         self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -18,6 +20,7 @@ from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.params import consolidation
 from tests.checkpoint.training import new_engine, settings, train
+from tests.support.launch import ROOT
 from tests.support.ranks import RankFailure, run_ranks
 
 
@@ -214,11 +217,12 @@ def test_a_rank_killed_while_saving_costs_only_that_checkpoint(tmp_path: Path, c
     with pytest.raises(RankFailure, match="rank 1"):
         run_ranks(run_killed_while_saving, 2, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "global_step2"
-    assert (tmp_path / ".global_step3.partial").is_dir() and not (tmp_path / "global_step3").exists()
+    assert [path.is_dir() for path in tmp_path.glob(".global_step3.*.partial")] == [True]
+    assert not (tmp_path / "global_step3").exists()
     engine = other_engine()
     with caplog.at_level("WARNING", logger="hf_zero"):
         assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "global_step2")
-    assert ".global_step3.partial is left of a save that did not end; it is ignored" in caplog.text
+    assert ".partial is left of a save that did not end; it is ignored" in caplog.text
 
 
 def run_different_tags(rank: int, root: str, rule: str) -> list[str]:
@@ -273,11 +277,41 @@ def test_a_failure_in_the_background_surfaces_at_the_next_step(tmp_path: Path, m
         patch.setattr(os, "pwrite", full)
         engine.save_checkpoint(str(tmp_path))
         engine._background_save._thread.join()  # type: ignore[union-attr]
+    micro_steps = engine.micro_steps
     with pytest.raises(CheckpointError, match="global_step1: was not written: rank 0 could not write its files"):
         train(engine, 0, 1, range(1, 2))
+    engine.step()  # who has caught it goes on where it was raised
+    assert engine.micro_steps == micro_steps + 1 and engine.global_steps == 2
     engine.save_checkpoint(str(tmp_path))
     engine.destroy()
-    assert open_checkpoint(tmp_path).meta["global_steps"] == 1
+    assert open_checkpoint(tmp_path).meta["global_steps"] == 2
+
+
+_LAST_SAVE_FAILS = """
+import os, sys
+import torch
+import hf_zero
+config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
+config["hf_zero"] = {"checkpoint": {"async": True}}
+engine = hf_zero.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+engine.backward(engine(torch.ones(1, 2)).sum())
+engine.step()
+def full(*_):
+    raise OSError(28, "No space left on device")
+os.pwrite = full
+engine.save_checkpoint(sys.argv[1])
+print("the script has come to its end")
+"""
+
+
+def test_a_program_whose_last_save_fails_in_the_background_has_failed(tmp_path: Path) -> None:
+    """The disk was full when the last checkpoint was written beside the end of the script: no step came any more to
+    raise the error, the status was 0, and neither checkpoint nor a word of it was there."""
+    words = [sys.executable, "-c", _LAST_SAVE_FAILS, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert "the script has come to its end" in done.stdout and done.returncode == 1
+    assert "No space left on device" in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def run_whole_weights(rank: int, stage: int, root: str) -> bool:
@@ -340,3 +374,17 @@ def run_unwritable(rank: int, root: str) -> None:
 
 def test_a_folder_that_cannot_be_written_to_fails_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(run_unwritable, 2, str(tmp_path))
+
+
+def test_checkpoints_without_latest_are_not_a_fresh_start(tmp_path: Path) -> None:
+    """A job whose `latest` was lost (copied by a pattern, deleted by a clean-up) loaded nothing, with one line in the
+    log, trained from the beginning and wrote over its checkpoints."""
+    engine = other_engine()
+    assert engine.load_checkpoint(str(tmp_path))[0] is None
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match="latest: is missing, and there are checkpoints beside it: first"):
+        engine.load_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="latest: is missing: this folder is that of one tag(.|\n)*tag='first'"):
+        engine.load_checkpoint(str(tmp_path / "first"))
+    assert engine.load_checkpoint(str(tmp_path), tag="first")[0] == str(tmp_path / "first")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import collectives_for, init_distributed, is_initialized, ledger, process_group, uncompiled
-from hf_zero.comm.collectives import LoneCollectives, own_shard
-from hf_zero.comm.control import ControlMessages
+from hf_zero.comm.collectives import ControlMessages, LoneCollectives, own_shard
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.torch_backend import NativeCollectives

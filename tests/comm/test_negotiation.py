@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from hf_zero.comm import Channel, Pending, Rows, ledger
 from hf_zero.comm.negotiation import Decision, Disagreement, Gathering, Kind, Request, decide
-from tests.support.in_process import Deadlock, InProcessWorld, Schedule, explore
+from tests.support.in_process import HEADS, Deadlock, InProcessWorld, RandomSchedule, Schedule, explore
 
 CPU = torch.device("cpu")
 
@@ -101,6 +102,7 @@ class Shards:
     rank: int
     updates: int = 0
     opened: list[int] = field(default_factory=list)
+    ask_ahead: Callable[..., bool] = lambda *_args, **_kwargs: False
 
     def name(self, unit: int) -> str:
         return f"module {unit}"
@@ -137,8 +139,11 @@ class Player:
         self.shards = Shards(self.rank)
         self.first = self.negotiation.register(self.shards, units)
         self.negotiation.meanwhile(self.land_ready)
-        self.flights: list[tuple[Pending, Tensor, Tensor, int]] = []
-        self.sums: list[float] = []
+        self.flights: list[tuple[Pending, Tensor, Tensor, int, int]] = []
+        self.ahead: dict[int, Gathering] = {}
+        self.in_backward = False
+        self.depth = 2  # units that are asked for ahead where it is known what comes
+        self.shards.ask_ahead = self.ask_ahead
 
     def play(self, script: Script) -> None:
         for route in script.routes:
@@ -151,27 +156,46 @@ class Player:
         self.negotiation.reopen()
 
     def walk(self, route: Sequence[int], prefetches: bool, *, in_backward: bool) -> None:
-        ahead: dict[int, Gathering] = {}
+        self.in_backward = in_backward
         left = list(range(self.units))[::-1]
         for place, unit in enumerate(route):
-            gathering = ahead.pop(unit, None) or self.ask(unit, in_backward)
-            if prefetches and not ahead and unit + 1 < self.units:  # right or not, as expectations are
-                ahead[unit + 1] = self.ask(unit + 1, in_backward)
+            gathering = self.ahead.pop(unit, None) or self.ask(unit, in_backward)
+            if prefetches:
+                self.ask_for_more(unit)
             self.finish(unit, gathering)
             if in_backward and unit not in route[place + 1 :]:
                 while left and (left[0] not in route or left[0] == unit):
                     self.launch(left.pop(0))
         while in_backward and left:
             self.launch(left.pop(0))
+        ahead, self.ahead = self.ahead, {}
         for unit, gathering in ahead.items():
-            self.finish(unit, gathering)
+            self.finish(unit, gathering, is_used=False)
         self.negotiation.end(in_backward=in_backward)
+
+    def ask_for_more(self, unit: int) -> None:
+        upcoming = self.negotiation.upcoming(in_backward=self.in_backward, trains=True)
+        if upcoming is None:
+            if not self.ahead and unit + 1 < self.units:  # right or not, as expectations are
+                self.ahead[unit + 1] = self.ask(unit + 1, self.in_backward)
+            return
+        for number in upcoming:
+            if number - self.first == unit or not self.ask_ahead(number - self.first):
+                return
+
+    def ask_ahead(self, unit: int, *, in_backward: bool | None = None, trains: bool = True) -> bool:
+        if in_backward is None and len(self.ahead) >= self.depth:
+            return False
+        if unit in self.ahead or in_backward not in (None, self.in_backward):
+            return False
+        self.ahead[unit] = self.ask(unit, self.in_backward)
+        return True
 
     def ask(self, unit: int, in_backward: bool) -> Gathering:
         return self.negotiation.gather(self.first + unit, order=-unit if in_backward else unit, in_backward=in_backward)
 
-    def finish(self, unit: int, gathering: Gathering) -> None:
-        (rows,) = gathering.wait()
+    def finish(self, unit: int, gathering: Gathering, *, is_used: bool = True) -> None:
+        (rows,) = gathering.wait(is_used=is_used)
         seen = [rows.row(rank).tolist() for rank in range(self.world)]
         assert seen == [[rank, unit, self.shards.updates] for rank in range(self.world)]
         rows.give_back()
@@ -184,10 +208,12 @@ class Player:
         result = torch.empty(1)
         self.negotiation.launched += 1
         self.reduce.about(1, 1, unit)
-        self.flights.append((self.reduce.reduce_scatter(result, buffer), buffer, result, unit))
+        number = self.negotiation.launched - 1
+        self.flights.append((self.reduce.reduce_scatter(result, buffer), buffer, result, unit, number))
 
     def land(self, num_left: int) -> None:
         while len(self.flights) > num_left:
+            self.negotiation.wait_for(self.flights[0][0], self.flights[0][4])
             self.land_first()
 
     def land_ready(self) -> None:
@@ -195,25 +221,34 @@ class Player:
             self.land_first()
 
     def land_first(self) -> None:
-        pending, buffer, result, unit = self.flights.pop(0)
+        pending, buffer, result, unit, _ = self.flights.pop(0)
         pending.wait()
         assert result.item() == self.world * 10.0 * unit + sum(range(self.world))
         self.reduce.give_send_buffer(buffer)
 
 
-def play(scripts: Sequence[Script], units: int, schedule: Schedule | None = None, steps: int = 2) -> None:
-    """Every rank plays its script; values, leaks and ends are checked."""
-    world = InProcessWorld(len(scripts), schedule)
+def play(
+    scripts: Sequence[Script | Sequence[Script]],
+    units: int,
+    schedule: Schedule | None = None,
+    steps: int = 2,
+    *,
+    apart: bool = False,
+) -> None:
+    """Every rank plays its script, or one for each update; values, leaks and ends are checked."""
+    world = InProcessWorld(len(scripts), schedule, apart=apart)
 
     def body(rank: int) -> None:
         player = Player(world, units)
-        for _ in range(steps):
-            player.play(scripts[rank])
+        mine = scripts[rank]
+        for script in [mine] * steps if isinstance(mine, Script) else mine:
+            player.play(script)
         assert not player.shards.opened and not player.flights
         world.exchange(0, None)
-        link = world.link().link
-        link._listen_to_all()
-        assert not any(link.own._readers.values()), "a block that nobody will read"
+        if not apart:
+            link = world.link().link
+            link._listen_to_all()
+            assert not any(link.own._readers.values()), "a block that nobody will read"
 
     world.run(body)
 
@@ -362,6 +397,87 @@ def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
         assert sum(tally.calls for (_, name), tally in ledger.tallies.items() if name == "all_gather") == 2 * 6
 
     explore(run, overtakings=2, limit=400)
+
+
+# --- ranks that share no memory: plans ------------------------------------------------------------------------------
+
+ALIKE, OTHER, LONG = ((0, 1, 2),), ((0, 2),), ((0, 1, 2), (2, 0))
+CHANGES = {
+    "one rank leaves a unit out": [[ALIKE, ALIKE, ALIKE, ALIKE, ALIKE], [ALIKE, ALIKE, OTHER, ALIKE, ALIKE]],
+    "one rank takes another order": [[ALIKE] * 5, [ALIKE, ALIKE, ((2, 1, 0),), ALIKE, ALIKE]],
+    "one rank runs nothing": [[ALIKE] * 4, [ALIKE, ALIKE, ((),), ALIKE]],
+    "both change": [[ALIKE, ALIKE, OTHER, ALIKE], [ALIKE, ALIKE, ((1, 2),), ALIKE]],
+    "both change alike": [[ALIKE, ALIKE, OTHER, OTHER, OTHER]] * 2,
+    "more passes on both": [[ALIKE, ALIKE, LONG, LONG, ALIKE]] * 2,
+    "a unit twice": [[((0, 1, 0),)] * 4, [((0, 1, 0),), ((0, 1, 0),), ((0, 0, 1),), ((0, 1, 0),)]],
+    "three ranks": [[ALIKE] * 4, [ALIKE, ALIKE, OTHER, ALIKE], [ALIKE] * 4],
+}
+
+
+def scripts_of(routes_by_rank: Sequence[Sequence[tuple[tuple[int, ...], ...]]], prefetches: bool) -> list[list[Script]]:
+    return [[Script(routes, prefetches) for routes in by_step] for by_step in routes_by_rank]
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("story", CHANGES)
+def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str, prefetches: bool) -> None:
+    """From alike to divergent and back: every value is right, and nobody waits for ever."""
+    scripts = scripts_of(CHANGES[story], prefetches)
+    explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=25)
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_stories_between_ranks_that_share_no_memory(story: str) -> None:
+    scripts = [Script((route,), prefetches=True) for route in STORIES[story]]
+    explore(lambda schedule: play(scripts, 4, schedule, steps=2, apart=True), overtakings=1, limit=25)
+
+
+def test_ranks_that_run_alike_meet_at_the_ends_of_passes_alone() -> None:
+    """Whatever the number of units: END of forward and backward, and STEP."""
+
+    def num_meetings(units: int) -> int:
+        world = InProcessWorld(2, apart=True)
+
+        def body(rank: int) -> int:
+            player = Player(world, units)
+            for _ in range(4):
+                before = world.num_calls(HEADS)
+                player.play(Script((tuple(range(units)),), prefetches=True))
+            return world.num_calls(HEADS) - before
+
+        return max(world.run(body))
+
+    assert [num_meetings(3), num_meetings(40)] == [3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("story", CHANGES)
+def test_many_more_orders_of_turns(story: str, prefetches: bool) -> None:
+    scripts = scripts_of(CHANGES[story], prefetches)
+    explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=2, limit=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_random_programs_that_change_between_ranks_that_share_no_memory() -> None:
+    draw = random.Random(0)
+
+    def route(units: int) -> tuple[int, ...]:
+        return tuple(draw.choices(range(units), k=draw.randint(0, 4)))
+
+    for seed in range(5000):
+        world, units, steps = draw.choice([2, 2, 3]), draw.randint(2, 4), draw.randint(3, 6)
+        common = route(units), route(units)
+        scripts = []
+        for _rank in range(world):
+            mine = []
+            for _step in range(steps):
+                routes = common if draw.random() < 0.8 else (route(units), common[1])
+                mine.append(Script(routes, prefetches=draw.random() < 0.7))
+            scripts.append(mine)
+        play(scripts, units, RandomSchedule(seed), apart=True)
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object]) -> None:

@@ -95,3 +95,53 @@ def test_ds_json_alone(
     assert len(resumed["losses"]) == steps
     torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(whole["losses"]))
     torch.testing.assert_close(torch.tensor(resumed["logits"]), torch.tensor(whole["logits"]))
+
+
+def _train_the_small_one(rank: int, folder: str) -> list[float]:
+    """What was cleaned, as any other model, at stage 3; loaded in shards."""
+    import hf_zero
+
+    hf_zero.install()
+    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/again", deepspeed=dict.fromkeys(keys, "auto") | {"zero_optimization": zero}, max_steps=2,
+        per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no", logging_steps=1,
+        learning_rate=0.01, lr_scheduler_type="constant", disable_tqdm=True, optim="sgd",
+    )  # fmt: skip
+    model = AutoModelForSequenceClassification.from_pretrained(f"{folder}/small", trust_remote_code=True)
+    rows = [{key: value[0] for key, value in batch.items()} for batch in bert_batches(8, rows=1)]
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(f"{folder}/again/saved")
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_saved_at_stage_3_and_loaded_again(tmp_path: Path) -> None:
+    """On two ranks: the weights before cleaning, from Trainer and from the checkpoint; the cleaned model, which is
+    loaded without hf_zero, and trained on in shards."""
+    from transformers import AutoModelForSequenceClassification
+
+    from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    def loaded(name: str) -> Any:
+        found = AutoModelForSequenceClassification.from_pretrained(tmp_path / name, trust_remote_code=True)
+        return found.eval()
+
+    config = _config(3, False, True)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    whole, *_ = run_ranks(run_trainer, 2, str(tmp_path), config, 4, None, init=False)
+    exact = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "checkpoint-4"))
+    for name, value in loaded("saved").named_parameters():
+        assert torch.equal(value, exact[name]), name
+    ids = bert_batches(1, rows=1)[0]["input_ids"]
+    with torch.no_grad():
+        assert loaded("small")(input_ids=ids).logits.tolist() == whole["logits"]
+    losses, others = run_ranks(_train_the_small_one, 2, str(tmp_path), init=False)
+    assert losses == others and len(losses) == 2
+    again, before = dict(loaded("again/saved").named_parameters()), dict(loaded("small").named_parameters())
+    assert {name: list(value.shape) for name, value in again.items()} == whole["shapes"]
+    assert not torch.equal(again["classifier.weight"], before["classifier.weight"])

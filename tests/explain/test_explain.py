@@ -218,3 +218,47 @@ def test_fix_opens_what_contradicts_the_flags(ds_json: Path, capsys: pytest.Capt
     flags = ("--gradient_accumulation_steps", 4, "--max_grad_norm", 0.5)
     code, _ = explained(capsys, ds_json, "--fix-to", target, *flags)
     assert code == 0 and json.loads(target.read_text())["gradient_accumulation_steps"] == "auto"
+
+
+VALID = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+}
+
+
+@pytest.mark.parametrize("words", [["--fix", "new.json"], ["--fix-to=new.json"], ["--fix", "new.json", "--bf16"]])
+def test_fix_writes_the_file_that_it_is_given_and_leaves_valid_values(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--fix mended.json` took the name for a flag of TrainingArguments: ds.fixed.json was written instead, and as the
+    defaults of a Trainer differ from lr 0.001 and the batch sizes, those became "auto". Kin: without --world-size the
+    total for 4 ranks does not go with one rank, and was removed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(VALID))
+    explained(capsys, "ds.json", *words)
+    assert json.loads((tmp_path / "new.json").read_text()) == VALID
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "new.json"]
+    code, content = explained(capsys, "ds.json", "--world-size", 4)
+    assert code == 0 and not content["problems"]
+    code, content = explained(capsys, "ds.json")
+    assert code == 1 and "--world-size N" in content["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mended.json"], "neither a flag nor the value of one"),
+        (["--bf16", "true", "mended.json"], "neither a flag nor the value of one"),
+        (["--fixx", "mended.json"], "did you mean --fix?"),
+        (["--word-size", "2"], "did you mean --world-size?"),
+        (["--learning_ratee=3"], "did you mean --learning_rate?"),
+    ],
+)
+def test_words_that_are_not_understood_are_errors(
+    words: list[str], message: str, ds_json: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, content = explained(capsys, ds_json, *words, "--fix")
+    assert code == 1 and message in json.dumps(content["problems"])
+    assert not ds_json.with_name("ds.fixed.json").exists()

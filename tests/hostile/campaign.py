@@ -32,7 +32,7 @@ from tests.hostile.spec import Program
 from tests.hostile.threads import ThreadRunner
 from tests.hostile.verdicts import KINDS
 
-RANKS = ("processes", "apart", "threads")
+RANKS = ("processes", "apart", "threads", "threads-apart")
 MOST_DRAWS = 1000  # for one program that has what is asked for
 
 
@@ -68,9 +68,9 @@ def choose(seed: int, number: int, size: str, only: Sequence[str] = (), without:
 
 
 def make_runner(ranks: str, deadline_s: float) -> Runner:
-    """Ranks as "processes" that share memory, as processes "apart" that do not, or as "threads" that take turns."""
-    if ranks == "threads":
-        return ThreadRunner()
+    """Ranks as "processes" that share memory, as processes "apart" that do not, or as threads that take turns."""
+    if ranks.startswith("threads"):
+        return ThreadRunner(apart=ranks == "threads-apart")
     return ProcessRunner(make_engine_apart if ranks == "apart" else make_zero_engine, deadline_s)
 
 
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome[Program]] = []
     started = time.monotonic()
     make = partial(make_runner, options.ranks, options.deadline)
-    for outcome in run_all(programs, make, 1 if options.ranks == "threads" else options.jobs):
+    for outcome in run_all(programs, make, 1 if options.ranks.startswith("threads") else options.jobs):
         outcomes.append(outcome)
         if not outcome.verdict.is_ok:
             path = write_failure(options.folder, outcome, options.size)

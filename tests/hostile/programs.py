@@ -23,9 +23,10 @@ from tests.hostile.spec import (
 from tests.hostile.trees import Grown, grow
 
 # How the ranks' calls relate: alike everywhere; alike on all ranks, other ones each time; the same calls in an order of
-# each rank's own; one order in which ranks skip and repeat; nothing alike.
-ORDERS = ("same", "same_varying", "permuted", "skipping", "divergent")
-_ORDER_WEIGHTS = (25, 15, 15, 15, 30)
+# each rank's own; one order in which ranks skip and repeat; nothing alike; and for several updates alike everywhere,
+# with updates of the other kinds now and then between them.
+ORDERS = ("same", "same_varying", "permuted", "skipping", "divergent", "changing")
+_ORDER_WEIGHTS = (20, 10, 15, 15, 25, 15)
 _STAGES = (0, 1, 2, 3)
 _STAGE_WEIGHTS = (1, 1, 2, 6)
 
@@ -128,18 +129,28 @@ class _Generator:
     def _steps(self, order: str, world: int) -> tuple[tuple[Micro, ...], ...]:
         draw = self._random
         backward = draw.choices((*BACKWARDS, "mixed"), (50, 8, 8, 8, 8, 8, 10))[0]
+        if order == "changing" and backward == "mixed":
+            backward = "sum"
         evaluates = draw.random() < 0.3
         direct = draw.random() < 0.1
         base = self._calls()
         num_steps, accumulation = draw.randint(1, self._size.steps), draw.randint(1, self._size.accumulation)
+        usual: list[Micro] = []
+        if order == "changing":
+            num_steps += 3
+            usual = [self._micro("same", base, world, backward, evaluates, direct) for _ in range(accumulation)]
         steps = []
         for _ in range(num_steps):
+            if usual and draw.random() < 0.7:
+                steps.append(tuple(usual))
+                continue
+            of_step = draw.choice(("permuted", "skipping", "divergent")) if usual else order
             micros = []
             for _ in range(accumulation):
                 if order == "same_varying":
                     base = self._calls()
                 way = draw.choice(BACKWARDS) if backward == "mixed" else backward
-                micros.append(self._micro(order, base, world, way, evaluates, direct))
+                micros.append(self._micro(of_step, base, world, way, evaluates, direct))
             steps.append(tuple(micros))
         return tuple(steps)
 

@@ -28,6 +28,22 @@ def test_threads_that_overtake_one_another(share: float) -> None:
     assert_fine([(program, runner.run(program)) for program in choose(500, NUM_QUICK, "medium", ["stage=3"])])
 
 
+def test_threads_that_share_no_memory() -> None:
+    """They follow plans, leave them, and come back."""
+    runner = ThreadRunner(seed=3, apart=True)
+    programs = choose(700, NUM_QUICK, "medium", ["stage=3", "order=changing"])
+    assert_fine([(program, runner.run(program)) for program in programs])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("seed", range(5))
+def test_many_threads_that_share_no_memory(seed: int) -> None:
+    runner = ThreadRunner(seed, share=0.2, apart=True)
+    programs = choose(30_000 + 1000 * seed, NUM_SLOW, "medium", ["stage=3"])
+    assert_fine([(program, runner.run(program)) for program in programs])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(5))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn, optim
 
+from hf_zero.comm import Hosts
 from tests.hostile.body import run_rank
 from tests.hostile.spec import Program
 from tests.hostile.verdicts import Verdict, judge
@@ -18,18 +19,24 @@ from tests.support.lasting_ranks import RankReport
 class ThreadRunner:
     """Its deadlocks are certain, and the same seed gives the same run."""
 
-    def __init__(self, seed: int = 0, share: float = 0.3) -> None:
-        """`share`: how often a rank that could go on is overtaken by another one."""
+    def __init__(self, seed: int = 0, share: float = 0.3, *, apart: bool = False) -> None:
+        """
+        Args:
+            share: how often a rank that could go on is overtaken by another one.
+            apart: ranks share no memory.
+        """
         self._seed = seed
         self._share = share
+        self._apart = apart
 
     def run(self, program: Program) -> Verdict:
-        return run_in_order(program, RandomSchedule(self._seed + program.seed, self._share))
+        return run_in_order(program, RandomSchedule(self._seed + program.seed, self._share), apart=self._apart)
 
 
-def run_in_order(program: Program, schedule: Schedule) -> Verdict:
+def run_in_order(program: Program, schedule: Schedule, *, apart: bool = False) -> Verdict:
     """Run a program whose ranks take turns by `schedule`."""
-    world = InProcessWorld(program.world, schedule)
+    hosts = Hosts.named([f"host {rank}" for rank in range(program.world)]) if apart else None
+    world = InProcessWorld(program.world, schedule, hosts, apart=apart)
     with tempfile.TemporaryDirectory() as folder, engines_in(world) as initialize:
 
         def make_engine(model: nn.Module, optimizer: optim.Optimizer, config: dict[str, Any]) -> Any:

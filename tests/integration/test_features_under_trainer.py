@@ -21,7 +21,9 @@ from hf_zero.features import Progress  # noqa: E402
 from hf_zero.routing.layer_drop import ProgressiveLayerDrop  # noqa: E402
 from hf_zero.routing.random_ltd import RandomLTD  # noqa: E402
 from tests.data.test_stream import SampleStream, analyse, metric, policy  # noqa: E402
+from tests.sequence.test_hugging_face import fresh as fresh_state  # noqa: E402
 from tests.support.models import stack, tiny_llama, token_rows  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 
 from .flows import ADAMW, BASE, arguments, clean  # noqa: E402
 
@@ -197,3 +199,38 @@ def test_every_micro_batch_draws_its_own_and_a_resumed_run_draws_the_same(featur
     losses = [[line["loss"] for line in trainer.state.log_history if "loss" in line] for trainer in (whole, again)]
     assert losses[0] == losses[1]
     assert whole.model_wrapped.micro_steps == again.model_wrapped.micro_steps == 18
+
+
+def _resumed_on_two_ranks(rank: int, folder: str, tensor: int) -> dict[str, Any]:
+    """What an uninterrupted run and one that was resumed in the middle of an epoch do differently."""
+    found: dict[str, Any] = {}
+    for stage, kept in ((3, {"cpu_checkpointing": True, "contiguous_memory_optimization": True}), (1, {})):
+        own, runs = Path(folder, str(stage), str(rank)), Path(folder, str(stage), "runs")
+        own.mkdir(parents=True)
+        sections, expected = sampled(own)
+        sections |= {"zero_optimization": {"stage": stage}, "curriculum_learning": CURRICULUM}
+        sections |= {"activation_checkpointing": kept | {"number_checkpoints": 2}}
+        sections |= {"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}
+        options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
+        options |= {"save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True}
+        whole, again = [], []
+        for resume, seen in ((None, whole), (str(runs / "checkpoint-2"), again)):
+            trainer = run(runs, sections, resume=resume, **options)
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            seen += [trainer.notes, losses]  # type: ignore[attr-defined]
+            clean()
+            fresh_state()
+        found[f"losses at stage {stage}"] = [pair for pair in zip(whole[1], again[1], strict=True) if len({*pair}) > 1]
+        found[f"batches at stage {stage}"] = [] if whole[0][4:] == again[0] else (whole[0], again[0])
+        if tensor > 1:
+            seen = [first[3] + second[3] for first, second in zip(whole[0][::2], whole[0][1::2], strict=True)]
+            found[f"stream at stage {stage}"] = [] if seen == expected[:5] else (seen, expected)
+    return {name: differences for name, differences in found.items() if differences}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_curricula_and_kept_activations_on_two_ranks_after_a_resume(tensor: int, tmp_path: Path) -> None:
+    """Resumed in the middle of an epoch. With `autotp_size` somebody's curriculum over samples ran at half its speed:
+    the sampler counted samples of an update by ranks, two of which see the same ones."""
+    assert run_ranks(_resumed_on_two_ranks, 2, str(tmp_path), tensor, init=False, timeout_s=280) == [{}, {}]

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader
+from transformers.integrations.deepspeed import deepspeed_config
 
 import hf_zero
 
@@ -45,7 +49,7 @@ def test_a_file_without_a_zero_section_is_refused() -> None:
 def test_what_the_file_leaves_out_is_left_to_the_code() -> None:
     """Accelerate wrote 1 for a missing gradient_accumulation_steps, and Accelerator(gradient_accumulation_steps=4) lost
     against a file that says nothing; DeepSpeedPlugin(gradient_clipping=0.5) was dropped for the same reason."""
-    left = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    left = {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     config = plugin_config({"zero_optimization": {"stage": 1}})
     assert {key: config[key] for key in left} == left
     fields: dict[str, Any] = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
@@ -147,3 +151,39 @@ def test_a_switched_off_precision_is_said() -> None:
     with heard() as said:
         DeepSpeedPlugin(hf_ds_config={**BASE, "bf16": {"enabled": False}}).set_mixed_precision("bf16")
     assert len(said) == 1 and "bf16.enabled is false (the config): the config decides" in said[0]
+
+
+def test_who_reads_a_number_finds_a_number_and_both_configs_are_the_same() -> None:
+    """A program multiplied by `plugin.deepspeed_config["gradient_accumulation_steps"]`, which a file had left out: 1
+    with accelerate alone, here the text "auto" until prepare(). transformers' own view, made when a second plugin was
+    selected, said 1, and stayed so after prepare() had filled the other one."""
+    without = {key: value for key, value in BASE.items() if key != "gradient_accumulation_steps"}
+    plugins = {
+        "first": DeepSpeedPlugin(hf_ds_config={**without, "zero_optimization": {"stage": 1}}),
+        "second": DeepSpeedPlugin(hf_ds_config={**without, "zero_optimization": {"stage": 2}}),
+    }
+    assert [plugin.deepspeed_config["gradient_accumulation_steps"] for plugin in plugins.values()] == [1, 1]
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins, gradient_accumulation_steps=2)
+    accelerator.state.select_deepspeed_plugin("second")
+    seen = plugins["second"].hf_ds_config.config
+    numbers = ("gradient_accumulation_steps", "gradient_clipping")
+    assert {key: deepspeed_config()[key] for key in numbers} == {key: seen[key] for key in numbers}
+    seen["gradient_clipping"] = 1.0  # as accelerate's pages have it: from here on it is said
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, optimizer, DataLoader(torch.ones(4, 4), batch_size=2))
+    assert deepspeed_config() == seen and seen["gradient_accumulation_steps"] == 2
+    assert seen["train_batch_size"] == 4
+    accelerator.state.select_deepspeed_plugin("first")
+    assert deepspeed_config()["zero_optimization"]["stage"] == 1
+    accelerator.state.select_deepspeed_plugin("second")
+    assert deepspeed_config() == seen
+
+
+def test_a_number_that_a_program_writes_is_not_taken_for_an_assumed_one() -> None:
+    config = plugin_config({"zero_optimization": {"stage": 1}})
+    assert config.assumes("gradient_accumulation_steps")
+    assert ConfigDict.__deepcopy__(config, {}).assumes("gradient_accumulation_steps")
+    config["gradient_accumulation_steps"] = 1
+    config.update(gradient_clipping=0.5)
+    assert not config.assumes("gradient_accumulation_steps") and not config.assumes("gradient_clipping")

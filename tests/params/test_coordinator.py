@@ -34,7 +34,7 @@ class Stack(nn.Module):
 
 def keeps(*positions: int, num: int = 3, ahead: bool = True, inference: Sequence[int] = ()) -> GatherPlan:
     """The plan that keeps these for backward."""
-    return GatherPlan(frozenset(positions), frozenset(inference), frozenset(range(num)), ahead)
+    return GatherPlan(frozenset(positions), frozenset(inference), frozenset(range(num)), int(ahead), 0)
 
 
 def limited(**limits: int) -> Callable[[Sequence[Use]], GatherPlan]:

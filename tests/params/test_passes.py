@@ -46,7 +46,7 @@ class Chain:
         self.units = [Unit(index, name, ()) for index, name in enumerate(NAMES)]
         self.hooked = [self._hooked(index) for index in range(len(NAMES))]
         every = frozenset(range(len(NAMES)))
-        self.plan = GatherPlan(frozenset(kept), frozenset(kept_for_inference), every, prefetches=True)
+        self.plan = GatherPlan(frozenset(kept), frozenset(kept_for_inference), every, 1, 0)
         self.order = ExecutionOrder(self.hooked, lambda _uses: self.plan)
         self.prefetcher: Any = Recorder()
         self.told: list[int | None] = []

@@ -82,16 +82,25 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def in_one_process(model: nn.Module, data: Sequence[Batch], *, data_ranks: int, accumulation: int = 1) -> Trained:
-    """Plain PyTorch; an update takes `accumulation` batches of each of `data_ranks`, which count alike."""
+def in_one_process(
+    model: nn.Module, data: Sequence[Batch], *, data_ranks: int, accumulation: int = 1, by_tokens: bool = False
+) -> Trained:
+    """Plain PyTorch; an update takes `accumulation` batches of each of `data_ranks`, which count alike, or `by_tokens`
+    their tokens: then losses are those of updates. The last may be of fewer batches."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses, per_update = [], data_ranks * accumulation
     for start in range(0, len(data), per_update):
-        for batch in data[start : start + per_update]:
+        together = data[start : start + per_update]
+        tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in together]
+        total = 0.0
+        for batch, own in zip(together, tokens, strict=True):
             loss = model(**batch).loss
-            (loss / per_update).backward()
-            losses.append(loss.item())
+            share = loss * own / sum(tokens) if by_tokens else loss / len(together)
+            share.backward()
+            total += share.item()
+            losses += [] if by_tokens else [loss.item()]
+        losses += [total] if by_tokens else []
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hf_zero.precision import Precision
 from hf_zero.step.agreement import Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import LocalGradients, ReducedGradients, held_gradients
 from hf_zero.step.loss_factors import LossFactors, StepRules, refuse_minimum_loss_scale
+from hf_zero.step.outcome import NormRule, StepOutcome
 from hf_zero.step.owned_values import OwnedValues
 from hf_zero.step.peers import peers_of, spread_of
 from hf_zero.step.sharded_step import ShardedStep
@@ -202,3 +204,12 @@ def test_a_step_applies_gradients_or_skips_where_they_are_not_finite() -> None:
     before = flat.parameters[1].detach().clone()
     step.run()
     assert step.outcome.skipped and torch.equal(flat.parameters[1].detach(), before)
+
+
+@pytest.mark.parametrize("squares", [math.nan, math.inf])
+def test_the_norm_of_a_skipped_update_is_infinity(squares: float) -> None:
+    """Infinities of both signs make NaN, on which logs and comparisons stumble; without skipping it is the truth."""
+    sums = torch.tensor([squares, 0.0])
+    assert StepOutcome(sums, NormRule(num_added=1, factor=0.5, clip_norm=1.0, skips=True)).norm == math.inf
+    found = StepOutcome(sums, NormRule(num_added=1, factor=0.5, clip_norm=1.0, skips=False)).norm
+    assert not math.isfinite(found) and math.isnan(found) == math.isnan(squares)

@@ -19,7 +19,7 @@ NAMES = ROOT / "hf_zero" / "integration" / "names" / "names.json"
 MODULES = ROOT / "tests" / "integration" / "data" / "deepspeed_modules.txt"
 SURFACES = ROOT / "tests" / "integration" / "data" / "deepspeed_surfaces.json"
 ACCELERATOR = ROOT / "tests" / "integration" / "data" / "accelerator_methods.txt"
-MAX_TEXT, MAX_LIST = 60, 12
+MAX_TEXT, MAX_LIST = 80, 12
 SURFACE_CLASSES = {
     "DeepSpeedEngine": ("runtime.engine", "DeepSpeedEngine"),
     "DeepSpeedZeroOptimizer (stages 1, 2)": ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
@@ -29,6 +29,8 @@ SURFACE_CLASSES = {
     "FP16_UnfusedOptimizer": ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
     "ZeROOptimizer (base of those above)": ("runtime.base_optimizer", "ZeROOptimizer"),
 }
+
+_BUILDERS = "ops.op_builder"
 
 
 @dataclass
@@ -73,6 +75,9 @@ def _read(tree: ast.Module, name: str, is_package: bool) -> Module:
             for target in statement.targets:
                 if isinstance(target, ast.Name):
                     _note_value(module, target.id, statement.value)
+        elif isinstance(statement, ast.AnnAssign):
+            if isinstance(statement.target, ast.Name) and statement.value is not None:
+                _note_value(module, statement.target.id, statement.value)
         elif isinstance(statement, ast.ImportFrom):
             _note_import(module, statement, name)
     return module
@@ -138,18 +143,21 @@ def table(tree: dict[str, Module]) -> dict[str, dict[str, Any]]:
         values = {own: value for own, value in sorted(module.values.items()) if not own.startswith("_")}
         if values:
             row["values"] = values
-        borrowed = _borrowed(tree, name) if module.is_package else {}
+        borrowed = _borrowed(tree, name)
         if borrowed:
             row["borrowed"] = dict(sorted(borrowed.items()))
+        stars = sorted(star for star in module.stars if star in tree)
+        if stars and not module.is_package:  # a package's are among what it borrows
+            row["stars"] = " ".join(stars)
         rows[name] = row
     return rows
 
 
 def _borrowed(tree: dict[str, Module], name: str) -> dict[str, str]:
-    """Name -> the module that defines it, for what a package offers of other modules."""
+    """Name -> the module that defines it, for what a module offers of others: programs import it from either."""
     module, found = tree[name], {}
     wanted = dict(module.borrowed)
-    for star in module.stars:
+    for star in module.stars if module.is_package else ():
         wanted.update({own: (star, own) for own in _public(tree, star)})
     for own, (source, original) in wanted.items():
         home = _home(tree, source, original)
@@ -172,6 +180,8 @@ def _home(tree: dict[str, Module], source: str, name: str, depth: int = 0) -> st
     module = tree.get(source)
     if module is None or depth > 8:
         return None
+    if source == _BUILDERS and name.endswith("Builder"):
+        return source  # it makes them when it is imported
     if name in (*module.classes, *module.errors, *module.functions) or name in module.values:
         return source
     if name in module.borrowed:

@@ -27,15 +27,19 @@ from torch import Tensor
 
 from hf_zero.api import engine, engine_gradients, entry
 from hf_zero.api.engines_at_work import EnginesAtWork
-from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, groups
+from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, ParallelGroups, Pending, Rows, groups
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.cpu.group_link import GroupLink
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.cpu.wires import Gone, Wires
+from hf_zero.comm.demand import Demand
 from hf_zero.comm.hosts import Partition, group_of
+from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
+from hf_zero.comm.rows import FlatRows, own_shard
+from hf_zero.kernels.accumulate import sum_parts
 
 T = TypeVar("T")
 PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it
@@ -131,8 +135,14 @@ class InProcessWorld:
         hosts: which of them are told that they share one. They exchange everything in shared memory all the same.
     """
 
-    def __init__(self, world: int, schedule: Schedule | None = None, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self, world: int, schedule: Schedule | None = None, hosts: Hosts | None = None, *, apart: bool = False
+    ) -> None:
+        """`apart`: ranks share no memory, and meet in collectives alone."""
         self.world = world
+        self.apart = apart
+        self.said: dict[int, int] = {}  # what `ApartDemand` has been told, by topic
+        self.num_said = 0
         self.hosts = hosts or Hosts.one(world)
         self._schedule = schedule or InOrder()
         self._inboxes: dict[tuple[int, int], deque[tuple[bytes, int | None]]] = {
@@ -149,7 +159,7 @@ class InProcessWorld:
         self._partitions: list[Partition] = [self._everyone]
         self._shared: dict[int, SharedMemoryLink] = {}
         self._links: dict[tuple[int, int], GroupLink] = {}  # by rank and number of the partition
-        self._negotiations: dict[tuple[int, int], HostNegotiation] = {}
+        self._negotiations: dict[tuple[int, Partition], Negotiation] = {}
 
     @property
     def _everyone(self) -> Partition:
@@ -199,7 +209,11 @@ class InProcessWorld:
         partition = partition or self._everyone
         if len(group_of(self.rank, partition)) == 1:
             return LoneCollectives(self.rank)
-        collectives = InProcessCollectives(self, self.link(partition), channel)
+        collectives: Collectives
+        if self.apart:
+            collectives = ApartCollectives(self, group_of(self.rank, partition), channel)
+        else:
+            collectives = InProcessCollectives(self, self.link(partition), channel)
         if channel is Channel.GATHER or partition == self._everyone:
             collectives.negotiation = self.negotiation(partition)
         return collectives
@@ -228,12 +242,20 @@ class InProcessWorld:
             self._links[self.rank, number] = link
         return self._links[self.rank, number]
 
-    def negotiation(self, partition: Partition | None = None) -> HostNegotiation:
-        link = self.link(partition)
-        key = self.rank, link._number
+    def negotiation(self, partition: Partition | None = None) -> Negotiation:
+        key = self.rank, partition or self._everyone
         if key not in self._negotiations:
-            self._negotiations[key] = HostNegotiation(link)
+            self._negotiations[key] = self._new_negotiation(key[1])
         return self._negotiations[key]
+
+    def _new_negotiation(self, partition: Partition) -> Negotiation:
+        if not self.apart:
+            return HostNegotiation(self.link(partition))
+        ranks = group_of(self.rank, partition)
+        gathers = ApartCollectives(self, ranks, Channel.GATHER)
+        return LockstepNegotiation(
+            gathers, ApartCollectives(self, ranks, HEADS), host_waits=True, demand=ApartDemand(self)
+        )
 
     def leave(self) -> None:
         """The calling rank stops as one that has died does."""
@@ -262,13 +284,22 @@ class InProcessWorld:
 
     def exchange(self, channel: int, value: object, ranks: tuple[int, ...] | None = None) -> list[object]:
         """The `value` of each of `ranks`, by default all, in this order, once all have called."""
-        rank, ranks = self.rank, ranks or self._everyone[0]
-        key = ranks, rank, channel
+        ranks = ranks or self._everyone[0]
+        gathered = self.post(channel, value, ranks)
+        self.block(self.rank, lambda: len(gathered) == len(ranks))
+        return [gathered[each] for each in ranks]
+
+    def post(self, channel: int, value: object, ranks: tuple[int, ...]) -> dict[int, object]:
+        """Where the `value` of each of `ranks` will be that has made its call of the same number on `channel`."""
+        key = ranks, self.rank, channel
         number = self._num_exchanges[key] = self._num_exchanges.get(key, 0) + 1
         gathered = self._exchanges.setdefault((ranks, channel, number), {})
-        gathered[rank] = value
-        self.block(rank, lambda: len(gathered) == len(ranks))
-        return [gathered[each] for each in ranks]
+        gathered[self.rank] = value
+        return gathered
+
+    def num_calls(self, channel: int) -> int:
+        """Of the calling rank, in the group of all ranks."""
+        return self._num_exchanges.get((self._everyone[0], self.rank, channel), 0)
 
     # Whose turn it is
 
@@ -314,11 +345,8 @@ class InProcessWorld:
         negotiations = [found for (each, _), found in self._negotiations.items() if each == rank]
         if self._is_done[rank] or not negotiations:
             return f"rank {rank} has ended" if self._is_done[rank] else f"rank {rank} waits"
-        queues = [
-            {found._ranks[each]: [asked.request for asked in queue] for each, queue in found._queues.items() if queue}
-            for found in negotiations
-        ]
-        return f"rank {rank} waits, knows of {queues}"
+        queues = [[asked.request for asked in found._mine] for found in negotiations]
+        return f"rank {rank} waits, has asked for {queues}"
 
     def _take_turn(self, rank: int) -> None:
         assert self._turns[rank].acquire(timeout=PATIENCE_S), "no turn came"
@@ -392,6 +420,115 @@ class InProcessCollectives(HostCollectives):
         values = self._world.exchange(self._channel, tensor.detach().clone(), self.ranks)[source]
         assert isinstance(values, Tensor)
         tensor.copy_(values)
+
+
+HEADS = 100  # a channel beside those of `Channel`
+
+
+class ApartCollectives(Collectives):
+    """Collectives of ranks that share no memory: what a rank has posted is there when all have posted theirs."""
+
+    def __init__(self, world: InProcessWorld, ranks: tuple[int, ...], channel: int) -> None:
+        super().__init__(ranks.index(world.rank), len(ranks), ranks)
+        self.num_beside = 1
+        self._world = world
+        self._channel = channel
+
+    def _post(self, value: Tensor, finish: Callable[[list[Any]], None]) -> Pending:
+        gathered = self._world.post(self._channel, value.detach().clone(), self.ranks)
+        self._world.may_be_overtaken(self._world.rank)
+        return _Posted(self._world, gathered, self.ranks, finish)
+
+    def gather_objects(self, value: object) -> list[object]:
+        return self._world.exchange(self._channel, value, self.ranks)
+
+    def _all_reduce(self, flat: Tensor) -> Pending:
+        return self._post(flat, lambda values: flat.copy_(sum(values)))  # type: ignore[arg-type]
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        def finish(values: list[Tensor]) -> None:
+            sum_parts([own_shard(each, self.rank, self.size) for each in values], shard)
+
+        return self._post(flat, finish)
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        def finish(values: list[Tensor]) -> None:
+            for rank, value in enumerate(values):
+                assert value.numel() * self.size == flat.numel(), "ranks have made different gathers"
+                own_shard(flat, rank, self.size).copy_(value)
+
+        return self._post(own_shard(flat, self.rank, self.size), finish)
+
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        values: Any = self._world.exchange(self._channel, [each.detach().clone() for each in sent], self.ranks)
+        for rank in range(self.size):
+            if rank != self.rank:
+                received[rank].copy_(values[rank][self.rank])
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        buffer = take(flat.numel())
+        rows = buffer.narrow(0, 0, flat.numel())
+
+        def finish(values: list[Tensor]) -> None:
+            for rank, value in enumerate(values):
+                own_shard(rows, rank, self.size).copy_(own_shard(value, self.rank, self.size))
+
+        return FlatRows(buffer, rows, self.size, self._post(flat, finish))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        values: Any = self._world.exchange(self._channel, tensor.detach().clone(), self.ranks)
+        tensor.copy_(values[source])
+
+    def _sum_small(self, values: Tensor) -> None:
+        values.copy_(sum(self._world.exchange(self._channel, values.clone(), self.ranks)))  # type: ignore[arg-type]
+
+
+class _Posted(Pending):
+    can_arrive = True
+
+    def __init__(
+        self,
+        world: InProcessWorld,
+        gathered: dict[int, object],
+        ranks: tuple[int, ...],
+        finish: Callable[[list[Any]], None],
+    ) -> None:
+        self._world, self._gathered, self._ranks = world, gathered, ranks
+        self._finish: Callable[[list[Any]], None] | None = finish
+
+    def is_ready(self) -> bool:
+        return len(self._gathered) == len(self._ranks)
+
+    def wait(self) -> None:
+        self._world.block(self._world.rank, self.is_ready)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish([self._gathered[rank] for rank in self._ranks])
+
+
+class ApartDemand(Demand):
+    """Says and looks as soon as a rank stands still, and whenever anybody has said something since."""
+
+    def __init__(self, world: InProcessWorld) -> None:
+        self._world = world
+
+    def say(self, topic: int, value: int) -> None:
+        if self._world.said.get(topic) != value:
+            self._world.said[topic] = value
+            self._world.num_said += 1
+
+    def look(self, topic: int) -> int:
+        return self._world.said.get(topic, 0)
+
+    def forget(self, topic: int) -> None:
+        return None
+
+    def wait(self, pending: Pending, act: Callable[[], None]) -> None:
+        world = self._world
+        while not pending.is_ready():
+            seen = world.num_said
+            act()
+            world.block(world.rank, lambda seen=seen: pending.is_ready() or world.num_said != seen)  # type: ignore[misc]
 
 
 class _PerRank:

@@ -161,6 +161,44 @@ def test_mixed_precision(precision: str) -> None:
     assert_same(*found, rtol=1e-2, atol=2e-3)
 
 
+def _errors_in_bf16(rank: int, stage: int) -> dict[str, float]:
+    """Of gradients, relative to those of fp32: the largest with tiles over the largest without."""
+    batches, found = [batch(ignored=5), batch(seed=2, ignored=30)], {}
+    for kind in ("llama", "tied llama"):
+        exact = build(kind).bfloat16().float().train()
+        for values in batches:
+            (exact(**values).loss / 2).backward()
+        largest = []
+        for tiled in (BOTH, {}):
+            model = build(kind).train()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            more = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+            with small():
+                engine, *_ = initialize(
+                    model=model, config=settings(gradient_accumulation_steps=2, hf_zero=tiled, **more)
+                )
+                for values in batches:
+                    engine.backward(engine(**values).loss)
+                    engine.step() if values is batches[0] else None
+            pairs = zip(model.parameters(), exact.parameters(), strict=True)
+            largest.append(max(_difference(safe_get_full_grad(own), other.grad) for own, other in pairs))
+            engine.destroy()
+        found[kind] = largest[0] / largest[1]
+    return found
+
+
+def _difference(found: Any, exact: Any) -> float:
+    return ((found.float() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_tiles_round_no_more_than_the_plain_model_in_bf16(stage: int) -> None:
+    """Products of tiles are added up in fp32, layers are checkpointed, two ranks accumulate."""
+    for found in run_ranks(_errors_in_bf16, 2, stage):
+        assert all(ratio < 1.3 for ratio in found.values()), found
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.durable import PARTIAL, into_place
+from hf_zero.checkpoint.files.durable import into_place, write_small
 from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.tensor_ranks import saved_cuts
 from hf_zero.checkpoint.transaction import move_into_place
 from hf_zero.checkpoint.view import MASTER, CheckpointView
+from hf_zero.staging import StagingFolder
 
 # Of rank 0's state: what the folders of the parameters hold.
 _IN_FOLDERS = (ds.BASE_OPTIMIZER_STATE, ds.BASE_OPTIMIZER_STATE_STEP, ds.FP32_PARTITIONS, ds.SLICE_MAPPINGS)
@@ -38,15 +39,13 @@ def convert_to_universal(source: Path, target: Path, on_parameter: Callable[[str
     """
     view = open_checkpoint(source)
     _refuse_unfit(view)
-    partial = target.with_name(f".{target.name}{PARTIAL}")
-    shutil.rmtree(partial, ignore_errors=True)
+    staging = StagingFolder(target.parent, target.name)
     try:
-        _write(view, partial, on_parameter)
-        move_into_place(partial, target)
+        _write(view, staging.path, on_parameter)
+        move_into_place(staging.path, target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    pointer = target.parent / ds.LATEST_UNIVERSAL
-    pointer.write_text(target.name)
+        staging.remove()
+    write_small(target.parent / ds.LATEST_UNIVERSAL, target.name.encode())
 
 
 def _refuse_unfit(view: CheckpointView) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.checkpoint.files.stream import Record, checksum_of_records, write_at
-
-PARTIAL = ".partial"
+from hf_zero.staging import staging_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ def written(path: Path, records: Sequence[Record], checksums: Sequence[int]) -> 
 
 def write_small(path: Path, content: bytes) -> None:
     """Replace `path` by `content` in one step, fsynced."""
-    partial = path.with_name(f".{path.name}{PARTIAL}.{os.getpid()}")
+    partial = staging_file(path)
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         write_at(file, content, 0)
@@ -42,8 +41,7 @@ def write_small(path: Path, content: bytes) -> None:
 
 def into_place(path: Path, write: Callable[[Path], Written]) -> Written:
     """Let `write` make a file under a temporary name beside `path`, then rename it; nothing is left of a failure."""
-    partial = path.with_name(f".{path.name}{PARTIAL}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
+    partial = staging_file(path)
     try:
         result = write(partial)
         os.replace(partial, path)

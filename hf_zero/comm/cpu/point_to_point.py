@@ -24,14 +24,19 @@ from hf_zero.kernels.accumulate import sum_parts
 class _Exchange(Pending):
     """Sends and receives under way, and what to do with the pieces once they are there."""
 
+    can_arrive = True
+
     def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works = works
         self._finish = finish
 
-    def wait(self) -> None:
-        for work in self._works:
+    def arrive(self) -> None:
+        works, self._works = self._works, []  # a send that is waited for twice never ends
+        for work in works:
             work.wait()
-        self._works = []
+
+    def wait(self) -> None:
+        self.arrive()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

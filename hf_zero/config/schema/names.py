@@ -85,6 +85,8 @@ def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) ->
     """What an unknown key resembles, among its siblings first."""
     known = {name.lower(): name for name in siblings}
     close = difflib.get_close_matches(key.lower()[:100], known, n=1, cutoff=0.7)
+    # "tetha": letters that have changed places count twice for difflib.
+    close = close or [name for name in known if sorted(name) == sorted(key.lower())]
     if close:
         return Resemblance(sibling=known[close[0]])
     elsewhere = tuple(path for path in everywhere if path.rpartition(".")[2] == key)

@@ -114,6 +114,14 @@ class HfZero(Section):
         "true: after every update all ranks take rank 0's buffers, as DistributedDataParallel does before the next "
         "forward (BatchNorm's running mean and variance); false: every rank keeps its own, as in DeepSpeed.",
     )
+    gather_order: Literal["auto", "negotiated"] = supported(
+        "auto",
+        'Between hosts and on accelerators: "auto" gathers units in the order of the last pass that all ranks have run '
+        'alike, ahead and without a word, and agrees on each where there is none; "negotiated" always agrees on each, '
+        "for programs in which ranks do different things in every pass (docs/stage3.md). Ranks that share memory "
+        "always agree.",
+        stages=(3,),
+    )
     decay_biases_and_norms: Flag = supported(
         False,
         "Under Trainer with an optimizer section: true makes one param group of all parameters, as DeepSpeed does; "
@@ -198,7 +206,7 @@ class Root(Section):
         None, "The same where several ranks share a sequence; unset: as `communication_data_type` says."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = supported(
-        "mean", "Mean or sum of the ranks' gradients.", stages=(0, 1, 2)
+        "mean", "Mean or sum of the ranks' gradients."
     )
     prescale_gradients: Flag = supported(
         False, "Divide by the number of ranks before the reduction instead of after (by way of the loss)."

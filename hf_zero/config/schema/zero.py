@@ -93,10 +93,10 @@ class Zero(Section):
 
     stage: Whole = supported(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
 
-    reduce_bucket_size: PositiveSize = supported(
+    reduce_bucket_size: Positive = supported(
         500_000_000, "Size of a bucket of gradients.", unit="elements", stages=_BELOW_THREE
     )
-    allgather_bucket_size: PositiveSize = supported(
+    allgather_bucket_size: Positive = supported(
         500_000_000,
         "Size of a bucket of parameters; the smaller of the two sizes is used for both.",
         unit="elements",
@@ -146,7 +146,7 @@ class Zero(Section):
         stages=_THREE,
     )
 
-    sub_group_size: Size = supported(
+    sub_group_size: Count = supported(
         1_000_000_000,
         "Size of the sub-groups of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
         unit="elements",
@@ -158,7 +158,10 @@ class Zero(Section):
         1_000_000_000, "A unit that is used again this soon stays gathered.", unit="elements", stages=_THREE
     )
     stage3_prefetch_bucket_size: Size = supported(
-        50_000_000, "More than 0: the next unit is gathered ahead, whole.", unit="elements", stages=_THREE
+        50_000_000,
+        "What may be on its way before its use, in whole units; more than 0: at least one (docs/stage3.md).",
+        unit="elements",
+        stages=_THREE,
     )
     stage3_param_persistence_threshold: Size = supported(
         100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE

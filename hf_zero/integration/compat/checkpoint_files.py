@@ -30,6 +30,21 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
     return found
 
 
+def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
+    """The path of a model file of stages 0-2; `mp_rank_str` has two digits."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}{ds.MODEL_SUFFIX}")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int, mp_rank: int) -> str:
+    """The path of a rank's optimizer states in fp32 training."""
+    return os.path.join(base_folder, ds.optimizer_file(dp_rank, bf16=False, tensor_rank=mp_rank))
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
+    """The path of a layer's file, as pipelines write them; there are none here."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{ds.MODEL_SUFFIX}")
+
+
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
     """The files with optimizer states, rank by rank."""
     return get_checkpoint_files(checkpoint_dir, f"*{ds.OPTIMIZER_SUFFIX}")

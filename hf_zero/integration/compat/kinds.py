@@ -113,6 +113,8 @@ def is_zero_supported_optimizer(optimizer: Any) -> bool:
 
 # Callers of zero.Init replace these for a while; our Init wraps no constructor.
 torch_arange = torch.arange
+RELEASED_SHAPE = [0]
+"""What a released parameter's `data` has in DeepSpeed. Here `shape` of a parameter is the whole one, always."""
 
 
 def unchanged_constructor(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.integration.compat.accelerator import get_accelerator
-from hf_zero.integration.compat.op_builders import NO_OPERATORS
+from hf_zero.integration.compat.op_builders import COMPATIBLE, NO_OPERATORS
 from hf_zero.precision import ForwardPrecision
 from hf_zero.versions import GIT_BRANCH, GIT_HASH, VERSION
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 # What programs ask about the installation: version, where it was built from, what it was built with.
 version, git_hash, git_branch = VERSION, GIT_HASH, GIT_BRANCH
 version_major, version_minor, version_patch = (int(number) for number in version.partition("+")[0].split("."))
-installed_ops = compatible_ops = NO_OPERATORS
+installed_ops, compatible_ops = NO_OPERATORS, COMPATIBLE
 accelerator_name = ""
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,12 +38,21 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
         return
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
     problems += _other_ranks(accelerator)
+    problems += _other_parallelism(accelerator, config)
     problems += examine(config, views).problems
     if problems:
         raise ConfigError(problems)
     apply(config, fill(config, views))
     drop_unfilled(config)
     normalise(config)
+
+
+def show_filled(plugin: Any) -> None:
+    """transformers' deepspeed_config() shows a copy, made when nobody knew what `prepare` has filled in by now."""
+    shown = getattr(getattr(plugin, "dschf", None), "config", None)
+    if shown is not None:
+        shown.clear()
+        shown.update(copy.deepcopy(dict(plugin.deepspeed_config)))
 
 
 def _other_ranks(accelerator: Any) -> Iterator[Problem]:
@@ -57,6 +66,21 @@ def _other_ranks(accelerator: Any) -> Iterator[Problem]:
         equation = f"{world} != {replicas} x {shards} x {size}"
         rule = f"world size = dp_replicate_size x dp_shard_size x sp_size does not hold: {equation}"
         yield Problem("ParallelismConfig.sp_size", size, rule, f"give dp_shard_size={world // size} beside it")
+
+
+def _other_parallelism(accelerator: Any, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Accelerate deals the same batches to ranks that a ParallelismConfig groups, whether or not an engine does."""
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    tensor, context = (getattr(parallelism, name, None) or 1 for name in ("tp_size", "cp_size"))
+    own = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if tensor > 1 and tensor != own:
+        rule = f"a model is cut by tensor_parallel.autotp_size in the config, which is {own}; ranks would hold the same"
+        fix = f'write "tensor_parallel": {{"autotp_size": {tensor}}} in the config, and leave tp_size out'
+        yield Problem("ParallelismConfig.tp_size", tensor, rule, fix)
+    if context > 1:
+        rule = "accelerate has context parallelism for FSDP alone"
+        fix = f'give sp_size={context} and sp_backend="deepspeed" in its place (Ulysses)'
+        yield Problem("ParallelismConfig.cp_size", context, rule, fix)
 
 
 def is_schedule(thing: Any) -> bool:

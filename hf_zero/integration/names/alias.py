@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 from hf_zero.integration.names.homes import SAME_MODULE, all_homes, homes_of
@@ -19,6 +20,9 @@ from hf_zero.integration.names.unsupported import (
     known_names,
     refusal,
 )
+
+PACKAGE = Path(__file__).resolve().parents[2]
+COPIED = {"utils.zero_to_fp32": "zero_to_fp32.py"}  # scripts that programs copy beside their checkpoints
 
 
 def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -76,6 +80,9 @@ class GeneratedLoader:
         if path in SAME_MODULE:
             sys.modules[module.__name__] = import_module(SAME_MODULE[path])
             return
+        if path in COPIED:
+            # Not by __getattr__: inspect asks every module for its file, also in the middle of an import.
+            module.__file__ = str(PACKAGE / COPIED[path])
         built = f"Names of DeepSpeed, from where hf_zero keeps them (homes.json): deepspeed.{path}."
         module.__doc__ = built if _has_names_of_ours(path) else refusal(path)
         vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_names(module.__name__)
@@ -86,7 +93,7 @@ class GeneratedLoader:
 
 
 def _has_names_of_ours(path: str) -> bool:
-    borrowed = known_modules().get(path, {}).get("borrowed", {})
+    borrowed = known_modules().get(path, {}).get("borrowed", {}) if is_package(path) else {}
     return bool(homes_of(path)) or any(name in homes_of(module) for name, module in borrowed.items())
 
 

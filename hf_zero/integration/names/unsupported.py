@@ -1,7 +1,8 @@
 """Names of DeepSpeed that hf_zero does not have: importable, because others import them, and an error on use.
 
-names.json lists DeepSpeed's modules with the classes, errors, functions and constants that each defines. Modules that
-we have nothing for are made of it, and modules of ours take from it what they lack. No name does anything.
+names.json lists DeepSpeed's modules with the classes, errors, functions and constants that each defines, and with what
+each borrows from others, by name or (`stars`) all of it. Modules that we have nothing for are made of it, and modules
+of ours take from it what they lack. No name does anything.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_zero.integration.names.alternatives import alternative
+from hf_zero.integration.names.homes import homes_of
 
 ROOT = "deepspeed"
 # Gone from DeepSpeed 0.19.8, and still imported by programs.
@@ -27,6 +29,15 @@ REMOVED: dict[str, dict[str, Any]] = {
     "ops.sparse_attention": {"package": True},
     "ops.sparse_attention.sparsity_config": {"classes": ""},
 }
+# Imported by functions of these modules only; programs look for them there.
+_INSIDE_FUNCTIONS = {
+    "utils.z3_leaf_module": {
+        "borrowed": dict.fromkeys(
+            ("DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
+            "runtime.zero.leaf_module_config",
+        )
+    }
+}
 FEATURES = "docs/features.md in the hf_zero repository lists what exists"
 
 
@@ -34,7 +45,7 @@ FEATURES = "docs/features.md in the hf_zero repository lists what exists"
 def known_modules() -> Mapping[str, Mapping[str, Any]]:
     """names.json: by module path without `deepspeed.`; read when a name is asked for that has no home of ours."""
     table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
-    return {**table, **REMOVED}
+    return {**table, **REMOVED, **{module: {**table[module], **more} for module, more in _INSIDE_FUNCTIONS.items()}}
 
 
 def refusal(path: str) -> str:
@@ -43,11 +54,13 @@ def refusal(path: str) -> str:
     return f"{ROOT}.{path} is not supported by hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
 
 
-def known_names(module: str) -> list[str]:
+@functools.cache
+def known_names(module: str) -> tuple[str, ...]:
     """Every name that DeepSpeed's module has, without submodules."""
     row = known_modules().get(module, {})
     own = [name for kind in ("classes", "errors", "functions") for name in row.get(kind, "").split()]
-    return [*own, *row.get("values", ()), *row.get("borrowed", ())]
+    starred = [name for star in row.get("stars", "").split() for name in known_names(star)]
+    return (*own, *row.get("values", ()), *row.get("borrowed", ()), *starred)
 
 
 def find(module: str, name: str) -> object:
@@ -62,6 +75,9 @@ def find(module: str, name: str) -> object:
             return make(path)
     if name in row.get("borrowed", ()):
         return getattr(import_module(f"{ROOT}.{row['borrowed'][name]}".rstrip(".")), name)
+    for star in row.get("stars", "").split():
+        if not name.startswith("_") and (name in homes_of(star) or name in known_names(star)):
+            return getattr(import_module(f"{ROOT}.{star}"), name)
     raise LookupError(path)
 
 

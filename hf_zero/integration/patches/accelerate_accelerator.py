@@ -1,4 +1,5 @@
-"""accelerate.accelerator: Accelerator.prepare on ds.json, several models, no_sync, and the gradient norm."""
+"""accelerate.accelerator: Accelerator.prepare on ds.json, several models, no_sync, the gradient norm, and samples that
+several ranks see: dealt out to them, and gathered once."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from torch import nn
 from hf_zero.config import ConfigError
 from hf_zero.config.fill import unfilled_autos
 from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined
-from hf_zero.integration.huggingface.prepare import fill_autos, is_schedule, prepare_each
+from hf_zero.integration.huggingface.prepare import fill_autos, is_schedule, prepare_each, show_filled
+from hf_zero.integration.huggingface.samples import (
+    deal_to_groups,
+    gather_sample_objects,
+    gather_samples,
+    note_groups,
+    ranks_per_sample,
+    split_between_groups,
+    with_samples,
+)
 from hf_zero.integration.huggingface.upstream_errors import no_engine, raise_both
 from hf_zero.integration.huggingface.views import is_dummy
 from hf_zero.integration.patches import MARK, Patches
@@ -21,6 +31,8 @@ from hf_zero.log import logger
 
 PATCHES = Patches("accelerate.accelerator")
 _told: set[tuple[float, float]] = set()
+_EVERY_SAMPLE = "under tensor parallelism every sample is gathered from each rank that sees it"
+_ONCE = "accelerate gathers from one rank of those that it deals the same batches to"
 
 
 @PATCHES.add(
@@ -69,6 +81,7 @@ def around_prepare_deepspeed(original: Callable[..., Any]) -> Callable[..., Any]
         except BaseException:
             self.deepspeed_engine_wrapped = earlier
             raise
+        show_filled(self.deepspeed_plugin)
         self.deepspeed_engine_wrapped = joined(
             earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
         )
@@ -186,3 +199,75 @@ def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
                 max_norm,
                 max_norm,
             )
+
+
+@PATCHES.add("Accelerator.gather(self, tensor)", without=_EVERY_SAMPLE, until=_ONCE)
+def around_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Each sample once: the ranks of a tensor group see the same ones. Numbers are those of all ranks, as
+    `num_processes` is."""
+
+    def gather(self: Any, tensor: Any) -> Any:
+        size = ranks_per_sample()
+        if size == 1:
+            return original(self, tensor)
+        return gather_samples(lambda one: original(self, one), tensor, size)
+
+    return gather
+
+
+@PATCHES.add(
+    "Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE
+)
+def around_gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is gathered for metrics is of samples, numbers too."""
+
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        if ranks_per_sample() > 1 and not use_gather_object:
+            input_data = with_samples(input_data)
+        return original(self, input_data, use_gather_object)
+
+    return gather_for_metrics
+
+
+@PATCHES.add("gather_object(object)", without=_EVERY_SAMPLE, until=_ONCE)
+def around_gather_object(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The name in this module, which `gather_for_metrics` uses; `accelerate.utils.gather_object` is of all ranks."""
+
+    def gather_object(object: Any) -> Any:
+        size = ranks_per_sample()
+        return original(object) if size == 1 else gather_sample_objects(original, object, size)
+
+    return gather_object
+
+
+@PATCHES.add(
+    "Accelerator.prepare_data_loader(self, data_loader, device_placement, slice_fn_for_dispatch)",
+    without="under tensor parallelism, batches that rank 0 deals out (iterable datasets) are the same for all ranks, "
+    "and a loader that is prepared before the model gives ranks of one tensor group different ones",
+    until="DataLoaderDispatcher deals to groups of ranks, and the device mesh is there before the first prepare()",
+)
+def around_prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batches are dealt to tensor groups, whoever reads them, and whenever the loader is prepared."""
+
+    def prepare_data_loader(self: Any, *args: Any, **options: Any) -> Any:
+        note_groups(self)
+        return deal_to_groups(original(self, *args, **options))
+
+    return prepare_data_loader
+
+
+@PATCHES.add(
+    "Accelerator.split_between_processes(self, inputs, apply_padding)",
+    without="under tensor parallelism, split_between_processes gives ranks that need the same inputs different ones",
+    until="split_between_processes splits between groups of ranks",
+)
+def around_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The ranks of a tensor group get the same inputs."""
+
+    def split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:
+        size = ranks_per_sample()
+        if size == 1:
+            return original(self, inputs, apply_padding)
+        return split_between_groups(inputs, apply_padding, size)
+
+    return split_between_processes

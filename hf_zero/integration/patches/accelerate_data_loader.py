@@ -1,10 +1,12 @@
-"""accelerate.data_loader: resuming in the middle of an epoch of sequences that ranks share."""
+"""accelerate.data_loader: sequences and samples that ranks share: resuming in the middle of an epoch, and batches that
+rank 0 deals out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.integration.huggingface.samples import DataRanks, deal_to_groups
 from hf_zero.integration.patches import Patches
 from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter
 
@@ -18,12 +20,38 @@ PATCHES = Patches("accelerate.data_loader")
     importers=("accelerate", "transformers.trainer"),
 )
 def around_skip(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The adapter stands around the loader that is to skip: a new one stands around what comes of that."""
+    """The adapter stands around the loader that is to skip: a new one stands around what comes of that. A loader that
+    deals to groups of ranks goes on doing so."""
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         if not isinstance(dataloader, UlyssesSPDataLoaderAdapter):
-            return original(dataloader, num_batches)
+            return deal_to_groups(original(dataloader, num_batches))
         size = dataloader.sp_world_size
         return dataloader.around(original(dataloader.dl, num_batches // size), skipped=num_batches % size)
 
     return skip_first_batches
+
+
+@PATCHES.add(
+    "DataLoaderDispatcher._fetch_batches(self, iterator)",
+    without="under tensor parallelism, batches that rank 0 deals out are read by other ranks of its group, too",
+    until="DataLoaderDispatcher deals to groups of ranks",
+)
+def around_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Rank 0 reads alone, though the other ranks of its group have the same place among those that are dealt to."""
+
+    def _fetch_batches(self: Any, iterator: Any) -> Any:
+        from accelerate.utils.operations import initialize_tensors
+
+        groups = self.state
+        if not isinstance(groups, DataRanks) or groups.process_index > 0 or groups.each.process_index == 0:
+            return original(self, iterator)
+        self.state = groups.each
+        try:
+            _, (structure, is_over) = original(self, iterator)
+        finally:
+            self.state = groups
+        # To be filled by rank 0, as those of ranks with another place are.
+        return (None if structure is None else initialize_tensors(structure)), [structure, is_over]
+
+    return _fetch_batches

@@ -27,11 +27,17 @@ _SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
     until="accelerate records the flag, variable or field that a value came from",
 )
 def around_fill_match(original: Callable[..., None]) -> Callable[..., None]:
-    """Remembers which flag, variable or field gave the value of a single "auto"."""
+    """Remembers which flag, variable or field gave the value of a single "auto", or of a number that was assumed."""
 
     def fill_match(self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any) -> None:
         config = self.hf_ds_config.config
         before = self.hf_ds_config.get_value(ds_key_long)
+        if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
+            given = kwargs.get(ds_key_long, "auto")
+            if not is_auto(given):
+                config[ds_key_long] = given
+                config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
+            return
         original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
         after = self.hf_ds_config.get_value(ds_key_long)
         if isinstance(config, ConfigDict) and is_auto(before) and not is_auto(after):

@@ -13,9 +13,8 @@ from hf_zero.integration.huggingface.late_numbers import knows_skip
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("accelerate.utils.deepspeed")
-# Fields of DeepSpeedPlugin, flags of the launcher and arguments of Accelerator and Trainer state these; DeepSpeedPlugin
-# takes a file without them for one that says 1 and 1.0.
-_STATED_ELSEWHERE = (STEPS, "gradient_clipping")
+# Fields of DeepSpeedPlugin, flags of the launcher and arguments of Accelerator and Trainer state these.
+_STATED_ELSEWHERE = {STEPS: 1, "gradient_clipping": 1.0}
 _IN_BACKWARD = "the update is made in backward(), not in the script's optimizer.step()"
 _STEP_WORKS = "DeepSpeedEngineWrapper.backward no longer steps, and the optimizer's step() and zero_grad() do"
 
@@ -31,8 +30,11 @@ def around_reading(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, config_file_or_dict: Any) -> None:
         config = load_config(config_file_or_dict)
         normalise(config)
-        for key in _STATED_ELSEWHERE:
-            config.setdefault(key, "auto")
+        for key, number in _STATED_ELSEWHERE.items():
+            if hasattr(self, "trainer_config_process"):
+                config.setdefault(key, "auto")  # Trainer fills it at once
+            else:
+                config.assume(key, number)  # prepare() may come late, and programs calculate with what they read here
         original(self, config)
 
     return __init__

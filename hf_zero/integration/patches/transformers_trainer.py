@@ -1,4 +1,5 @@
-"""transformers.trainer: the best model, the learning rate in the log, and what Trainer asks after every step."""
+"""transformers.trainer: the best model, the learning rate in the log, what Trainer asks after every step, and what it
+counts."""
 
 from __future__ import annotations
 
@@ -11,6 +12,13 @@ from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.loading import load_whole
 from hf_zero.data.sampling import sampler_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
+from hf_zero.integration.huggingface.samples import ranks_per_sample
+from hf_zero.integration.huggingface.update_tokens import (
+    note_tokens,
+    refuse_other_losses,
+    shares_sequences,
+    weigh_by_tokens,
+)
 from hf_zero.integration.patches import MARK, Patches
 
 PATCHES = Patches("transformers.trainer")
@@ -82,20 +90,50 @@ def around_load_best_model(original: Callable[..., None]) -> Callable[..., None]
 
 @PATCHES.add(
     "Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)",
-    without="a curriculum shortens batches in the engine, after Trainer has counted their tokens",
-    until="Trainer hands every training batch to a callback before it counts tokens",
+    without="a curriculum shortens batches in the engine, after Trainer has counted their tokens; where ranks share "
+    "sequences, micro-batches of an update count alike, however many tokens they have",
+    until="Trainer hands every training batch to a callback before it counts tokens, and deepspeed_sp_compute_loss "
+    "takes num_items_in_batch",
 )
 def around_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     """Batches pass through the engine's features where they leave the loader: only training batches come this way,
-    after those that a resumed run skips, and before the tokens of an update are counted."""
+    after those that a resumed run skips, and before the tokens of an update are counted. Where ranks share sequences,
+    Trainer does not count them."""
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         engine = self.model_wrapped
         if isinstance(engine, ZeroEngine) and engine.training_features:
             epoch_iterator = _through_features(engine, epoch_iterator)
-        return original(self, epoch_iterator, num_batches, device)
+        batches, num_items = original(self, epoch_iterator, num_batches, device)
+        if shares_sequences(self):
+            note_tokens(self, batches, device)
+        return batches, num_items
 
     return get_batch_samples
+
+
+@PATCHES.add(
+    "Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)",
+    without="where ranks share sequences, micro-batches of an update count alike, however many tokens they have",
+    until="deepspeed_sp_compute_loss takes num_items_in_batch",
+)
+def around_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where ranks share sequences, upstream's loss is the mean over the tokens of one micro-batch."""
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        is_shared = self.model.training and shares_sequences(self)
+        if is_shared:
+            refuse_other_losses(self)
+        found = original(self, model, inputs, return_outputs, num_items_in_batch)
+        if not is_shared:
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = weigh_by_tokens(self, inputs, loss)
+        return (loss, *outputs) if return_outputs else loss
+
+    return compute_loss
 
 
 def _through_features(engine: ZeroEngine, batches: Iterator[Any]) -> Iterator[Any]:
@@ -117,7 +155,7 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
         if plugin is None or dataset is None or not hasattr(dataset, "__len__"):
             return original(self, train_dataset)
         args = self.args
-        total = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
         sampler = sampler_for(plugin.deepspeed_config, len(dataset), total)
         if sampler is None:
             return original(self, train_dataset)
@@ -192,3 +230,19 @@ def around_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return filtered(self, original(self, *args, **options))
 
     return training_step
+
+
+@PATCHES.add(
+    "Trainer._track_num_input_tokens(self, inputs)",
+    without="num_input_tokens_seen counts every token of a tensor group as often as the group has ranks",
+    until="Trainer divides what it has gathered by get_tp_size()",
+)
+def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    """The ranks of a tensor group see the same tokens, which count once."""
+
+    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        original(self, inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks_per_sample()
+
+    return _track_num_input_tokens

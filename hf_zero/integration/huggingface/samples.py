@@ -1,0 +1,107 @@
+"""Which ranks see the same samples under Accelerate, and what is gathered from them: each sample once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from hf_zero.comm.mirror import initialize_mesh_device
+
+
+def ranks_per_sample() -> int:
+    """How many consecutive ranks accelerate deals the same batches to: those of a tensor group."""
+    from accelerate.state import AcceleratorState
+
+    mesh = AcceleratorState._shared_state.get("ds_device_mesh")  # made from tensor_parallel.autotp_size
+    return 1 if mesh is None else int(mesh.size())
+
+
+def note_groups(accelerator: Any) -> None:
+    """accelerate knows of tensor groups before it deals out batches, also where no model has been prepared yet."""
+    if accelerator.distributed_type != "DEEPSPEED" or hasattr(accelerator.state, "ds_device_mesh"):
+        return
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    size = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if isinstance(size, int) and size > 1:
+        accelerator.state.ds_device_mesh = initialize_mesh_device((size,), ("tp",))
+
+
+def deal_to_groups(loader: Any) -> Any:
+    """The same loader. Where rank 0 reads for all, it deals to groups of ranks; upstream, one batch to all ranks."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    size = ranks_per_sample()
+    if size > 1 and isinstance(loader, DataLoaderDispatcher) and not isinstance(loader.state, DataRanks):
+        loader.state = DataRanks(loader.state, size)
+        loader.submesh_tp = None  # for which upstream repeats one batch
+    return loader
+
+
+def gather_samples(gather: Callable[[Any], Any], values: Any, size: int) -> Any:
+    """`values` of the first rank of each `size`, gathered; numbers (no dimension) of all ranks.
+
+    A number is no sample: programs that gather their counts divide by `Accelerator.num_processes`, which counts ranks.
+
+    Args:
+        gather: takes one tensor; a collective of all ranks.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils.operations import recursively_apply
+
+    num_groups = PartialState().num_processes // size
+
+    def gathered(tensor: Tensor) -> Tensor:
+        found = cast(Tensor, gather(tensor))
+        if tensor.dim() == 0:
+            return found
+        by_rank = cast(Tensor, found.unflatten(0, (num_groups, size, len(tensor))))
+        return by_rank[:, 0].flatten(0, 1)
+
+    return recursively_apply(gathered, values, error_on_other_type=True)
+
+
+def with_samples(values: Any) -> Any:
+    """Numbers (no dimension) as one sample each; everything else as it is."""
+    from accelerate.utils.operations import recursively_apply
+
+    return recursively_apply(lambda tensor: tensor[None] if tensor.dim() == 0 else tensor, values)
+
+
+def gather_sample_objects(gather: Callable[[Any], list[Any]], objects: Any, size: int) -> list[Any]:
+    """The items of `objects` on the first rank of each `size`; `gather` joins the lists of all ranks."""
+    return [item for of_rank in gather([objects])[::size] for item in of_rank]
+
+
+def split_between_groups(inputs: Any, apply_padding: bool, size: int) -> Any:
+    """accelerate's `split_between_processes` where `size` consecutive ranks get the same."""
+    from accelerate.state import PartialState
+
+    return PartialState.split_between_processes(DataRanks(PartialState(), size), inputs, apply_padding=apply_padding)
+
+
+class DataRanks:
+    """accelerate's state as seen by what deals out batches: `size` consecutive ranks are one process."""
+
+    def __init__(self, state: Any, size: int) -> None:
+        self._state = state
+        self._size = size
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_state":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self._state, name)
+
+    @property
+    def num_processes(self) -> int:
+        return int(self._state.num_processes) // self._size
+
+    @property
+    def process_index(self) -> int:
+        return int(self._state.process_index) // self._size
+
+    @property
+    def each(self) -> Any:
+        """accelerate's own: every rank is a process."""
+        return self._state

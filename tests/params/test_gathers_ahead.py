@@ -1,0 +1,156 @@
+"""Stage 3 between hosts: what is on its way before it is needed, and how often ranks have to say anything.
+
+Somebody wrote down every call of torch.distributed on two ranks that do not share a host, beside begin and end of each
+of six blocks: the small all-gather by which ranks agree was started ahead, and the weights' own gather when the block
+already waited for it. None of the five blocks that could be gathered ahead was, and every unit cost a word.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero
+from hf_zero.comm import ledger
+from hf_zero.comm.cpu import meeting
+from tests.support.ranks import run_ranks
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Says in `log` when its forward and its backward begin."""
+
+    def __init__(self, number: int, log: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH + 4 * number)  # every block gathers another number of elements
+        self.number, self.log = number, log
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.log.append(("forward", self.number))
+        return _Noted.apply(self.linear(values)[:, :WIDTH].tanh(), self)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.block.log.append(("backward", ctx.block.number))
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int, log: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number, log) for number in range(num_blocks))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return values.square().mean()
+
+
+def noting(log: list[tuple[str, int]], receive: Callable[..., Any]) -> Callable[..., Any]:
+    def irecv(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        log.append(("irecv", tensor.numel()))
+        return receive(tensor, *args, **kwargs)
+
+    return irecv
+
+
+def run_updates(
+    rank: int, num_blocks: int, zero: dict[str, Any], num_updates: int, evaluates: tuple[int, ...] = ()
+) -> list[tuple[list[tuple[str, int]], int, float]]:
+    """Of every update: what happened in which order, how many small messages there were, and the loss."""
+    log: list[tuple[str, int]] = []
+    torch.manual_seed(0)
+    limits = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, **limits, **zero},
+    }
+    found = []
+    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
+        engine, *_ = hf_zero.initialize(model=Model(num_blocks, log), config=config)
+    with mock.patch.object(dist, "irecv", noting(log, dist.irecv)):
+        for update in range(num_updates):
+            generator = torch.Generator().manual_seed(10 * update + rank)
+            if update in evaluates:
+                with torch.no_grad():
+                    engine(torch.zeros(2, WIDTH))
+            log.clear()
+            ledger.reset()
+            loss = engine(torch.randn(2, WIDTH, generator=generator))
+            engine.backward(loss)
+            engine.step()
+            small = sum(tally.calls for (phase, _), tally in ledger.tallies.items() if phase == "control")
+            found.append((list(log), small, loss.item()))
+    return found
+
+
+def run_all(rank: int) -> dict[str, Any]:
+    """Engines one after the other in the same processes."""
+    many = {"stage3_max_live_parameters": 10_000, "stage3_prefetch_bucket_size": 3 * (WIDTH + 1) * (WIDTH + 4)}
+    return {
+        "six blocks": run_updates(rank, 6, {}, 4),
+        "four": run_updates(rank, 4, {}, 8),
+        "forty": run_updates(rank, 40, {}, 4),
+        "many under way": run_updates(rank, 8, many, 4),
+        "evaluations": run_updates(rank, 4, {}, 8, (3, 4, 6)),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(run_all, 2)
+
+
+def gathers_of(log: list[tuple[str, int]]) -> list[int]:
+    """Elements that a rank receives of each block, in forward's order."""
+    return list(dict.fromkeys(numel for what, numel in log if what == "irecv"))
+
+
+def test_blocks_are_gathered_ahead_in_forward_and_in_backward(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        log, _, _ = of_rank["six blocks"][-1]
+        rows = gathers_of(log)
+        assert len(rows) == 6
+        backward = log[log.index(("forward", 5)) :]
+        for number in range(1, 6):
+            assert log.index(("irecv", rows[number])) < log.index(("forward", number - 1))
+        for number in range(5):
+            assert backward.index(("irecv", rows[number])) < backward.index(("backward", number + 1))
+
+
+def test_three_small_messages_per_update_whatever_the_number_of_layers(found: list[dict[str, Any]]) -> None:
+    """The ends of forward and backward, and the update."""
+    for of_rank in found:
+        assert [small for name in ("four", "forty") for _, small, _ in of_rank[name][-2:]] == [3, 3, 3, 3]
+
+
+def test_many_small_units_are_under_way_at_once(found: list[dict[str, Any]]) -> None:
+    """`stage3_prefetch_bucket_size` counts elements, `stage3_max_live_parameters` those that are there with them."""
+    log, _, _ = found[0]["many under way"][-1]
+    begun = list(itertools.takewhile(lambda entry: entry != ("forward", 0), log))
+    assert [numel for _, numel in begun] == gathers_of(log)[:3]  # two ahead of the first: 108 and 144 elements
+
+
+def test_an_evaluation_between_two_updates_changes_nothing(found: list[dict[str, Any]]) -> None:
+    """Nobody can foresee it: the forward that was expected is served once, and ranks agree on how the next passes
+    begin until they know again."""
+    for of_rank in found:
+        plain, between = of_rank["four"], of_rank["evaluations"]
+        assert [loss for _, _, loss in plain] == [loss for _, _, loss in between]
+        assert max(small for _, small, _ in between[5:]) <= 6

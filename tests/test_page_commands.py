@@ -1,0 +1,201 @@
+"""What pages tell readers to type: each command is run, or read by its own parser, or listed here with the reason."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.__main__ import main
+from hf_zero.launch import LaunchError
+from hf_zero.launch.options import parse as parse_launch
+from tests.support.models import stack, tiny_llama, token_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md", "bench/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PROGRAM = re.compile(r"(\S*/)?(python3?|hf-zero|deepspeed|ds_report|make|torchrun|accelerate|pip|sbatch|trl|swift)$")
+NEITHER = {  # first word, or module: why the command is neither run nor read
+    "pip": "installs something",
+    "trl": "its parsers are those of TRL's trainers; tests/trl starts it",
+    "swift": "ms-swift is not installed; make test-frameworks runs it",
+    "llamafactory-cli": "LLaMA-Factory is not installed; make test-frameworks runs it",
+    "sbatch": "Slurm is not installed; tests/examples reads the script",
+    "./zero_to_fp32.py": "stands in a checkpoint; tests/checkpoint runs it",
+    "examples/clusters/ray_train.py": "imports Ray, which is not installed; make test-all runs it",
+    "docs/deepspeed_names.py": "reads sys.argv; tests/integration/test_names.py calls it",
+}
+# Blocks that show files, states or output, by the page they are on; none of them is typed.
+SHOWN = {"architecture.md", "checkpoints.md", "profiling.md", "versions.md"}
+STANDS_FOR = {"N": "2", "MODEL": "model", "FOLDER": "model", "...": ""}  # on pages; "": more of the reader's own
+
+
+def commands() -> Iterator[tuple[str, str, bool]]:
+    """(page, command, whether it is complete) of what stands in blocks, and of what sentences mention."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE):
+            lines = block.replace("\\\n", " ").splitlines() if language in ("", "bash") else []
+            for line in lines if page.name not in SHOWN or any(map(is_command, lines)) else []:
+                if line.strip() and (is_command(line) or page.name not in SHOWN):
+                    yield page.name, " ".join(line.partition("  #")[0].split()), True
+        for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+            if len(code.split()) > 1 and is_command(code) and not re.search(r"[\[>]|^deepspeed \d", code):
+                yield page.name, " ".join(code.split()), False
+
+
+def is_command(line: str) -> bool:
+    words = without_variables(line.split())
+    return bool(words) and (PROGRAM.match(words[0]) is not None or words[0] in NEITHER)
+
+
+def without_variables(words: list[str]) -> list[str]:
+    return words[1:] if words and re.match(r"[A-Z_]+=", words[0]) else words
+
+
+class Understood(BaseException):
+    """The words have been read; what the program does with them is for other tests."""
+
+
+Read = Callable[[Callable[[], object], list[str]], None]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Read:
+    """Starts a program and stops it when its parser has taken all words; AssertionError if the parser refuses them."""
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        raise Understood
+
+    def refuse(self: argparse.ArgumentParser, message: str) -> None:
+        raise AssertionError(message)
+
+    def start(program: Callable[[], object], words: list[str]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(Understood):
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+            patch.setattr(argparse.ArgumentParser, "error", refuse)
+            patch.setattr(sys, "argv", words)
+            program()
+
+    return start
+
+
+def check(words: list[str], read: Read) -> None:
+    """Run a command, or have its parser read it."""
+    program, *more = words
+    program = program if program in NEITHER else program.rpartition("/")[2]
+    if program in NEITHER or (program == "python" and more[0] in NEITHER):
+        return
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert {word for word in more if "=" not in word} <= {*re.findall(r"^([\w-]+):", makefile, flags=re.MULTILINE)}
+        if more[0] == "bench" and len(more) > 1:
+            check(["python", "-m", "bench.engine", *more[1].partition("=")[2].split()], read)
+        return
+    if program == "python" and more[0] == "-m":
+        module, more = more[1], more[2:]
+        if module not in ("hf_zero", "torch.distributed.run"):
+            read(lambda: runpy.run_module(module, run_name="__main__"), [module, *more])
+            return
+        program = {"hf_zero": "hf-zero"}.get(module, "torchrun")
+    ours = {"hf-zero": more, "ds_report": ["report", *more], "deepspeed": ["launch", *more]}.get(program)
+    if ours is not None and ours[0] == "explain":
+        assert main(ours) == 0
+    elif ours is not None and ours[0] == "launch":
+        parse_launch(ours[1:])
+    elif ours is not None:
+        read(lambda: main(ours), ["hf-zero", *ours])
+    elif program == "torchrun":
+        read(importlib.import_module("torch.distributed.run").main, [program, *more])
+    elif program == "accelerate" and more[0] == "launch":
+        words = [program, *(word for word in more[1:] if word != "--help")]
+        read(importlib.import_module("accelerate.commands.launch").main, words)
+    else:
+        assert words == ["accelerate", "config"], "neither run nor read: give it a place in check(), or in NEITHER"
+
+
+DS_JSON = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2, "contiguous_gradients": True},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that pages name."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "ds.json").write_text(json.dumps(DS_JSON))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 8}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_commands_on_pages_can_be_typed(folder: Path, read: Read, capsys: pytest.CaptureFixture[str]) -> None:
+    """`explain ds.json --fix mended.json` stood on the page of troubleshooting. It did not write mended.json: --fix
+    took no path, the word counted as a flag of TrainingArguments, so that valid values contradicted those' defaults and
+    became "auto" in another file. Nobody had typed what the pages say."""
+    seen, wrong = set(), []
+    for page, command, complete in commands():
+        if command in seen:
+            continue
+        seen.add(command)
+        words = without_variables([STANDS_FOR.get(word, word) for word in shlex.split(command, comments=True)])
+        try:
+            check([word for word in words if word], read)
+        except (AssertionError, ImportError, LaunchError) as error:
+            if complete or not re.search("are required|expected one argument", str(error)):
+                wrong.append(f"{page}: {command}: {error}")
+    assert not wrong, "\n".join(wrong)
+    assert len(seen) > 90
+    mended = json.loads((folder / "mended.json").read_text())
+    assert mended == {**DS_JSON, "zero_optimization": {"stage": 2, "contiguous_gradients": True}}
+
+
+def python_blocks() -> Iterator[tuple[str, str]]:
+    """(page, code) of every block of Python."""
+    for page in PAGES:
+        for block in re.findall(
+            r"^ *```python\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            yield page.name, textwrap.dedent(block)
+
+
+def test_python_on_pages_can_be_read_and_imports_what_is_there() -> None:
+    for page, block in python_blocks():
+        for node in ast.walk(ast.parse(block, filename=page)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, name.name) for name in node.names), f"{page}: {ast.unparse(node)}"
+
+
+def test_the_code_of_the_readme_trains_as_it_stands(folder: Path) -> None:
+    """README's own loop took configs/zero2.json, which leaves the batch size "auto" and has no optimizer: for a
+    Trainer, who fills it. Pasted, it ended in a ConfigError."""
+    with_trainer, own_loop = (code for page, code in python_blocks() if page == "README.md" and "train" in code)
+    model, rows = tiny_llama(), token_rows(8)
+    before = model.lm_head.weight.detach().clone()
+    few = "bf16=True, use_cpu=True, max_steps=1, per_device_train_batch_size=1, report_to=[],"
+    assert with_trainer.count("bf16=True,") == 1
+    exec(with_trainer.replace("bf16=True,", few), {"model": model, "dataset": rows})
+    assert not torch.equal(before, model.lm_head.weight.float())
+    model = tiny_llama()
+    exec(own_loop, {"model": model, "loader": [stack(rows[:4]), stack(rows[4:])]})
+    assert not torch.equal(before, model.lm_head.weight)
