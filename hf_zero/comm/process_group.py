@@ -84,7 +84,7 @@ def _leave_at_exit() -> None:
 def _leave() -> None:
     # The threads of a gloo group end with the last reference to it, not when it is destroyed, and an engine that a
     # program has never destroyed outlives the interpreter. A thread that is still there while the process takes itself
-    # apart, and sees a peer's connection close, aborts it without a word.
+    # apart may abort it: where it needs the interpreter, or sees a peer's connection close.
     for holder in list(_HOLDERS):
         holder.release_groups()
     _forget_default_arguments()
