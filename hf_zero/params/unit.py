@@ -11,6 +11,7 @@ unit is gathered for backward, and memory that is released really is free. (Wher
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -33,27 +34,40 @@ from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
 
 
 class GatherBuffers:
-    """Receive buffers that rotate: fresh ones would be paged in anew at every gather."""
+    """Receive buffers that rotate: fresh ones would be paged in anew at every gather.
+
+    A buffer is at most twice as long as what it is taken for, so that many small units can be under way; what is free
+    and what is taken together is no more than two of the longest, or than what is taken.
+    """
 
     def __init__(self) -> None:
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._longest: dict[torch.dtype, int] = {}
+        self._num_taken: Counter[torch.dtype] = Counter()  # elements
 
     def expect(self, numel: int, dtype: torch.dtype) -> None:
         self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         """A buffer of at least `numel` elements."""
-        free = self._free.get(like.dtype)
-        if free:
-            return free.pop()
-        longest = max(numel, self._longest.get(like.dtype, 0))
-        return torch.empty(longest, dtype=like.dtype, device=like.device)
+        free = self._free.setdefault(like.dtype, [])
+        fitting = [buffer for buffer in free if numel <= buffer.numel() <= 2 * numel]
+        if fitting:
+            found = min(fitting, key=Tensor.numel)
+            free[:] = [buffer for buffer in free if buffer is not found]
+        else:
+            room = 2 * self._longest.get(like.dtype, 0) - self._num_taken[like.dtype] - numel
+            while free and sum(map(Tensor.numel, free)) > room:
+                free.pop(0)
+            found = torch.empty(numel, dtype=like.dtype, device=like.device)
+        self._num_taken[like.dtype] += found.numel()
+        return found
 
     def give(self, rows: Rows) -> None:
         """`rows` have been read."""
         rows.give_back()
         if rows.buffer is not None:
+            self._num_taken[rows.buffer.dtype] -= rows.buffer.numel()
             self._free.setdefault(rows.buffer.dtype, []).append(rows.buffer)
 
 

@@ -143,14 +143,16 @@ def trained_specs(module: nn.Module) -> list[ParameterSpec]:
 def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, PlannedUnits | None]:
     zero = setting.resolved.zero
     if setting.sharding.shards_parameters:
-        return _unit_layout(model, setting.shard_ranks, zero.gather)
+        return _unit_layout(model, setting.shard_ranks, zero.gather, setting.separate)
     return _flat_layout(model, setting.shard_ranks, zero.bucket_numel), None
 
 
 @lru_cache(maxsize=4)  # many candidates of one model have the same
-def _unit_layout(model: PlannedModel, ranks: int, policy: GatherPolicy) -> tuple[FlatLayout, PlannedUnits]:
+def _unit_layout(
+    model: PlannedModel, ranks: int, policy: GatherPolicy, looks_far: bool
+) -> tuple[FlatLayout, PlannedUnits]:
     specs = _specs(model)
-    units = plan_units(model, specs, ranks, policy)
+    units = plan_units(model, specs, ranks, policy, looks_far=looks_far)
     return FlatLayout(specs, units.buckets, ranks), units
 
 
@@ -292,8 +294,8 @@ def _buffers(
     if far == "disk":
         ledger.add("host", BUFFERS, GRADIENT_BUFFERS * owned)
     if units is not None and setting.shard_ranks > 1:  # of the unit in use and the next; on a CPU in shared memory
-        longest = units.longest_receive_bytes if setting.separate else units.longest_row_bytes
-        ledger.add("device", BUFFERS, 2 * longest)
+        received = units.longest_receive_bytes + units.ahead_bytes
+        ledger.add("device", BUFFERS, received if setting.separate else 2 * units.longest_row_bytes)
     if units is not None and setting.resolved.zero.offload_param is not None and setting.separate:
         ledger.add("device", BUFFERS, STAGING_BUFFERS * units.longest_row_bytes * sharding.kept_rows)
     if units is None and sharding.shards_optimizer and not setting.separate and setting.shard_ranks > 1:

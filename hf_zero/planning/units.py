@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -51,6 +51,7 @@ class PlannedUnits:
         persistent: the one that stays gathered, if any.
         uses: by name of gathered module, in order: which units it reads.
         buckets: of what is trained, in the order of reduction.
+        looks_far: as much is gathered ahead as the plan allows; else one unit.
     """
 
     units: tuple[PlannedUnit, ...]
@@ -59,6 +60,7 @@ class PlannedUnits:
     plan: GatherPlan
     buckets: tuple[Bucket, ...]
     world: int
+    looks_far: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -98,7 +100,8 @@ class PlannedUnits:
                     kept -= {unit for unit in kept if not self._used_up_to(position, unit)}
                 elif before in self.plan.kept_for_backward:
                     kept.update(self.uses[before][1].units)
-                live = {*self.uses[position][1].units, *self._next(position, after_loss)}
+                in_use = self.uses[position][1].units
+                live = {*in_use, *self._next(position, after_loss, self._numel({*in_use, *kept}))}
             elif segment.event == "loss":
                 live = set(self.uses[here][1].units) if here >= 0 else set()
                 if here in self.plan.kept_for_backward:
@@ -109,16 +112,39 @@ class PlannedUnits:
     def _used_up_to(self, position: int, unit: int) -> bool:
         return any(unit in use.units for _, use in self.uses[: position + 1])
 
-    def _next(self, position: int, backwards: bool) -> tuple[int, ...]:
+    @property
+    def ahead_bytes(self) -> int:
+        """Of receive buffers that may be filled at once beside the one that is read."""
+        whole = sum(unit.whole_bytes for unit in self.units)
+        share = self.plan.prefetch_numel / max(1, sum(unit.numel for unit in self.units)) if self.looks_far else 0.0
+        return max(self.longest_receive_bytes, int(whole * min(1.0, share)))
+
+    def _numel(self, units: Iterable[int]) -> int:
+        return sum(self.units[unit].numel for unit in units)
+
+    def _next(self, position: int, backwards: bool, live_numel: int) -> tuple[int, ...]:
         """What is fetched ahead while this one is used."""
+        found: list[int] = []
         following = position - 1 if backwards else position + 1
-        if not self.plan.prefetches or not 0 <= following < len(self.uses):
-            return ()
-        return self.uses[following][1].units
+        while self.plan.prefetches and 0 <= following < len(self.uses):
+            units = self.uses[following][1].units
+            under_way = self._numel({*found, *units})
+            is_too_much = under_way > self.plan.prefetch_numel or live_numel + under_way > self.plan.max_live_numel
+            if found and (not self.looks_far or is_too_much):
+                break
+            found += units
+            following += -1 if backwards else 1
+        return tuple(found)
 
 
-def plan_units(model: PlannedModel, specs: Sequence[ParameterSpec], world: int, policy: GatherPolicy) -> PlannedUnits:
-    """Lay out `model`'s parameters over `world` ranks as the engine does."""
+def plan_units(
+    model: PlannedModel, specs: Sequence[ParameterSpec], world: int, policy: GatherPolicy, *, looks_far: bool = False
+) -> PlannedUnits:
+    """Lay out `model`'s parameters over `world` ranks as the engine does.
+
+    Args:
+        looks_far: as much is gathered ahead as the policy allows; else, as between CPUs of one host, one unit.
+    """
     index_of = {spec.name: index for index, spec in enumerate(specs)}
     spec_of = {id(p): index_of[name] for name, p in model.module.named_parameters() if name in index_of}
     everything = list(model.module.parameters())
@@ -150,7 +176,7 @@ def plan_units(model: PlannedModel, specs: Sequence[ParameterSpec], world: int, 
         layout.bucket(number, {slot.member: spec_of.get(id(members[slot.member]), -1) for slot in layout.slots})
         for number, (layout, members) in enumerate(laid)
     )
-    return PlannedUnits(tuple(units), rest if rest.parts else None, tuple(uses), plan, buckets, world)
+    return PlannedUnits(tuple(units), rest if rest.parts else None, tuple(uses), plan, buckets, world, looks_far)
 
 
 def _unit(

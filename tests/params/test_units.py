@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from hf_zero.comm.rows import FlatRows, Pending
 from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.leaf_modules import set_z3_leaf_modules
+from hf_zero.params.unit import GatherBuffers
 from tests.support.models import tiny_llama
 
 
@@ -97,3 +100,23 @@ def test_ranks_that_see_different_parts_agree_on_one_order() -> None:
     assert merge_orders([[0, 3, 1], [0, 3, 2, 1]], 5) == [0, 3, 2, 1, 4]
     assert merge_orders([[1, 0], [0, 1]], 2) == [0, 1]  # a contradiction
     assert merge_orders([], 3) == [0, 1, 2]
+
+
+def test_receive_buffers_fit_what_is_under_way() -> None:
+    """Every buffer was as long as the longest unit (an embedding), which many small units under way cannot afford."""
+    buffers, like = GatherBuffers(), torch.empty(0)
+    buffers.expect(1000, like.dtype)
+
+    def give(buffer: Tensor) -> None:
+        buffers.give(FlatRows(buffer, buffer, 1, Pending()))
+
+    small = [buffers.take(100, like) for _ in range(5)]
+    assert [buffer.numel() for buffer in small] == [100] * 5
+    for buffer in small:
+        give(buffer)
+    assert buffers.take(80, like) is small[0]
+    long = buffers.take(1000, like)
+    assert long.numel() == 1000
+    give(long)
+    assert buffers.take(900, like) is long
+    assert buffers.take(999, like).numel() == 999
