@@ -36,8 +36,8 @@ from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
 class GatherBuffers:
     """Receive buffers that rotate: fresh ones would be paged in anew at every gather.
 
-    A buffer is at most twice as long as what it is taken for, so that many small units can be under way; what is free
-    and what is taken together is no more than two of the longest, or than what is taken.
+    A buffer is at most twice as long as what it is taken for, so that many small units can be under way. What is free
+    goes before more than the longest is there, unless more is taken.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class GatherBuffers:
             found = min(fitting, key=Tensor.numel)
             free[:] = [buffer for buffer in free if buffer is not found]
         else:
-            room = 2 * self._longest.get(like.dtype, 0) - self._num_taken[like.dtype] - numel
-            while free and sum(map(Tensor.numel, free)) > room:
+            room = self._longest.get(like.dtype, 0) - self._num_taken[like.dtype] - numel
+            while free and sum(map(Tensor.numel, free)) > max(room, 0):
                 free.pop(0)
             found = torch.empty(numel, dtype=like.dtype, device=like.device)
         self._num_taken[like.dtype] += found.numel()

@@ -120,3 +120,6 @@ def test_receive_buffers_fit_what_is_under_way() -> None:
     give(long)
     assert buffers.take(900, like) is long
     assert buffers.take(999, like).numel() == 999
+    give(long)
+    assert buffers.take(400, like) is not long, "more than twice as long"
+    assert buffers.take(1000, like) is not long, "free buffers have gone: more than the longest is taken"
