@@ -43,7 +43,7 @@ def plain(*args: Any) -> Any:
 
 
 def test_the_section_is_read_and_arguments_go_first() -> None:
-    config = {"train_batch_size": 1, "activation_checkpointing": {**EVERYTHING, "profile": False, "unknown": 1}}
+    config = {"train_batch_size": 1, "activation_checkpointing": {**EVERYTHING, "profile": False}}
     checkpointing.configure(None, config, synchronize=False, num_checkpoints=LAYERS)
     assert CONFIGURED.calls is not None
     policy = CONFIGURED.calls.policy
@@ -61,6 +61,8 @@ def test_the_section_is_read_and_arguments_go_first() -> None:
 def test_what_cannot_be_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.number_checkpoints"):
         checkpointing.configure(None, {"activation_checkpointing": {"number_checkpoints": -1}})
+    with pytest.raises(ConfigError, match="no such key in activation_checkpointing"):
+        checkpointing.configure(None, {"activation_checkpointing": {"unknown": 1}})
     with pytest.raises(ValueError, match="set num_checkpoints"):
         checkpointing.configure(None, contiguous_checkpointing=True)
     ulysses = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_model_parallel_world_size=lambda: 2)
