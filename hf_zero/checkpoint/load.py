@@ -302,7 +302,8 @@ def _write_sub_group_state(
     options = subject.assembly.optimizer.param_groups[sub_group.group]
     wanted = updater.state_names(options)
     there = {piece.parameter: view.states_of(names[piece.parameter]) for piece in sub_group.pieces}
-    has_any = set().union(*there.values())
+    # A shard that is padding alone has what others of its group have.
+    has_any = set().union(*(there.values() if there else map(view.states_of, group.names)))
     kinds = [kind for kind in view.states() if kind in has_any and (wanted is None or kind in wanted)]
     for tensor in sub_group.tensors:
         state: dict[str, Any] = {}

@@ -16,7 +16,8 @@ is made, a unit ahead of its use. Rows travel by the backend's own all-gather, i
 Why no two ranks ever match different gathers: which plan a pass has is decided at a meeting, from what all ranks have
 heard there; before its first head in that pass (GATHER, END, STEP or WAIT) every rank issues all gathers of that plan,
 in order, whether it wants them or not; after it, gathers are those decided from heads that all have seen. Whether a
-rank wants the result, and how far ahead it asks, is its own affair.
+rank wants the result, and how far ahead it asks, is its own affair. Rows are those of the same update on all ranks:
+every update is a meeting, and each rank issues the gathers that follow it after its own update.
 
 Why nothing hangs: up to the plan's end a rank waits for rows of the plan, or for a reduction. Take the rank that has
 issued least of the plan. It does not wait for rows of others: they have issued as much. If it waits for a reduction
