@@ -19,7 +19,7 @@ import pytest
 
 from tests.test_imports import PACKAGE, ROOT, room_of, sources
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 MAX_METHODS = 25
 MAX_MODULES = 20
