@@ -21,7 +21,7 @@ from tests.test_imports import PACKAGE, ROOT, room_of, sources
 
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
-MAX_METHODS = 25
+MAX_METHODS = 20
 MAX_MODULES = 20
 MIN_FILE_LINES = 40
 MAX_SMALL_FILES = 15
@@ -30,9 +30,7 @@ MAX_SMALL_FILES = 15
 LONG_FILES: dict[str, tuple[int, str]] = {}
 
 # Class -> the most methods it may have, and why.
-LARGE_CLASSES: dict[str, tuple[int, str]] = {
-    "comm/lockstep.py: LockstepNegotiation": (27, "following a plan, leaving it and negotiating are one proof"),
-}
+LARGE_CLASSES: dict[str, tuple[int, str]] = {}
 
 _PER_KERNEL = "one file per kernel"
 _PER_MODULE = "one file for each foreign module that is patched"

@@ -102,11 +102,13 @@ class Decision:
         unit: to be gathered; None: nothing.
         granted: ranks whose request this fulfils.
         any_failed: all ranks have come to the end of a pass, and some could not read what it had to send.
+        facts: of every rank, told with STEP; empty where there is no room for any.
     """
 
     unit: int | None
     granted: frozenset[int]
     any_failed: bool = False
+    facts: Sequence[Sequence[int]] = ()
 
 
 class Disagreement(RuntimeError):
@@ -166,15 +168,70 @@ class Source(Protocol):
         """Gather a unit now that such a pass will need; False: it cannot be, or another pass is under way."""
 
 
+class Sources:
+    """The units of all engines, numbered as engines come."""
+
+    def __init__(self) -> None:
+        # Of each unit, and its number there; weak, so that an engine which is only dropped is gone too.
+        self._known: list[tuple[weakref.ref[Source], int] | None] = []
+
+    def register(self, source: Source, num_units: int) -> int:
+        """Number of the first of these units. Ranks register the same ones in the same order."""
+        first = len(self._known)
+        self._known.extend((weakref.ref(source), unit) for unit in range(num_units))
+        return first
+
+    def forget(self, first: int, num_units: int) -> None:
+        """An engine is gone."""
+        self._known[first : first + num_units] = [None] * num_units
+
+    def is_gone(self, unit: int) -> bool:
+        known = self._known[unit]
+        return known is None or known[0]() is None
+
+    def find(self, unit: int) -> tuple[Source, int]:
+        """Who has the rows of a unit, and its number there."""
+        known = self._known[unit]
+        source = known[0]() if known is not None else None
+        if known is None or source is None:
+            raise RuntimeError(
+                "another rank gathers parameters of an engine that this rank has destroyed, or dropped: keep engines "
+                "alive on all ranks for as long as one of them uses them"
+            )
+        return source, known[1]
+
+    def describe(self, head: Request) -> str:
+        """For messages: what a rank does that asks for this."""
+        state = f"after {head.version} updates and {head.launched} reductions"
+        if head.kind is Kind.GATHER:
+            source, local = self.find(head.unit)
+            return f"gathers {source.name(local)!r} in {'backward' if head.in_backward else 'forward'} {state}"
+        if head.kind is Kind.STEP:
+            return f"is about to update the model of {self.find(head.unit)[0].name(0)!r} {state}"
+        return f"{'is at the end of a pass' if head.kind is Kind.END else 'waits for a message'} {state}"
+
+    def contradiction(self, ranks: Sequence[int], heads: Sequence[Request]) -> str:
+        """Why these cannot be had together."""
+        asked = "; ".join(f"rank {rank} {self.describe(head)}" for rank, head in zip(ranks, heads, strict=True))
+        return (
+            f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "
+            "of backward passes and the same calls that gather parameters (GatheredParameters, state dicts, saving)."
+        )
+
+
 class Gathering:
     """A gather that this rank has asked for.
 
     Attributes:
         place: in the plan that all ranks follow; None: it was agreed on.
+        facts: of a STEP.
     """
 
-    def __init__(self, negotiation: Negotiation, request: Request, call: Call = UNWATCHED) -> None:
+    def __init__(
+        self, negotiation: Negotiation, request: Request, call: Call = UNWATCHED, facts: Sequence[int] = ()
+    ) -> None:
         self.request = request
+        self.facts = tuple(facts)
         self.call = call
         self.decision: Decision | None = None
         self.rows: Sequence[Rows] | None = None
@@ -190,7 +247,8 @@ class Gathering:
         with self.call.waiting():
             self._negotiation.settle(self)
             assert self.rows is not None, "granted without rows"
-            self._negotiation.wait_for_rows(self, self.rows)
+            for rows in self.rows:
+                self._negotiation.wait_for_rows(rows, self.place)
         if is_used:
             self._negotiation.note_use(self.request)
         return self.rows
@@ -205,6 +263,7 @@ class Negotiation(ABC):
         num_beside: ranks of the group on this one's host, itself among them.
         num_facts: integers that every rank can tell all others in `step`; 0: there is no room.
         follows: gathers may follow the plan of the last pass that all ranks have run alike; the same on all of them.
+        sources: where the rows of every unit are.
     """
 
     num_facts = 0
@@ -218,21 +277,10 @@ class Negotiation(ABC):
         self.version = 0
         self.launched = 0
         self._mine: deque[Gathering] = deque()
-        # Of each unit, and its number there; weak, so that an engine which is only dropped is gone too.
-        self._sources: list[tuple[weakref.ref[Source], int] | None] = []
+        self.sources = Sources()
         self._is_open = True  # whether rows are what others expect them to be
 
     # What an engine calls
-
-    def register(self, source: Source, num_units: int) -> int:
-        """Number of the first of these units. Ranks register the same ones in the same order."""
-        first = len(self._sources)
-        self._sources.extend((weakref.ref(source), unit) for unit in range(num_units))
-        return first
-
-    def forget(self, first: int, num_units: int) -> None:
-        """An engine is gone."""
-        self._sources[first : first + num_units] = [None] * num_units
 
     def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
         """The units that such a pass will gather next, in order, as all ranks know; None: nobody knows."""
@@ -242,7 +290,7 @@ class Negotiation(ABC):
         """Ask for a unit; returns at once."""
         request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward, trains=trains)
         self._about_to_ask(request)
-        source, local = self._source(unit)
+        source, local = self.sources.find(unit)
         rows = source.open_rows(local)
         sizes = [num_bytes(row) * self.size for row in rows]
         with self._count_gather(*sizes) as call:
@@ -267,16 +315,16 @@ class Negotiation(ABC):
             facts: at most `num_facts`, the same number on all ranks.
 
         Returns:
-            The facts of every rank.
+            The facts of every rank; empty without any.
 
         Raises:
             Disagreement: when ranks have not run backward equally often, or update other engines.
         """
         assert len(facts) <= self.num_facts, "facts that nobody would hear"
-        told = self._step(self._request(Kind.STEP, unit=first_unit), facts)
+        decision = self._run(self._request(Kind.STEP, unit=first_unit), facts)
         self.version += 1
         self._is_open = False
-        return told
+        return decision.facts
 
     def reopen(self) -> None:
         """Rows are up to date again."""
@@ -293,10 +341,9 @@ class Negotiation(ABC):
 
     # Inside
 
-    def wait_for_rows(self, gathering: Gathering, rows: Sequence[Rows]) -> None:
-        """Wait for all that `gathering` has brought under way."""
-        for each in rows:
-            each.wait()
+    def wait_for_rows(self, rows: Rows, place: int | None) -> None:
+        """Wait for rows of a gather; `place`: see `Gathering`."""
+        rows.wait()
 
     def note_use(self, request: Request) -> None:
         """The unit that was asked for is used now."""
@@ -306,10 +353,6 @@ class Negotiation(ABC):
         """`request` will be queued next."""
         return None
 
-    def _step(self, request: Request, facts: Sequence[int]) -> Sequence[Sequence[int]]:
-        self._run(request)
-        return [()] * self.size
-
     @abstractmethod
     def settle(self, gathering: Gathering) -> Decision:
         """Decide, and do this rank's part, until `gathering` is granted."""
@@ -317,9 +360,9 @@ class Negotiation(ABC):
     def _count_gather(self, *sizes: int) -> Call:
         return ledger.call("all_gather", *sizes, num_ranks=self.size, num_beside=self.num_beside)
 
-    def _run(self, request: Request) -> Decision:
+    def _run(self, request: Request, facts: Sequence[int] = ()) -> Decision:
         self._about_to_ask(request)
-        gathering = Gathering(self, request)
+        gathering = Gathering(self, request, facts=facts)
         with SPANS.span("gather", request.kind.name.lower()):
             self._ask(gathering, ())
             return self.settle(gathering)
@@ -327,38 +370,11 @@ class Negotiation(ABC):
     def _request(self, kind: Kind, **details: int) -> Request:
         return Request(kind, version=self.version, launched=self.launched, **details)  # type: ignore[arg-type]
 
-    def _source(self, unit: int) -> tuple[Source, int]:
-        known = self._sources[unit]
-        source = known[0]() if known is not None else None
-        if known is None or source is None:
-            raise RuntimeError(
-                "another rank gathers parameters of an engine that this rank has destroyed, or dropped: keep engines "
-                "alive on all ranks for as long as one of them uses them"
-            )
-        return source, known[1]
-
     def _agreed(self, heads: Sequence[Request]) -> Decision:
         decision = decide(heads)
         if decision is None:
-            raise Disagreement(self._contradiction(heads))
+            raise Disagreement(self.sources.contradiction(self._ranks, heads))
         return decision
-
-    def _contradiction(self, heads: Sequence[Request]) -> str:
-        known = zip(self._ranks, heads, strict=True)
-        asked = "; ".join(f"rank {rank} {self._described(head)}" for rank, head in known)
-        return (
-            f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "
-            "of backward passes and the same calls that gather parameters (GatheredParameters, state dicts, saving)."
-        )
-
-    def _described(self, head: Request) -> str:
-        state = f"after {head.version} updates and {head.launched} reductions"
-        if head.kind is Kind.GATHER:
-            source, local = self._source(head.unit)
-            return f"gathers {source.name(local)!r} in {'backward' if head.in_backward else 'forward'} {state}"
-        if head.kind is Kind.STEP:
-            return f"is about to update the model of {self._source(head.unit)[0].name(0)!r} {state}"
-        return f"{'is at the end of a pass' if head.kind is Kind.END else 'waits for a message'} {state}"
 
     @abstractmethod
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:

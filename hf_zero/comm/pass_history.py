@@ -134,3 +134,59 @@ class PassHistory:
             successor.trust.note(False)
             successor.start = start
         successor.trust.note(True)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What all ranks issue in the present pass.
+
+    Attributes:
+        issued: units that this rank has started to gather.
+    """
+
+    start: Start
+    units: tuple[int, ...]
+    issued: int = 0
+
+    def is_of(self, *, in_backward: bool, trains: bool) -> bool:
+        return (self.start.in_backward, self.start.trains) == (in_backward, trains)
+
+    def goes_on_with(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
+        """Whether this is what comes next."""
+        is_next = self.issued < len(self.units) and self.units[self.issued] == unit
+        return is_next and self.is_of(in_backward=in_backward, trains=trains)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What lies between two meetings, on this rank.
+
+    Attributes:
+        number: of the pass, the same on all ranks.
+        plan: until its end has been issued, or it was left.
+        followed: how the plan begins that the pass has, or had.
+        start, used: how the pass has begun, and the units that it has used.
+        num_decisions: in it so far.
+        has_served_gone: rows were served of an engine that is gone here.
+    """
+
+    number: int
+    plan: Plan | None = None
+    followed: Start | None = None
+    start: Start | None = None
+    used: list[int] = field(default_factory=list)
+    num_decisions: int = 0
+    has_served_gone: bool = False
+
+    @classmethod
+    def begin(cls, number: int, history: PassHistory, *, follows: bool) -> Pass:
+        start = history.foreseen() if follows else None
+        units = None if start is None else history.plan(start)
+        plan = None if start is None or units is None else Plan(start, units)
+        return cls(number, plan, None if plan is None else plan.start)
+
+    @property
+    def topics(self) -> tuple[int, int]:
+        """What is said of it: gathers that must have been issued, and (one more than) reductions that a rank has
+        started which stands at its end."""
+        return 2 * self.number, 2 * self.number + 1

@@ -33,7 +33,7 @@ class Prefetcher:
         self._order = order
         self._placements = placements
         self._channel = channel
-        self._number = channel.negotiation.register(self, len(self._units))
+        self._number = channel.negotiation.sources.register(self, len(self._units))
         self._ahead: list[Unit] = []  # asked for before their use
         self.buffers = GatherBuffers()
         for unit in units:
@@ -175,4 +175,4 @@ class Prefetcher:
 
     def close(self) -> None:
         """The units are gone."""
-        self._channel.negotiation.forget(self._number, len(self._units))
+        self._channel.negotiation.sources.forget(self._number, len(self._units))

@@ -137,7 +137,7 @@ class Player:
         self.negotiation = world.negotiation()
         self.reduce = world.collectives(Channel.REDUCE)
         self.shards = Shards(self.rank)
-        self.first = self.negotiation.register(self.shards, units)
+        self.first = self.negotiation.sources.register(self.shards, units)
         self.negotiation.meanwhile(self.land_ready)
         self.flights: list[tuple[Pending, Tensor, Tensor, int, int]] = []
         self.ahead: dict[int, Gathering] = {}

@@ -43,7 +43,7 @@ def test_a_rank_alone_gets_what_it_asks_for(kind: str) -> None:
     negotiation = collectives.negotiation
     if kind == "lockstep":
         negotiation = LockstepNegotiation(collectives, LoneCollectives(), host_waits=False)
-    first = negotiation.register(source, 2)
+    first = negotiation.sources.register(source, 2)
     ahead = [negotiation.gather(first + unit, order=unit, in_backward=False) for unit in (0, 1)]
     assert [[rows.row(0).tolist() for rows in gathering.wait()] for gathering in ahead] == [[[0.0] * 3], [[1.0] * 3]]
     assert source.opened == [0, 1]
@@ -54,8 +54,8 @@ def test_a_rank_alone_gets_what_it_asks_for(kind: str) -> None:
 
 def test_units_of_an_engine_that_is_gone_cannot_be_gathered() -> None:
     negotiation, source = LoneCollectives().negotiation, OneRow()
-    first = negotiation.register(source, 2)
-    negotiation.forget(first, 2)
+    first = negotiation.sources.register(source, 2)
+    negotiation.sources.forget(first, 2)
     with pytest.raises(RuntimeError, match="destroyed, or dropped"):
         negotiation.gather(first, order=0, in_backward=False)
 

@@ -86,7 +86,7 @@ class PromptNegotiation(Negotiation):
     def settle(self, gathering: Gathering) -> Decision:
         assert gathering.decision is not None, "granted when asked"
         if gathering.request.kind is Kind.GATHER:
-            self.events.append(f"take {self._source(gathering.request.unit)[0].name(gathering.request.unit)}")
+            self.events.append(f"take {self.sources.find(gathering.request.unit)[0].name(gathering.request.unit)}")
         return gathering.decision
 
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
@@ -97,7 +97,7 @@ class PromptNegotiation(Negotiation):
             phase = "backward" if request.in_backward else "forward"
             self.events.append("step" if request.kind is Kind.STEP else f"end {phase}")
             return
-        source, local = self._source(request.unit)
+        source, local = self.sources.find(request.unit)
         self.events.append(f"ask {source.name(local)}")
         self.orders.append(request.order)
         gathering.rows = [

@@ -66,7 +66,7 @@ class HostNegotiation(Negotiation):
         while gathering.decision is None:
             if not self._decide_all():
                 missing = self._silent_until(gathering)
-                self._wait(missing, f"to learn what it needs, for this rank {self._described(gathering.request)}")
+                self._wait(missing, f"to learn what it needs, for this rank {self.sources.describe(gathering.request)}")
         return gathering.decision
 
     # Asking
@@ -108,7 +108,7 @@ class HostNegotiation(Negotiation):
 
     def _serve(self, unit: int, number: int, blocks: dict[int, Block]) -> None:
         """Send this rank's rows to those that gather `unit`, and give theirs back unread."""
-        source, local = self._source(unit)
+        source, local = self.sources.find(unit)
         rows = source.open_rows(local)
         sizes = [num_bytes(row) * self.size for row in rows]
         with self._count_gather(*sizes):
