@@ -11,16 +11,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -30,41 +25,14 @@ from tests.hostile.programs import SIZES, features, random_program
 from tests.hostile.run import DEADLINE_S, ProcessRunner, Runner
 from tests.hostile.spec import Program
 from tests.hostile.threads import ThreadRunner
-from tests.hostile.verdicts import KINDS
+from tests.support.campaigns import KINDS, Outcome, choose, run_all, write_failure
 
 RANKS = ("processes", "apart", "threads", "threads-apart")
-MOST_DRAWS = 1000  # for one program that has what is asked for
 
 
-P = TypeVar("P")
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[P]):
-    """One program of a campaign."""
-
-    program: P
-    verdict: Any
-    seconds: float
-
-
-def choose(seed: int, number: int, size: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Program]:
-    """The first `number` programs from `seed` on that have all features of `only` and none of `without`."""
-    chosen: list[Program] = []
-    skipped = 0
-    for one in count(seed):
-        if len(chosen) == number:
-            return chosen
-        program = random_program(one, size)
-        found = features(program)
-        if found.issuperset(only) and not found.intersection(without):
-            chosen.append(program)
-            skipped = 0
-        else:
-            skipped += 1
-        if skipped > MOST_DRAWS:
-            raise ValueError(f"no program among {MOST_DRAWS} has all of {list(only)} and none of {list(without)}")
-    raise AssertionError
+def chosen(seed: int, number: int, size: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Program]:
+    """See `tests.support.campaigns.choose`."""
+    return choose(partial(random_program, size=size), features, seed, number, only, without)
 
 
 def make_runner(ranks: str, deadline_s: float) -> Runner:
@@ -72,28 +40,6 @@ def make_runner(ranks: str, deadline_s: float) -> Runner:
     if ranks.startswith("threads"):
         return ThreadRunner(apart=ranks == "threads-apart")
     return ProcessRunner(make_engine_apart if ranks == "apart" else make_zero_engine, deadline_s)
-
-
-def run_all(programs: Sequence[P], make: Callable[[], Any], jobs: int) -> Iterator[Outcome[P]]:
-    """Outcomes as they come, from `jobs` runners at a time; those that have processes are closed."""
-    local = threading.local()
-    runners: list[Any] = []
-
-    def run_one(program: P) -> Outcome[P]:
-        if not hasattr(local, "runner"):
-            local.runner = make()
-            runners.append(local.runner)
-        started = time.monotonic()
-        return Outcome(program, local.runner.run(program), time.monotonic() - started)
-
-    executor = ThreadPoolExecutor(jobs)
-    try:
-        yield from executor.map(run_one, programs)
-    finally:
-        executor.shutdown(cancel_futures=True)
-        for runner in runners:
-            if hasattr(runner, "close"):
-                runner.close()
 
 
 def table(outcomes: Sequence[Outcome[Program]]) -> str:
@@ -111,15 +57,6 @@ def table(outcomes: Sequence[Outcome[Program]]) -> str:
     return "\n".join(lines)
 
 
-def write_failure(folder: Path, outcome: Outcome[Program], size: str) -> Path:
-    """The program and what became of it, as files of one name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{outcome.verdict.kind}-{size}-{outcome.program.seed}.json"
-    path.write_text(outcome.program.to_json(indent=1))
-    path.with_suffix(".txt").write_text(f"{sorted(features(outcome.program))}\n\n{outcome.verdict.detail}\n")
-    return path
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
@@ -127,14 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.files:
         programs = [Program.from_json(path.read_text()) for path in options.files for _ in range(options.repeat)]
     else:
-        programs = choose(options.seed, options.programs, options.size, options.only, options.without)
+        programs = chosen(options.seed, options.programs, options.size, options.only, options.without)
     outcomes: list[Outcome[Program]] = []
     started = time.monotonic()
     make = partial(make_runner, options.ranks, options.deadline)
     for outcome in run_all(programs, make, 1 if options.ranks.startswith("threads") else options.jobs):
         outcomes.append(outcome)
         if not outcome.verdict.is_ok:
-            path = write_failure(options.folder, outcome, options.size)
+            path = write_failure(
+                options.folder, outcome, f"{options.size}-{outcome.program.seed}", sorted(features(outcome.program))
+            )
             first = outcome.verdict.detail.strip().splitlines()[-1 if outcome.verdict.kind == "refused" else 0]
             print(f"{outcome.verdict.kind:8} {path}: {first[:200]}", flush=True)
         if len(outcomes) % 100 == 0:

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from tests.hostile.body import MakeEngine, RankResult, make_zero_engine, run_rank
 from tests.hostile.spec import Forward, Micro, Program, RankMicro
-from tests.hostile.verdicts import Verdict, judge
+from tests.hostile.verdicts import judge
+from tests.support.campaigns import Verdict
 from tests.support.lasting_ranks import LastingRanks
 
 DEADLINE_S = 20.0

@@ -11,8 +11,9 @@ from types import ModuleType
 
 from tests.hostile import body, model, oracle, spec
 from tests.hostile.spec import Call, Forward, ModuleSpec, Program
+from tests.support import as_json
 
-PARTS: tuple[ModuleType, ...] = (spec, model, body, oracle)
+PARTS: tuple[ModuleType, ...] = (as_json, spec, model, body, oracle)
 HANG_S = 60
 
 _HEAD = '''"""Hostile program {seed}: {kind}.

@@ -10,12 +10,10 @@ Nothing here imports torch, so that programs can be made, counted and shrunk wit
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from tests.support.as_json import AsJson
 
 # Kinds of modules. Those of the first group are called with a tensor; a tree is called with the calls to make inside.
 LEAVES = ("mlp", "linear", "norm", "gain", "bank", "table", "empty", "identity", "reader")
@@ -129,7 +127,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(AsJson):
     """A whole training run of `world` ranks.
 
     Attributes:
@@ -174,15 +172,6 @@ class Program:
             for rank in micro.ranks:
                 yield from (*rank.forwards, *rank.evaluations)
 
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=indent)
-
-    @staticmethod
-    def from_json(text: str) -> Program:
-        program = _build(Program, json.loads(text))
-        assert isinstance(program, Program)
-        return program
-
 
 def every_call(calls: tuple[Call, ...]) -> Iterator[Call]:
     """`calls` and those inside of them."""
@@ -211,15 +200,3 @@ def find_problem(program: Program) -> str | None:
         if not all(rank.forwards for rank in micro.ranks):
             return "a rank has nothing to call backward on"
     return None
-
-
-def _build(kind: Any, data: Any) -> Any:
-    """`data` as JSON gives it, as an object of the annotated type `kind`."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints[name], value) for name, value in data.items()})
-    if typing.get_origin(kind) is tuple:
-        inner = typing.get_args(kind)
-        kinds = [inner[0]] * len(data) if inner[1:] == (Ellipsis,) else inner
-        return tuple(_build(one, value) for one, value in zip(kinds, data, strict=True))
-    return data

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.hostile.body import make_zero_engine
-from tests.hostile.campaign import Outcome, choose, main, table
+from tests.hostile.campaign import chosen, main, table
 from tests.hostile.model import Bank
 from tests.hostile.programs import random_program
 from tests.hostile.run import ProcessRunner
 from tests.hostile.script import describe
 from tests.hostile.shrink import fails_like, shrink
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, Program, RankMicro, every_call
-from tests.hostile.verdicts import Verdict
+from tests.support.campaigns import Outcome, Verdict
 
 NUM_QUICK = 60
 NUM_SLOW = 2000
@@ -48,7 +48,7 @@ def assert_right(runner: ProcessRunner, programs: list[Program]) -> None:
 
 
 def test_programs_are_right(runner: ProcessRunner) -> None:
-    assert_right(runner, choose(0, NUM_QUICK, "medium"))
+    assert_right(runner, chosen(0, NUM_QUICK, "medium"))
 
 
 @pytest.mark.slow

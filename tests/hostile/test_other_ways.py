@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.hostile.apart import make_engine_apart
-from tests.hostile.campaign import choose
+from tests.hostile.campaign import chosen
 from tests.hostile.run import ProcessRunner
 from tests.hostile.script import describe
 from tests.hostile.spec import Program
 from tests.hostile.threads import ThreadRunner
-from tests.hostile.verdicts import Verdict
+from tests.support.campaigns import Verdict
 
 NUM_QUICK = 20
 NUM_SLOW = 400
@@ -25,13 +25,13 @@ def assert_fine(verdicts: list[tuple[Program, Verdict]]) -> None:
 def test_threads_that_overtake_one_another(share: float) -> None:
     """Any rank may be overtaken wherever it sends or waits; a deadlock is certain here, no matter of patience."""
     runner = ThreadRunner(seed=7, share=share)
-    assert_fine([(program, runner.run(program)) for program in choose(500, NUM_QUICK, "medium", ["stage=3"])])
+    assert_fine([(program, runner.run(program)) for program in chosen(500, NUM_QUICK, "medium", ["stage=3"])])
 
 
 def test_threads_that_share_no_memory() -> None:
     """They follow plans, leave them, and come back."""
     runner = ThreadRunner(seed=3, apart=True)
-    programs = choose(700, NUM_QUICK, "medium", ["stage=3", "order=changing"])
+    programs = chosen(700, NUM_QUICK, "medium", ["stage=3", "order=changing"])
     assert_fine([(program, runner.run(program)) for program in programs])
 
 
@@ -40,7 +40,7 @@ def test_threads_that_share_no_memory() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_many_threads_that_share_no_memory(seed: int) -> None:
     runner = ThreadRunner(seed, share=0.2, apart=True)
-    programs = choose(30_000 + 1000 * seed, NUM_SLOW, "medium", ["stage=3"])
+    programs = chosen(30_000 + 1000 * seed, NUM_SLOW, "medium", ["stage=3"])
     assert_fine([(program, runner.run(program)) for program in programs])
 
 
@@ -49,13 +49,13 @@ def test_many_threads_that_share_no_memory(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_many_threads_that_overtake_one_another(seed: int) -> None:
     runner = ThreadRunner(seed, share=0.2)
-    programs = choose(20_000 + 1000 * seed, NUM_SLOW, "medium", ["stage=3"])
+    programs = chosen(20_000 + 1000 * seed, NUM_SLOW, "medium", ["stage=3"])
     assert_fine([(program, runner.run(program)) for program in programs])
 
 
 def run_apart(first: int, number: int) -> None:
     with ProcessRunner(make_engine_apart, deadline_s=60) as runner:
-        assert_fine([(program, runner.run(program)) for program in choose(first, number, "medium", ["stage=3"])])
+        assert_fine([(program, runner.run(program)) for program in chosen(first, number, "medium", ["stage=3"])])
 
 
 def test_ranks_without_shared_memory() -> None:

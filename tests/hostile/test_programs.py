@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.hostile import script, spec
 from tests.hostile.body import EPS, RATES, WEIGHT_DECAY, RankResult, forward
-from tests.hostile.campaign import choose
+from tests.hostile.campaign import chosen
 from tests.hostile.model import Root, build_model
 from tests.hostile.oracle import ABSOLUTE, CHAOS, RELATIVE, expected, find_difference, is_chaotic, largest_error
 from tests.hostile.programs import ORDERS, SIZES, features, random_program
@@ -114,10 +114,10 @@ def test_weights_are_those_of_the_seed_and_the_name() -> None:
 
 
 def test_programs_can_be_chosen_by_what_is_in_them() -> None:
-    chosen = choose(0, 5, "medium", only=["stage=2", "clip"], without=["direct"])
-    assert all({"stage=2", "clip"} <= features(program) and "direct" not in features(program) for program in chosen)
-    with pytest.raises(ValueError, match="no program among"):
-        choose(0, 1, "small", only=["world=4"])
+    programs = chosen(0, 5, "medium", only=["stage=2", "clip"], without=["direct"])
+    assert all({"stage=2", "clip"} <= features(program) and "direct" not in features(program) for program in programs)
+    with pytest.raises(ValueError, match="none among"):
+        chosen(0, 1, "small", only=["world=4"])
 
 
 # The oracle

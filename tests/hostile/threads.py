@@ -11,7 +11,8 @@ from torch import nn, optim
 from hf_zero.comm import Hosts
 from tests.hostile.body import run_rank
 from tests.hostile.spec import Program
-from tests.hostile.verdicts import Verdict, judge
+from tests.hostile.verdicts import judge
+from tests.support.campaigns import Verdict
 from tests.support.in_process import Deadlock, InProcessWorld, RandomSchedule, Schedule, engines_in
 from tests.support.lasting_ranks import RankReport
 

@@ -14,37 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import torch
 
-from tests.hostile.campaign import Outcome, run_all
 from tests.metamorphic.jobs import features, random_job
-from tests.metamorphic.run import DEADLINE_S, KINDS, JobRunner
+from tests.metamorphic.run import DEADLINE_S, JobRunner
 from tests.metamorphic.script import describe
 from tests.metamorphic.spec import Job
-
-MOST_DRAWS = 2000  # for one job that has what is asked for
-
-
-def choose(seed: int, number: int, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Job]:
-    """The first `number` jobs from `seed` on that have all features of `only` and none of `without`."""
-    chosen: list[Job] = []
-    skipped = 0
-    for one in count(seed):
-        if len(chosen) == number:
-            return chosen
-        job = random_job(one)
-        found = features(job)
-        if found.issuperset(only) and not found.intersection(without):
-            chosen.append(job)
-            skipped = 0
-        else:
-            skipped += 1
-        if skipped > MOST_DRAWS:
-            raise ValueError(f"no job among {MOST_DRAWS} has all of {list(only)} and none of {list(without)}")
-    raise AssertionError
+from tests.support.campaigns import KINDS, Outcome, choose, run_all, write_failure
 
 
 def table(outcomes: Sequence[Outcome[Job]]) -> str:
@@ -59,27 +37,19 @@ def table(outcomes: Sequence[Outcome[Job]]) -> str:
     return "\n".join(lines)
 
 
-def write_failure(folder: Path, outcome: Outcome[Job]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{outcome.verdict.kind}-{outcome.program.task.seed}.json"
-    path.write_text(outcome.program.to_json(indent=1))
-    path.with_suffix(".txt").write_text(f"{describe(outcome.program)}\n\n{outcome.verdict.detail}\n")
-    return path
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     if options.files:
         jobs = [Job.from_json(path.read_text()) for path in options.files]
     else:
-        jobs = choose(options.seed, options.jobs_number, options.only, options.without)
+        jobs = choose(random_job, features, options.seed, options.jobs_number, options.only, options.without)
     outcomes: list[Outcome[Job]] = []
     started = time.monotonic()
     for outcome in run_all(jobs, partial(JobRunner, options.deadline), options.jobs):
         outcomes.append(outcome)
         if not outcome.verdict.is_ok:
-            path = write_failure(options.folder, outcome)
+            path = write_failure(options.folder, outcome, str(outcome.program.task.seed), describe(outcome.program))
             lines = outcome.verdict.detail.strip().splitlines()
             print(f"{outcome.verdict.kind:8} {path}: {lines[-1 if outcome.verdict.kind == 'refused' else 0][:200]}")
         if len(outcomes) % 50 == 0:

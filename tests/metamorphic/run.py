@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from types import TracebackType
 
 from tests.metamorphic.body import RankResult, run_segment
 from tests.metamorphic.comparing import RunResult, difference, together
 from tests.metamorphic.spec import Job, Run, Segment, Shape, Task, segments
-from tests.support.lasting_ranks import LastingRanks, RankReport
+from tests.support.campaigns import Verdict, why_no_results
+from tests.support.lasting_ranks import LastingRanks
 
-KINDS = ("ok", "wrong", "hung", "died", "refused")
 DEADLINE_S = 40.0  # of a segment
 MODULES = (
     "torch.distributed",
@@ -23,24 +22,6 @@ MODULES = (
 )
 # A group makes process groups for every kind of parallelism that comes; now and then a new one begins.
 MOST_JOBS = 60
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One of KINDS: "wrong" is a difference beyond the tolerance, or ranks that contradict each other; "hung": ranks
-    did not end in time; "died": a rank ended or raised while others went on; "refused": every rank raised.
-
-    Attributes:
-        error: the largest as a part of what is allowed.
-    """
-
-    kind: str
-    detail: str = ""
-    error: float = 0.0
-
-    @property
-    def is_ok(self) -> bool:
-        return self.kind == "ok"
 
 
 class JobRunner:
@@ -82,24 +63,12 @@ class JobRunner:
         with tempfile.TemporaryDirectory(prefix="metamorphic-") as folder:
             for segment in segments(job, run, folder):
                 reports, log = self._ranks.run(segment.shape.world, segment, self._deadline_s)
-                failure = _failure(reports, log)
+                failure = why_no_results(reports, log)
                 if failure is not None:
                     return failure
                 parts.append((segment.shape, [report.result for report in reports]))
         found = together(job, parts)
         return Verdict("wrong", found) if isinstance(found, str) else found
-
-
-def _failure(reports: list[RankReport], log: str) -> Verdict | None:
-    """Why there are no results of all ranks."""
-    failures = [f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure]
-    if len(failures) == len(reports):
-        return Verdict("refused", failures[0])
-    gone = [f"rank {rank} is gone" for rank, report in enumerate(reports) if report.is_gone]
-    if failures or gone:
-        return Verdict("died", "\n".join([*failures, *gone, log]))
-    silent = [rank for rank, report in enumerate(reports) if report.is_silent]
-    return Verdict("hung", f"ranks {silent} did not end in time\n{log}") if silent else None
 
 
 def _warm_up(world: int) -> Segment:

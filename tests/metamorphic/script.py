@@ -9,6 +9,7 @@ from tests.hostile.script import without_imports_of_ours
 from tests.integration import flows
 from tests.metamorphic import body, comparing, libraries, model, spec
 from tests.metamorphic.spec import Job
+from tests.support import as_json
 
 HANG_S = 120
 
@@ -96,7 +97,7 @@ if __name__ == "__main__":
 
 def script_of(job: Job, kind: str, name: str = "script.py") -> str:
     """The text of a script that exits with 0 when all runs are alike."""
-    parts = [spec, model, body, comparing]
+    parts = [as_json, spec, model, body, comparing]
     if job.task.driver != "engine":
         parts += [flows, libraries]
     description = describe(job).replace("\n", "\n    ")

@@ -10,12 +10,10 @@ Nothing here imports torch, so that jobs can be made, counted and shrunk without
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from tests.support.as_json import AsJson
 
 DRIVERS = ("engine", "accelerate", "trainer")
 MODELS = ("llama", "gpt2", "qwen3", "mlp")
@@ -119,7 +117,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(AsJson):
     """The first run is what the others are compared with."""
 
     task: Task
@@ -128,15 +126,6 @@ class Job:
     def shapes(self) -> Iterator[Shape]:
         for run in self.runs:
             yield from run.shapes
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=indent)
-
-    @staticmethod
-    def from_json(text: str) -> Job:
-        job = _build(Job, json.loads(text))
-        assert isinstance(job, Job)
-        return job
 
 
 @dataclass(frozen=True)
@@ -163,13 +152,3 @@ def segments(job: Job, run: Run, folder: str) -> tuple[Segment, ...]:
         Segment(job.task, run.first, folder, 0, run.resume_at),
         Segment(job.task, run.second, folder, run.resume_at, job.task.updates),
     )
-
-
-def _build(kind: Any, data: Any) -> Any:
-    """`data` as JSON gives it, as an object of the annotated type `kind`."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints[name], value) for name, value in data.items()})
-    if typing.get_origin(kind) is tuple:
-        return tuple(_build(typing.get_args(kind)[0], one) for one in data)
-    return data

@@ -16,13 +16,14 @@ import torch
 
 from tests.metamorphic import spec
 from tests.metamorphic.body import RankResult, run_segment
-from tests.metamorphic.campaign import choose, main
+from tests.metamorphic.campaign import main
 from tests.metamorphic.comparing import EXACT, difference, together, tolerance
 from tests.metamorphic.jobs import features, problem, random_job
 from tests.metamorphic.run import JobRunner
 from tests.metamorphic.script import describe, script_of
 from tests.metamorphic.shrink import shrink
 from tests.metamorphic.spec import Job, Run, Segment, Shape, Task
+from tests.support.campaigns import choose
 from tests.support.ranks import SEED
 
 NUM_QUICK, NUM_SLOW, CHUNK = 15, 200, 25
@@ -69,7 +70,8 @@ def assert_right(runner: JobRunner, jobs: list[Job]) -> None:
 
 def test_jobs_give_what_must_not_matter(runner: JobRunner) -> None:
     """One in fifteen by Trainer: a run of it takes as long as ten of an engine."""
-    jobs = choose(0, NUM_QUICK - 1, ["driver=engine"]) + choose(0, 1, ["driver=trainer", "world=2"], ["tensor=2"])
+    jobs = choose(random_job, features, 0, NUM_QUICK - 1, ["driver=engine"])
+    jobs += choose(random_job, features, 0, 1, ["driver=trainer", "world=2"], ["tensor=2"])
     assert_right(runner, jobs)
 
 
