@@ -6,7 +6,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -18,8 +18,10 @@ from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.lockstep import AlikeNegotiation
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
+from hf_zero.device.runtime import Event
 
 MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
+_NO_OTHER_LANE = nullcontext()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -168,6 +170,14 @@ class Collectives(ControlMessages):
         """
         with _counted(self, "all_gather", num_bytes(row) * self.size) as call:
             return call.follow_rows(self._gather_rows(row, take), row)
+
+    def gather_lane(self, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
+        """Rows on `device` are prepared for a gather, and gathered, inside: on a lane of their own where there is one.
+
+        Args:
+            after: see `Runtime.gather_lane`.
+        """
+        return _NO_OTHER_LANE
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         buffer = take(row.numel() * self.size)

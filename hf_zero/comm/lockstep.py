@@ -31,7 +31,7 @@ true.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from hf_zero.comm.demand import Demand
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request
+from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request, start_gather
 from hf_zero.comm.pass_history import Pass, PassHistory, Plan, Start, digest
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 
@@ -287,7 +287,7 @@ class LockstepNegotiation(Negotiation):
     def _launch(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         """Start to gather what has been granted to this rank."""
         source, _ = self.sources.find(gathering.request.unit)
-        gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+        gathering.rows = start_gather(self._collectives, source, rows)
         gathering.call.started(gathering.rows, rows)
 
     def _serve(self, unit: int, place: int | None = None) -> None:
@@ -298,7 +298,7 @@ class LockstepNegotiation(Negotiation):
         source, local = self.sources.find(unit)
         for row in source.open_rows(local):
             with self._count_gather(num_bytes(row) * self.size):
-                rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
+                (rows,) = start_gather(self._collectives, source, [row])
                 self.wait_for_rows(rows, place)
                 source.give_buffer(rows)
         source.close_rows(local)
@@ -331,13 +331,9 @@ class AlikeNegotiation(Negotiation):
         gathering.decision = self._agreed([gathering.request] * self.size)
         if gathering.request.kind is Kind.GATHER:
             source, _ = self.sources.find(gathering.request.unit)
-            gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+            gathering.rows = start_gather(self._collectives, source, rows)
             gathering.call.started(gathering.rows, rows)
 
     def settle(self, gathering: Gathering) -> Decision:
         assert gathering.decision is not None, "everything is decided at once"
         return gathering.decision
-
-
-def _taker(take_buffer: Callable[[int, Tensor], Tensor], row: Tensor) -> Callable[[int], Tensor]:
-    return lambda numel: take_buffer(numel, row)

@@ -139,6 +139,7 @@ class ParameterCoordinator:
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
+        self.prefetcher.note_written()  # whatever the program has done between passes
         self.forward.begin(hooked, trains=trains)
         self.backward.num_passes += trains
 

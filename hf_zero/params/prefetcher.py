@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Rows, ledger
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
 from hf_zero.params.hooked_modules import ExecutionOrder
@@ -35,7 +37,9 @@ class Prefetcher:
         self._channel = channel
         self._number = channel.negotiation.sources.register(self, len(self._units))
         self._ahead: list[Unit] = []  # asked for before their use
-        self.buffers = GatherBuffers()
+        self._runtime = runtime_of(placements.device)
+        self._rows_written: Event | None = None  # None: rows may have been written since the last gather
+        self.buffers = GatherBuffers(placements.device)
         for unit in units:
             for part in unit.parts:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
@@ -47,7 +51,10 @@ class Prefetcher:
         return self._units[unit].name
 
     def open_rows(self, unit: int) -> Sequence[Tensor]:
-        return self._units[unit].open_rows()
+        if self._rows_written is None:
+            self._rows_written = self._runtime.record()
+        with self._channel.gather_lane(self._runtime.device, self._rows_written):
+            return self._units[unit].open_rows()
 
     def close_rows(self, unit: int) -> None:
         self._units[unit].put_back()
@@ -171,7 +178,12 @@ class Prefetcher:
 
     def end_update(self) -> None:
         """Rows are right again."""
+        self.note_written()
         self._channel.negotiation.reopen()
+
+    def note_written(self) -> None:
+        """Rows may have been written: gathers wait for what the compute stream has been asked for."""
+        self._rows_written = None
 
     def close(self) -> None:
         """The units are gone."""

@@ -135,8 +135,8 @@ class FakeAccelerator:
         self.current = Stream("compute", self.log)
         self._names = iter(("in", "out"))
 
-    def make_stream(self, device: Any) -> Stream:
-        return Stream(next(self._names), self.log)
+    def make_stream(self, device: Any, priority: int) -> Stream:
+        return Stream("gather" if priority else next(self._names), self.log)
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.current
@@ -186,6 +186,32 @@ def test_copies_wait_for_the_compute_stream_where_nothing_else_is_said() -> None
         for _ in range(2):
             runtime.host_wait(left)
     assert log == ["host: waits for out"] and runtime.num_host_waits == 1, "what has passed is not waited for"
+
+
+def test_gathers_wait_for_what_they_depend_on_and_not_for_compute() -> None:
+    with fake_accelerator() as (runtime, log):
+        written = runtime.record()
+        log.append("compute: forward of a block")
+        with runtime.gather_lane(written), runtime.gather_lane():
+            gathered = runtime.record()
+        runtime.wait(gathered)
+        with runtime.gather_lane():
+            pass
+    assert log == [
+        "compute: record",
+        "compute: forward of a block",
+        "gather: waits for compute",
+        "on gather",
+        "on gather",
+        "gather: record",
+        "on gather",
+        "on compute",
+        "compute: waits for gather",
+        "compute: record",  # nothing is said of what it depends on: everything
+        "gather: waits for compute",
+        "on gather",
+        "on compute",
+    ]
 
 
 def test_memory_is_kept_until_its_event() -> None:
