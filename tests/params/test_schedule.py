@@ -1,6 +1,6 @@
 """Stage 3's schedule on a device and a network that take as long as they are told to: what hides behind what.
 
-The real engine runs on `tests.support.timed_network`, where every lane has a clock, and gathers and reductions share the
+The real engine runs on `tests.support.timed_network`, where every lane has a clock; gathers and reductions share the
 link. Blocks say how long they compute; bytes and the link's speed say how long the traffic takes.
 """
 
