@@ -6,7 +6,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -18,10 +18,8 @@ from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.lockstep import AlikeNegotiation
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
-from hf_zero.device.runtime import Event
 
 MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
-_NO_OTHER_LANE = nullcontext()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -113,7 +111,10 @@ class Collectives(ControlMessages):
 
     Attributes:
         negotiation: how ranks agree on the gathers of stage 3.
+        has_gather_lane: gathers of rows are asked of the device's lane for them.
     """
+
+    has_gather_lane = False
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
         """`ranks`: default the first `size` ones."""
@@ -170,14 +171,6 @@ class Collectives(ControlMessages):
         """
         with _counted(self, "all_gather", num_bytes(row) * self.size) as call:
             return call.follow_rows(self._gather_rows(row, take), row)
-
-    def gather_lane(self, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
-        """Rows on `device` are prepared for a gather, and gathered, inside: on a lane of their own where there is one.
-
-        Args:
-            after: see `Runtime.gather_lane`.
-        """
-        return _NO_OTHER_LANE
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         buffer = take(row.numel() * self.size)

@@ -38,18 +38,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from hf_zero.comm.ledger import UNWATCHED, Call, ledger
 from hf_zero.comm.rows import Pending, Rows, num_bytes
-from hf_zero.device.runtime import DONE
 from hf_zero.spans import SPANS
-
-if TYPE_CHECKING:
-    from hf_zero.comm.collectives import Collectives
 
 NUM_FIELDS = 5  # integers of a request on its way
 
@@ -384,13 +379,3 @@ class Negotiation(ABC):
     @abstractmethod
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         """Queue a request and let the others know. `rows`: this rank's, of a GATHER."""
-
-
-def start_gather(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:
-    """Gather the rows that `source` has opened, beside what is computed."""
-    with collectives.gather_lane(rows[0].device, DONE):
-        return [collectives._gather_rows(row, partial(_take, source, row)) for row in rows]
-
-
-def _take(source: Source, row: Tensor, numel: int) -> Tensor:
-    return source.take_buffer(numel, row)

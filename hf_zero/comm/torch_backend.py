@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -79,8 +78,7 @@ class NativeCollectives(Collectives):
 class GatherStreamCollectives(NativeCollectives):
     """Those of an accelerator for gathers of stage 3, which have a lane of their own."""
 
-    def gather_lane(self, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
-        return runtime_of(device).gather_lane(after)
+    has_gather_lane = True
 
     def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
         runtime = runtime_of(row.device)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
-from hf_zero.comm import Collectives, Rows, ledger
+from hf_zero.comm import Collectives, Rows, gather_lane, ledger
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.offload.failures import stop_if_any
@@ -53,7 +53,7 @@ class Prefetcher:
     def open_rows(self, unit: int) -> Sequence[Tensor]:
         if self._rows_written is None:
             self._rows_written = self._runtime.record()
-        with self._channel.gather_lane(self._runtime.device, self._rows_written):
+        with gather_lane(self._channel, self._runtime.device, self._rows_written):
             return self._units[unit].open_rows()
 
     def close_rows(self, unit: int) -> None:

@@ -14,10 +14,10 @@ from hf_zero.device import figures, registry
 from hf_zero.device.accelerator import Accelerator
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
-from hf_zero.device.late import Late
 from hf_zero.device.phases import Phases
-from hf_zero.device.registry import VARIABLE, HostCopy, host_runs_ahead, runtime_of, use
+from hf_zero.device.registry import HostCopy, host_runs_ahead, runtime_of, use
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
+from tests.support.late import VARIABLE, Late, use_if_asked_for
 
 META = torch.device("meta")
 
@@ -55,6 +55,7 @@ def test_one_runtime_per_device() -> None:
 def test_the_environment_chooses_the_late_device(value: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
     with mock.patch.dict(registry._runtimes, clear=True):
+        use_if_asked_for()
         assert type(runtime_of(HOST)) is kind
 
 

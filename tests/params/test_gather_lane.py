@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.cpu import meeting
-from hf_zero.device.late import Late
+from tests.support.late import Late
 from tests.support.late_gathers import late_gathers
 from tests.support.ranks import run_ranks
 

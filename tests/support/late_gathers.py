@@ -1,7 +1,7 @@
 """Ranks on the late device whose gathers are as late as copies: what an accelerator's lane of gathers is tested with.
 
 Gathers are carried out over gloo when they are asked for, and arrive when somebody has waited for them
-(`hf_zero.device.late`). So ranks have to run the same program. All else is as between hosts without accelerators.
+(`tests.support.late`). So ranks have to run the same program. All else is as between hosts without accelerators.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hf_zero.comm.cpu import meeting
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import get_rank
 from hf_zero.comm.torch_backend import GatherStreamCollectives
-from hf_zero.device.late import Late
 from hf_zero.device.registry import runtime_of, use
+from tests.support.late import Late
 
 
 class LateGathers(GatherStreamCollectives):

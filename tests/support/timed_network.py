@@ -213,7 +213,7 @@ class TimedCollectives(Collectives):
 class TimedGathers(TimedCollectives):
     """Those of stage 3, as an accelerator has them."""
 
-    gather_lane = GatherStreamCollectives.gather_lane
+    has_gather_lane = True
     _gather_rows = GatherStreamCollectives._gather_rows  # type: ignore[assignment]
 
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:

@@ -15,10 +15,14 @@ Its own memory lies on the CPU, beside the host's, and it computes at once. Only
 Who knows what is counted, as vector clocks: for every lane, up to which of its entries. Waiting for an event takes its
 knowledge over. The verbs that order things are *wait sites*, told apart by the line that calls them; a subclass may
 skip one to see whether any test minds (`skips`).
+
+With HF_ZERO_LATE_DEVICE=1 in the environment engines on the CPU run on it, in the process of the tests and in ranks
+(`make test-late`).
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import Counter
@@ -29,10 +33,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hf_zero.device import registry
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.runtime import HOST, Event, Lane, Memory
 
 _PASSES_AFTER = 2  # ranges: what was asked for before the last forward and backward has long been done
+
+
+VARIABLE = "HF_ZERO_LATE_DEVICE"
+
+
+def use_if_asked_for() -> None:
+    """Make it the CPU's runtime in this process, where the environment says so."""
+    if os.environ.get(VARIABLE) == "1":
+        registry._runtimes[HOST] = Late()
 
 
 class LateError(AssertionError):
