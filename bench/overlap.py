@@ -169,7 +169,10 @@ def fit(ratio: float, bits: float, rate: float, compute: Callable[[float], float
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
     numel = sum(parameter.numel() for parameter in build_model(SIZES[options.size]).parameters())
-    tried = [play_all(options, {"alone": sys.executable}, options.rate_mbit, batch, 1)[0]["compute"] for batch in TRIED]
+    tried = [
+        min(each["compute"] for each in play_all(options, {"alone": sys.executable}, options.rate_mbit, batch, 3))
+        for batch in TRIED
+    ]
     per_sample = (tried[1] - tried[0]) / (TRIED[1] - TRIED[0])
     bits = PASSES["hf_zero stage 3"] * BITS * numel * (options.hosts - 1) / options.hosts
     jobs = {"ours": sys.executable} | ({"deepspeed": options.oracle_python} if options.oracle_python else {})
