@@ -105,7 +105,7 @@ class Prefetcher:
             unit = self._units[number - self._number]
             if unit.state is not UnitState.RELEASED:
                 return  # once more than now
-            if self._ahead and not self._has_room_for(unit):
+            if not self._has_room_for(unit):
                 unit.fetch()
                 return
             self._ask_for(unit)
@@ -113,11 +113,9 @@ class Prefetcher:
 
     def _has_room_for(self, unit: Unit) -> bool:
         """Whether one more may be under way."""
-        plan = self._order.gather_plan
-        under_way = unit.numel + sum(ahead.numel for ahead in self._ahead)
-        if under_way > plan.prefetch_numel:
-            return False
-        return under_way + sum(each.numel for each in self._units if each.is_gathered) <= plan.max_live_numel
+        ahead = sum(each.numel for each in self._ahead)
+        live = sum(each.numel for each in self._units if each.is_gathered)
+        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
 
     def _prefetch_expected(self, positions: Iterable[int]) -> None:
         for position in positions:
