@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.comm import ledger
 from hf_zero.comm.cpu import meeting
+from hf_zero.device.registry import host_runs_ahead
+from hf_zero.device.runtime import HOST
 from tests.support.ranks import RankFailure, run_ranks
 
 WIDTH = 8
@@ -106,7 +109,10 @@ def run_updates(
             loss = engine(torch.randn(2, WIDTH, generator=generator))
             engine.backward(loss)
             engine.step()
-            small = sum(tally.calls for (phase, _), tally in ledger.tallies.items() if phase == "control")
+            counts = {name: tally.calls for (phase, name), tally in ledger.tallies.items() if phase == "control"}
+            if host_runs_ahead(HOST):
+                counts.pop("all_reduce")  # the sum of squares, among devices: no host waits for it
+            small = sum(counts.values())
             found.append((list(log), small, loss.item()))
     return found
 
@@ -202,4 +208,5 @@ def test_a_rank_that_dies_in_the_middle_of_a_plan_is_named(place: tuple[str, int
     left = {"forward": "(4, 5)", "backward": "(1, 0)"}
     assert (tmp_path / f"said-{VICTIM}").read_text() == left[place[0]]  # of the plan, the next one under way
     for rank in {0, 1, 2} - {VICTIM}:
-        assert f"another one did: rank {VICTIM} (process" in (tmp_path / f"said-{rank}").read_text()
+        said = (tmp_path / f"said-{rank}").read_text()  # also names ranks that had ended because of it by then
+        assert re.search(rf"because another one did: .*rank {VICTIM} \(process", said)
