@@ -315,7 +315,7 @@ def _wire(zero: Zero, own: HfZero) -> policies.WirePolicy:
 
 def _gather(zero: Zero, leaf: LeafModule, own: HfZero) -> policies.GatherPolicy:
     return policies.GatherPolicy(
-        follows_plans=own.gather_order == "auto",
+        follows_plans=own.gather_order == "planned",
         max_live_numel=zero.stage3_max_live_parameters,
         max_reuse_numel=zero.stage3_max_reuse_distance,
         prefetch_numel=zero.stage3_prefetch_bucket_size,

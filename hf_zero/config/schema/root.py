@@ -114,11 +114,11 @@ class HfZero(Section):
         "true: after every update all ranks take rank 0's buffers, as DistributedDataParallel does before the next "
         "forward (BatchNorm's running mean and variance); false: every rank keeps its own, as in DeepSpeed.",
     )
-    gather_order: Literal["auto", "negotiated"] = supported(
-        "auto",
-        'Between hosts and on accelerators: "auto" gathers units in the order of the last pass that all ranks have run '
-        'alike, ahead and without a word, and agrees on each where there is none; "negotiated" always agrees on each, '
-        "for programs in which ranks do different things in every pass (docs/stage3.md). Ranks that share memory "
+    gather_order: Literal["planned", "negotiated"] = supported(
+        "planned",
+        'Between hosts and on accelerators: "planned" gathers units in the order of the last pass that all ranks have '
+        'run alike, ahead and without a word, and agrees on each where there is none; "negotiated" always agrees on '
+        "each, for programs in which ranks do different things in every pass (docs/stage3.md). Ranks that share memory "
         "always agree.",
         stages=(3,),
     )
