@@ -26,6 +26,8 @@ from hf_zero.step.outcome import NormRule, StepOutcome  # noqa: E402
 
 from .flows import BASE, clean, heard, trainer  # noqa: E402
 
+pytestmark = pytest.mark.lengthy
+
 STEPS, LOGGED_EVERY = 6, 3
 
 
