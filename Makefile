@@ -24,15 +24,15 @@ TORCH_KEY  := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
 READY      := $(VENV)/.ready-$(TORCH_KEY)
 ORACLE_OK  := $(ORACLE)/.ready-$(TORCH_KEY)
 SOURCES    := $(wildcard hf_zero tests examples bench packaging)
-RUFF_CHECK := --line-length 120 --target-version py310 --select E,F,W,I,UP,B,C4 --ignore B905
 # Ranks of a test share the machine: more threads per rank only makes them wait for each other.
 TEST_ENV   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 FRAMEWORKS_OK := $(FRAMEWORKS:%=.frameworks/%/.ready-$(TORCH_KEY))
 NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2
-PYTEST     := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS)
+PYTEST     := $(TEST_ENV) HF_ZERO_DURATIONS=out/durations.txt $(BIN)/python -m pytest -q -n $(WORKERS)
+DEFAULT    := not slow and not oracle and not multinode and not frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-late test-gpu test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format docs wheel clean
+.PHONY: help venv demo test test-quick test-all test-late test-gpu test-multinode test-versions test-frameworks oracle test-oracle bench bench-offload check format docs wheel clean
 
 help: ## list the targets
 	@echo "Usage: make <target> [VENV=.venv] [PYTHON=python3] [TORCH=torch==2.13.0]"
@@ -42,7 +42,7 @@ help: ## list the targets
 venv: $(READY) ## set up .venv with torch, hf_zero (editable) and the tools; quick the second time
 	@:
 
-$(READY): setup.cfg pyproject.toml packaging/backend.py packaging/hf_zero.pth
+$(READY): setup.cfg packaging/backend.py packaging/hf_zero.pth
 	@echo "Setting up $(VENV) with $(TORCH): two to five minutes the first time, by far the most for downloading torch."
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"hf_zero needs Python 3.10 or newer, {sys.executable} is {v}: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -56,9 +56,12 @@ $(READY): setup.cfg pyproject.toml packaging/backend.py packaging/hf_zero.pth
 demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let it write code (three to six minutes on 2 cores)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: venv ## set up and run the tests (some fifteen minutes on 2 cores, more on slow ones)
+test: venv ## set up and run the tests (some fifteen minutes on 2 cores; seconds of each in out/durations.txt)
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
-	@$(PYTEST) -m "not slow and not oracle and not multinode and not frameworks" $(ARGS)
+	@$(PYTEST) -m "$(DEFAULT)" $(ARGS)
+
+test-quick: venv ## the short tests that start no process (some 3,800, a minute and a half on 2 cores)
+	@$(PYTEST) -m "not processes and not lengthy and $(DEFAULT)" $(ARGS)
 
 test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's schemas for those of the examples)
 	@$(BIN)/python -m pip install -qq -e '.[examples,dev,clusters]'
@@ -128,12 +131,12 @@ bench-offload: venv ## train from a drive what does not fit, and measure the dri
 	@$(BIN)/python bench/nvme.py --folder $(FOLDER)
 
 check: venv ## lint (ruff) and type check (mypy)
-	@$(BIN)/python -m ruff check $(RUFF_CHECK) $(SOURCES)
+	@$(BIN)/python -m ruff check
 	@$(BIN)/python -m mypy
 
 format: venv ## sort imports, fix what can be fixed, lay the code out (ruff)
-	@$(BIN)/python -m ruff check -q --fix $(RUFF_CHECK) $(SOURCES) || true
-	@$(BIN)/python -m ruff format --line-length 120 $(SOURCES)
+	@$(BIN)/python -m ruff check -q --fix || true
+	@$(BIN)/python -m ruff format $(SOURCES)
 
 docs: venv ## build the site into site/ (installs mkdocs-material)
 	@$(BIN)/python -m pip install -qq -e '.[examples,dev,docs]'

@@ -1,10 +1,13 @@
-"""What all tests share: markers, seeds, one thread, no hub, and the interpreter of the oracle."""
+"""What all tests share: marks, seeds, one thread, no hub, and the interpreter of the oracle."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,24 +21,37 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests.support import durations
 from tests.support.late import VARIABLE, use_if_asked_for
 from tests.support.oracle import build_operators
 from tests.support.requirements import missing, oracle_interpreter
+from tests.support.starting import STARTED, item_starts_processes
 
-MARKERS = (
-    "slow: minutes, not seconds; `make test` leaves it out",
-    "oracle: compares with real DeepSpeed, installed in an environment of its own (make oracle)",
-    "gpu: needs at least one GPU",
-    "at_once: of memory, or of values that the host looks at in every step: does not hold on the late device",
-)
 SEED = 1234
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers."""
-    for marker in MARKERS:
-        config.addinivalue_line("markers", marker)
+def pytest_configure() -> None:
+    """Hypothesis measures no times: on a busy machine every example may take longer than its 200 ms."""
     use_if_asked_for()
+    if importlib.util.find_spec("hypothesis") is not None:
+        hypothesis = importlib.import_module("hypothesis")
+        hypothesis.settings.register_profile("hf_zero", deadline=None)
+        hypothesis.settings.load_profile("hf_zero")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes."""
+    for item in items:
+        if item_starts_processes(item):
+            item.add_marker(pytest.mark.processes)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Record how long each test took, where the Makefile asks for it."""
+    if path := os.environ.get("HF_ZERO_DURATIONS"):
+        reports = [report for some in terminalreporter.stats.values() for report in some if hasattr(report, "duration")]
+        durations.write(Path(path), reports)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -62,6 +78,16 @@ def _same_words_every_time() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_unless_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What `make test-quick` runs starts no process."""
+    STARTED.clear()
+    yield
+    is_quick = "not processes" in request.config.option.markexpr  # elsewhere a compiler may be one
+    if is_quick and STARTED and request.node.get_closest_marker("processes") is None:
+        pytest.fail(f"it starts a process without the mark `processes`: {STARTED}", pytrace=False)
 
 
 @pytest.fixture(scope="session")

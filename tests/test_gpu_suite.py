@@ -10,7 +10,10 @@ import pytest
 from bench import gpu_suite
 from bench.gpu_train import OTHERS, OURS, apart, ds_config, missing, run
 
+pytestmark = pytest.mark.lengthy
 
+
+@pytest.mark.processes  # a case is a process
 @pytest.mark.parametrize("case", ["hf_zero 3 offload", pytest.param("torch fused", marks=pytest.mark.slow)])
 def test_a_case_trains(case: str) -> None:
     found = apart(case, "tiny", 1, 250)

@@ -100,14 +100,12 @@ _BY_NAME = "imported by name: tests/kernels/cases.py"
 
 # Module that only tests of something larger run -> which.
 UNTESTED = {
-    "hf_zero.checkpoint.deepspeed.module_part": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.deepspeed.read_sharded": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.deepspeed.read_whole": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.deepspeed.state_dicts": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.load": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.save": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.service": _SAVED_AND_LOADED,
-    "hf_zero.checkpoint.shard_states": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
     "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",

@@ -18,7 +18,7 @@ PACKAGE = "hf_zero"
 # Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
 LADDER = (
     (
-        *("errors", "last_words", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
+        *("errors", "error_report", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
         *("quantities", "staging"),
     ),
     ("kernels", "config"),

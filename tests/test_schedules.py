@@ -22,8 +22,7 @@ from hf_zero.schedules import (
     WarmupLR,
     build_scheduler,
 )
-from hf_zero.schedules.base import StepSchedule, per_group
-from hf_zero.schedules.mark import ScheduleMark
+from hf_zero.schedules.base import ScheduleMark, StepSchedule, per_group
 from tests.config.deepspeed_answers import ask_deepspeed
 
 STEPS = 50

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_zero.activations.buffers import Buffers, HostPool, OneBuffer
-from hf_zero.activations.kept import KeptInput, Place, can_be_flat
-from hf_zero.activations.watched import Times, watched
+from hf_zero.activations.kept import Buffers, HostPool, KeptInput, OneBuffer, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.config.features.policies import ActivationsPolicy
 from hf_zero.device.kinds import current_device

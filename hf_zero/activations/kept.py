@@ -1,26 +1,162 @@
-"""One input of a checkpointed call, between forward and backward.
+"""One input of a checkpointed call, between forward and backward; the memory it goes to; waits and times around calls.
 
     forward of call n        kept as it is, on the device
-    forward of call n + 1    sent: to host memory, or into one buffer
+    forward of call n + 1    sent: to host memory (HostPool), or into one buffer (OneBuffer)
     backward of call n + 1   fetched ahead, while that call runs again
     backward of call n       taken: the tensor as it was
 
-What was kept last is never sent: it is the first that backward needs.
+What was kept last is never sent: it is the first that backward needs. Memory that is given back in backward is used
+again in the next step.
 """
 
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.activations.buffers import Buffers
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.rows import own_shard
+from hf_zero.device.clocks import Clock
+from hf_zero.device.pinned import host_empty
 from hf_zero.device.runtime import DONE, Event, Runtime
+from hf_zero.log import announce
+
+_ALIGNMENT = 512  # bytes: a vector of any dtype begins at each slot
+
+
+class Buffers(ABC):
+    """Blocks of bytes, which go by the tensors that cover them."""
+
+    @abstractmethod
+    def take(self, num_bytes: int) -> Tensor:
+        """1-D uint8 of that many bytes or more, uninitialised; the taker's until it is given back."""
+
+    @abstractmethod
+    def give(self, block: Tensor) -> None:
+        """Take back what `take` has given."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give memory that nobody uses back to the system."""
+
+
+class HostPool(Buffers):
+    """Blocks of page-locked host memory: as many as were in use at once, however lengths change."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        fitting = [block for block in self._free if len(block) >= num_bytes]
+        if fitting:
+            return self._without(min(fitting, key=len))
+        if self._free:  # none is large enough: the new one takes the place of the smallest
+            self._without(min(self._free, key=len))
+        return host_empty(num_bytes, torch.uint8, pinned=True)
+
+    def _without(self, block: Tensor) -> Tensor:
+        self._free = [other for other in self._free if other is not block]
+        return block
+
+    def give(self, block: Tensor) -> None:
+        self._free.append(block)
+
+    def release(self) -> None:
+        self._free.clear()
+
+
+class OneBuffer(Buffers):
+    """Slots of one block, so that what is kept for long does not lie between what is not.
+
+    A slot is as large as what was taken first. What finds no slot, or is larger, gets a block of its own; when all is
+    back, the next one to be taken says anew how large slots are.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor], num_slots: int) -> None:
+        """`make`: 1-D uint8 of so many bytes."""
+        self._make = make
+        self._num_slots = num_slots
+        self._size = 0
+        self._slots: dict[int, Tensor] = {}  # by address
+        self._free: list[int] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        if num_bytes > self._size and len(self._free) == len(self._slots):
+            self.release()
+            self._size = -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
+            slots = self._make(self._size * self._num_slots).split(self._size)
+            self._slots = {slot.data_ptr(): slot for slot in slots}
+            self._free = list(self._slots)[::-1]
+        if num_bytes > self._size or not self._free:
+            return self._make(num_bytes)
+        return self._slots[self._free.pop()]
+
+    def give(self, block: Tensor) -> None:
+        # A slot of a buffer that has been replaced is not at the address of a newer one while it lives.
+        if self._slots.get(block.data_ptr()) is block:
+            self._free.append(block.data_ptr())
+
+    def release(self) -> None:
+        if len(self._free) == len(self._slots):
+            self._size, self._slots, self._free = 0, {}, []
+
+
+class Times:
+    """Of the calls of one forward and its backward; said when the next forward begins."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._forward: list[tuple[Event, Event]] = []
+        self._again: list[tuple[Event, Event]] = []
+
+    def add(self, begin: Event, end: Event, *, again: bool) -> None:
+        if not again and self._again:
+            self.tell()
+        (self._again if again else self._forward).append((begin, end))
+
+    def tell(self) -> None:
+        """Waits for the device."""
+        if self._forward:
+            self.clock.synchronize()
+            announce(
+                f"activation_checkpointing: {len(self._forward)} checkpointed calls, forward {self._ms(self._forward)} "
+                f"ms; {len(self._again)} run again in backward, {self._ms(self._again)} ms"
+            )
+        self._forward, self._again = [], []
+
+    def _ms(self, intervals: list[tuple[Event, Event]]) -> str:
+        return f"{sum(self.clock.elapsed_ns(begin, end) for begin, end in intervals) / 1e6:.1f}"
+
+
+def watched(function: Callable[..., Any], runtime: Runtime | None, times: Times | None) -> Callable[..., Any]:
+    """`function`, whose first call is the forward and later ones its recomputation.
+
+    Args:
+        runtime: of a device to wait for before and after each call.
+        times: told how long each takes.
+    """
+    has_run = [False]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        again, has_run[0] = has_run[0], True
+        if runtime is not None:
+            runtime.synchronize()
+        begin = times.clock.mark() if times is not None else None
+        try:
+            return function(*args, **kwargs)
+        finally:  # torch ends a recomputation by an exception as soon as it has what it needs
+            if times is not None and begin is not None:
+                times.add(begin, times.clock.mark(), again=again)
+            if runtime is not None:
+                runtime.synchronize()
+
+    return call
 
 
 def can_be_flat(tensor: Tensor) -> bool:

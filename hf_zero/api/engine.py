@@ -28,7 +28,7 @@ from hf_zero.params.consolidation import broadcast_buffers
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
-from hf_zero.schedules.mark import ScheduleMark
+from hf_zero.schedules.base import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome

@@ -23,9 +23,9 @@ from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
 from hf_zero.comm import ParallelGroups, hosts, in_hops, init_distributed, local_device, parallel_groups, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
+from hf_zero.error_report import listen
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
-from hf_zero.last_words import listen
 from hf_zero.log import announce, log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition

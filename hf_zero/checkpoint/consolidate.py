@@ -11,14 +11,15 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.durable import (
+from hf_zero.checkpoint.files.safetensors_file import write_safetensors
+from hf_zero.checkpoint.files.stream import (
+    Streamed,
     Written,
     into_place,
+    streamed,
     sync_folder,
     write_small,
 )
-from hf_zero.checkpoint.files.safetensors_file import write_safetensors
-from hf_zero.checkpoint.files.stream import Streamed, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.quantities import bytes_of

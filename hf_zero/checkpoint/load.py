@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import fill, span
-from hf_zero.checkpoint.gradient_errors import restore_errors
+from hf_zero.checkpoint.shard_states import restore_errors
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
 from hf_zero.checkpoint.whole_states import pieces_of

@@ -13,8 +13,7 @@ from typing import Any
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files import crc
-from hf_zero.checkpoint.files.durable import Written, write_small
-from hf_zero.checkpoint.files.stream import NUM_THREADS
+from hf_zero.checkpoint.files.stream import NUM_THREADS, Written, write_small
 from hf_zero.checkpoint.files.torch_reader import check_records
 
 _RESTORE = "restore it from a copy, or load an older checkpoint"

@@ -25,12 +25,12 @@ from hf_zero.checkpoint.deepspeed.states import (
 )
 from hf_zero.checkpoint.exchange import Exchange, join
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
-from hf_zero.checkpoint.gradient_errors import errors_for_file
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
     ShardState,
     Stored,
     buffers_of,
+    errors_for_file,
     parts_by_parameter,
     read_sub_groups,
     summarise,

@@ -24,8 +24,7 @@ from typing import Any
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.durable import Written, sync_folder, write_small
-from hf_zero.checkpoint.files.stream import Arriving
+from hf_zero.checkpoint.files.stream import Arriving, Written, sync_folder, write_small
 from hf_zero.checkpoint.files.torch_file import (
     write_torch_file,
     write_torch_file_as_it_comes,

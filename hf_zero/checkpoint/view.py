@@ -101,7 +101,7 @@ class CheckpointView:
         whole_states: by parameter name those of its optimizer states that are not in `elements`; at stage 0 all, if
             any does not hold one value per element. A parameter without an entry has seen no update then.
         shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.whole_states`.
-        gradient_errors: by rank; see `hf_zero.checkpoint.gradient_errors`.
+        gradient_errors: by rank; see `hf_zero.checkpoint.shard_states`.
     """
 
     folder: Folder

@@ -8,8 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.durable import into_place
-from hf_zero.checkpoint.files.stream import Arriving, Awaited, streamed
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, into_place, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
 from hf_zero.comm.tensor_parts import whole_shape

@@ -16,12 +16,11 @@ from pathlib import Path
 from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.backends import BACKENDS, Backend
 from hf_zero.launch.backends.base import Request
-from hf_zero.launch.hostfile import check_host
 from hf_zero.launch.job import Job, Program
 from hf_zero.launch.options import LAUNCHERS, parse
 from hf_zero.launch.resources import LOCALHOST, chosen_world, listed_world
 from hf_zero.launch.variables import inherited, read_env_files
-from hf_zero.launch.world import World
+from hf_zero.launch.world import World, check_host
 from hf_zero.network import address_towards
 from hf_zero.rank_environment import LOCAL_ADDRESS
 

@@ -13,6 +13,7 @@ DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
 NO_FILE_OF_ACCELERATE = "None"
 
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of ending the process, so that all errors look alike."""
 

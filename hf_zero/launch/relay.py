@@ -10,9 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from hf_zero.launch.failure import Failure, find_mark, holds_mark
-from hf_zero.launch.output import CHUNK_BYTES, Stream
-from hf_zero.launch.signals import SignalInbox, signal_tree
+from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, find_mark, holds_mark, signal_tree
 
 _TICK_S = 0.2
 _SETTLE_S = 10.0  # after a failure: the other nodes' ranks notice it themselves, or are ended

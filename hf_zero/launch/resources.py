@@ -12,10 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_zero.launch import LaunchError, shown
-from hf_zero.launch.filters import exclude, include, limit
-from hf_zero.launch.hostfile import MAX_SLOTS, check_host, read_hostfile
 from hf_zero.launch.options import DEFAULT_HOSTFILE, NO_FILE_OF_ACCELERATE
-from hf_zero.launch.world import VISIBLE_DEVICES, Node, World
+from hf_zero.launch.world import (
+    MAX_SLOTS,
+    VISIBLE_DEVICES,
+    Node,
+    World,
+    check_host,
+    exclude,
+    include,
+    limit,
+    read_hostfile,
+)
 from hf_zero.rank_environment import tasks_per_node
 
 logger = logging.getLogger("hf_zero.launch")

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import IO, BinaryIO
 
 from hf_zero.launch import LaunchError, shown
-from hf_zero.launch.failure import Failure
+from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, Tail, signal_group
 from hf_zero.launch.job import RankCommand
-from hf_zero.launch.output import CHUNK_BYTES, Stream, Tail
-from hf_zero.launch.signals import SignalInbox, signal_group
 
 GRACE_S = 15.0  # between asking a rank to end and making it
 _TICK_S = 0.2

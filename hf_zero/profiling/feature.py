@@ -24,13 +24,12 @@ from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.log import announce
 from hf_zero.profiling.breakdown import Breakdown, WallClock
 from hf_zero.profiling.comms_log import CommsLog
-from hf_zero.profiling.events import RunEvents
+from hf_zero.profiling.events import RunEvents, ThroughputLog
 from hf_zero.profiling.flops import FlopsProfiler
 from hf_zero.profiling.flops_report import EngineTimes
 from hf_zero.profiling.memory import MemoryLog
 from hf_zero.profiling.monitors import Monitors
 from hf_zero.profiling.recorder import Recorder
-from hf_zero.profiling.throughput import ThroughputLog
 from hf_zero.profiling.trace import TraceFile
 
 # What a program has asked for before there is an engine (`deepspeed.comm.configure`).

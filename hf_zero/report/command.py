@@ -13,8 +13,7 @@ from hf_zero.config import FilePolicy
 from hf_zero.offload.nvme.requests import StorageError
 from hf_zero.report.availability import Feature, features
 from hf_zero.report.drive import probe
-from hf_zero.report.environment import Row, devices, host, software, variables
-from hf_zero.report.links import between_devices, networks
+from hf_zero.report.environment import Row, between_devices, devices, host, networks, software, variables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Versions, devices, limits and variables of this machine, as rows of (name, value)."""
+"""Versions, devices, limits, variables and links of this machine, as rows of (name, value); without privileges."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,8 @@ _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "datasets", "safetens
 _VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "HF_ZERO", "HSA_", "ROCR_", "UCX_")
 _ONE_BY_ONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "HF_HUB_OFFLINE", "LD_PRELOAD")
 GIB = 1024**3
+_INFINIBAND = Path("/sys/class/infiniband")
+_PATIENCE_S = 10
 
 
 def software() -> Iterator[Row]:
@@ -103,3 +106,34 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def networks(infiniband: Path = _INFINIBAND) -> Iterator[Row]:
+    """Interfaces that are up, with their speed; InfiniBand and RoCE ports. No addresses: the report is for others."""
+    for name, stats in sorted(psutil.net_if_stats().items()):
+        if stats.isup and name != "lo":
+            yield f"network {name}", f"{stats.speed / 1000:g} Gbit/s" if stats.speed else "up, speed unknown"
+    for port in sorted(infiniband.glob("*/ports/*")):
+        words = [_text(port / name) for name in ("rate", "state", "link_layer")]
+        yield f"{port.parts[-3]} port {port.name}", ", ".join(word for word in words if word)
+
+
+def between_devices() -> str:
+    """The matrix of nvidia-smi or rocm-smi; empty where there is neither."""
+    for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

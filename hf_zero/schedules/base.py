@@ -1,7 +1,10 @@
-"""What all our schedules share: a counter of updates, and rates written into the optimizer's groups."""
+"""What all our schedules share: a counter of updates, and rates written into the optimizer's groups. And where any
+schedule stood, so that an advance can be taken back: a host that runs ahead of its device may learn of a skipped update
+when the schedule has already moved."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -11,6 +14,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Rate = float | Sequence[float]  # one for all parameter groups, or one for each
+_LAST = "_last_lr"
 
 
 class HasParamGroups(Protocol):
@@ -94,3 +98,54 @@ def per_group(rate: Rate, num_groups: int, name: str) -> list[float]:
         return [float(entry) for entry in rate]
     assert isinstance(rate, (int, float))
     return [float(rate)] * num_groups
+
+
+class ScheduleMark:
+    """A schedule's state and the numbers in its optimizer's groups, before one advance."""
+
+    @staticmethod
+    def fits(schedule: Any) -> bool:
+        """Whether this schedule says where it stands, and can be put there."""
+        return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
+
+    def __init__(self, schedule: Any, optimizer: HasParamGroups) -> None:
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._state = copy.deepcopy(schedule.state_dict())
+        self._last = getattr(schedule, _LAST, None)
+        self._before = self._numbers()
+        self._after = self._before
+
+    def advance(self) -> None:
+        self._schedule.step()
+        self._after = self._numbers()
+
+    def go_back(self) -> None:
+        """Undo the advance. What somebody else has written into a group since then stays."""
+        self._schedule.load_state_dict(self._state)
+        if self._last is not None:
+            setattr(self._schedule, _LAST, self._last)
+        groups = zip(self._optimizer.param_groups, self._before, self._after, strict=True)
+        for group, before, after in groups:
+            for key, value in before.items():
+                if group.get(key) != after.get(key):
+                    continue
+                if isinstance(value, Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        """Of every group, the numbers as they are now; those in tensors of one element, copied."""
+        return [
+            {key: _kept(value) for key, value in group.items() if _is_number(value)}
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, tuple)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.sequence.exchange import HEADS, POSITIONS, exchange, gather
-from hf_zero.sequence.forwards import after_forward, before_forward
-from hf_zero.sequence.masks import MARK, install_masks
+from hf_zero.sequence.forwards import MARK, after_forward, before_forward, install_masks
 from hf_zero.sequence.shared import (
     MODULES,
     Shared,

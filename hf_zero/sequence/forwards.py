@@ -1,14 +1,16 @@
 """Around the forward of a model that shares sequences: what a part alone cannot know is made known.
 
-    every rank has      input_ids [b, l], maybe position_ids, attention_mask, labels     of its own positions
-    forward gets        position_ids that go on where the rank before ends, if there were none
-                        shift_labels with the first label of the next rank, if labels were not shifted yet
-    masks are made of   the position ids and attention masks of all ranks (`RUNNING.sight`)
+every rank has      input_ids [b, l], maybe position_ids, attention_mask, labels     of its own positions
+forward gets        position_ids that go on where the rank before ends, if there were none
+                    shift_labels with the first label of the next rank, if labels were not shifted yet
+masks are made of   the position ids and attention masks of all ranks (`RUNNING.sight`), for whole sequences, where
+                    transformers would make those of the parts
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from hf_zero.sequence.exchange import gather, told_by_all
 from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor, unwrapped
 
 IGNORED = -100
+MARK = "_hf_zero_shared_sequences"
 
 
 def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -104,3 +107,71 @@ def _sight(shared: Shared, keywords: dict[str, Any], length: int) -> Sight:
         elif getattr(shared.config, "attention_chunk_size", None) and not bool(padding[:, 0].all()):
             raise NotImplementedError("chunked attention with padding on the left: pad on the right")
     return Sight(shared.config, length, shared.group.size * length, padding, whole_positions)
+
+
+def install_masks(name: str) -> None:
+    """The mask function of an implementation answers for whole sequences from now on; other models see no change."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    original: Any = AttentionMaskInterface._global_mapping.get(name)
+    if original is not None and not hasattr(original, MARK):
+        AttentionMaskInterface.register(name, _whole(original))
+
+
+def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **keywords: Any) -> Any:
+        """As the original; called with the extents of a part, it answers for the whole sequences."""
+        sight = RUNNING.sight
+        if sight is None or args or not _is_of(sight, keywords):
+            return original(*args, **keywords)
+        return original(**_of_all(sight, keywords))
+
+    setattr(mask, MARK, original)
+    return mask
+
+
+def _is_of(sight: Sight, keywords: dict[str, Any]) -> bool:
+    """Not of another part of the model, such as one for images."""
+    config = keywords.get("config")
+    return keywords.get("q_length") == sight.length and (config is None or type(config) is type(sight.config))
+
+
+def _of_all(sight: Sight, keywords: dict[str, Any]) -> dict[str, Any]:
+    if keywords.get("use_vmap") or keywords["kv_length"] != sight.length:
+        raise NotImplementedError(
+            "the model makes an attention mask of its own (a mask function with tensors in it, or a cache of another "
+            "length), which is known for this rank's positions only: it cannot share sequences"
+        )
+    told = {**keywords, "q_length": sight.whole_length, "kv_length": sight.whole_length}
+    if keywords.get("attention_mask") is not None:
+        told["attention_mask"] = sight.padding
+    documents = _documents(sight, keywords["batch_size"])
+    if documents is not None:
+        from transformers.masking_utils import packed_sequence_mask_function
+
+        inner, within = told["mask_function"], packed_sequence_mask_function(documents)
+        told["mask_function"] = lambda *indices: inner(*indices) & within(*indices)
+        told["allow_is_causal_skip"] = False
+    return told
+
+
+def _documents(sight: Sight, batch_size: int) -> Any:
+    """The number of every token's document, [batch, whole_length], where a row has several and transformers asks."""
+    from transformers import masking_utils
+
+    asked, sight.asks_for_documents = sight.asks_for_documents, False
+    if not asked or sight.positions is None:
+        return None
+    RUNNING.sights.append(None)  # the look below is our own
+    try:
+        return masking_utils.find_packed_sequence_indices(sight.positions.expand(batch_size, -1))
+    finally:
+        RUNNING.sights.pop()
+
+
+def asked_for_documents() -> bool:
+    """Whether transformers asks for packed documents in a part of a sequence; they will be found in the whole."""
+    if RUNNING.sight is None:
+        return False
+    RUNNING.sight.asks_for_documents = True
+    return True

@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks hold parts of the same matrices, and see the same batches."""
 
-from hf_zero.tensor.batches import check_first_batch
 from hf_zero.tensor.groups import (
     TensorGroups,
+    check_first_batch,
     current_tensor_groups,
     tensor_groups_given,
     tp_model_init,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zero.activations.buffers import HostPool, OneBuffer
+from hf_zero.activations.kept import HostPool, OneBuffer
 
 
 def test_a_pool_has_as_many_blocks_as_were_in_use_at_once() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.calls import CheckpointedCalls
-from hf_zero.activations.kept import KeptInput, Place, can_be_flat
-from hf_zero.activations.watched import Times, watched
+from hf_zero.activations.kept import KeptInput, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config.features.policies import ActivationsPolicy
 from hf_zero.device.clocks import Clock

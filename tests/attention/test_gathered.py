@@ -17,6 +17,8 @@ from hf_zero.attention.masks import SparseMask, causal
 from hf_zero.attention.plan import make_plan
 from tests.attention.test_layouts import configs
 
+pytestmark = pytest.mark.lengthy
+
 TOLERANCE = 1e-5
 
 

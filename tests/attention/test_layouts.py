@@ -216,6 +216,7 @@ def other_configs(draw: Callable[..., Any]) -> tuple[SparsityConfig, Callable[..
 configs = st.one_of(fixed_configs().map(lambda config: (config, fixed_cell)), other_configs())
 
 
+@pytest.mark.lengthy
 @settings(max_examples=1000, deadline=None)
 @given(case=configs, extra=st.integers(0, 9))
 def test_layouts_are_what_the_slow_definitions_say(case: Any, extra: int) -> None:

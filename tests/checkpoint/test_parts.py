@@ -16,10 +16,8 @@ from torch import nn
 from hf_zero.checkpoint.background import BackgroundSave, in_host_memory
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.exchange import Exchange, Placed, join
-from hf_zero.checkpoint.files.durable import Written, into_place, write_small
-from hf_zero.checkpoint.files.stream import streamed
-from hf_zero.checkpoint.files.torch_file import plain
-from hf_zero.checkpoint.files.zip_format import ALIGN_BYTES, headers, plan
+from hf_zero.checkpoint.files.stream import Written, into_place, streamed, write_small
+from hf_zero.checkpoint.files.torch_file import ALIGN_BYTES, archive_headers, place_records, plain
 from hf_zero.checkpoint.transaction import ZERO_TO_FP32
 from hf_zero.checkpoint.view import StateElements, by_parameter
 from hf_zero.checkpoint.whole_weights import save_whole_weights
@@ -58,10 +56,13 @@ def test_a_finished_file_goes_under_its_own_name(tmp_path: Path) -> None:
 
 def test_records_lie_where_the_plan_says_and_zipfile_reads_them() -> None:
     contents = [("a/data.pkl", b"x" * 10), ("a/version", b"3\n"), ("a/data/0", b"")]
-    members = plan(contents)
+    members = place_records(contents)
     assert all(member.offset % ALIGN_BYTES == 0 for member in members)
     archive = bytearray(4096)
-    for record in [*(member.record for member in members), *headers(members, [zlib.crc32(c) for _, c in contents])]:
+    for record in [
+        *(member.record for member in members),
+        *archive_headers(members, [zlib.crc32(c) for _, c in contents]),
+    ]:
         assert isinstance(record.content, bytes)
         archive[record.offset : record.offset + record.num_bytes] = record.content
         end = record.offset + record.num_bytes

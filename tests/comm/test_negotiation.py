@@ -17,6 +17,8 @@ from hf_zero.comm import Channel, Pending, Rows, ledger
 from hf_zero.comm.negotiation import Decision, Disagreement, Gathering, Kind, Request, decide
 from tests.support.in_process import HEADS, Deadlock, InProcessWorld, RandomSchedule, Schedule, explore
 
+pytestmark = pytest.mark.lengthy
+
 CPU = torch.device("cpu")
 
 

@@ -52,6 +52,7 @@ def reference(values: list[float], bits: int, symmetric: bool) -> list[float]:
 numbers = st.floats(-8, 8, width=32, allow_subnormal=False)
 
 
+@pytest.mark.lengthy
 @settings(max_examples=1000, deadline=None)
 @given(
     groups=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=1, max_size=4),

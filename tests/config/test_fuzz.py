@@ -125,6 +125,7 @@ def assert_sane(resolved: Resolved) -> None:
 SLOW_ONES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
+@pytest.mark.lengthy
 @settings(max_examples=400, deadline=None, suppress_health_check=SLOW_ONES)
 @given(configs(), SURROUNDINGS)
 def test_any_dict(config: dict[Any, Any], around: tuple[Any, Any, Any]) -> None:

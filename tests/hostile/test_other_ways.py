@@ -12,6 +12,8 @@ from tests.hostile.spec import Program
 from tests.hostile.threads import ThreadRunner
 from tests.support.campaigns import Verdict
 
+pytestmark = pytest.mark.lengthy
+
 NUM_QUICK = 20
 NUM_SLOW = 400
 

@@ -25,6 +25,8 @@ from tests.hostile.shrink import shrink
 from tests.hostile.spec import Call, Forward, Micro, ModuleSpec, Program, RankMicro, every_call, find_problem
 from tests.support.ranks import free_port
 
+pytestmark = pytest.mark.lengthy
+
 SEEDS = 500
 PRESENT = (
     "frozen",

@@ -34,7 +34,7 @@ from tests.config.test_published import ACCEPTED, REFUSED  # noqa: E402
 from .combinations import COUNT, Combination, combinations  # noqa: E402
 from .flows import ADAMW, accelerator, clean, loader  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.lengthy]
 ALL = list(combinations())
 HIDDEN = 16
 

@@ -27,6 +27,8 @@ from tests.support.ranks import run_ranks  # noqa: E402
 
 from .flows import ADAMW, BASE, arguments, clean  # noqa: E402
 
+pytestmark = pytest.mark.lengthy
+
 ROWS, LENGTH = 24, 16
 CURRICULUM = {
     "enabled": True,

@@ -26,6 +26,8 @@ from tests.support.late import Late  # noqa: E402
 
 from .flows import BASE, clean, heard, trainer  # noqa: E402
 
+pytestmark = pytest.mark.lengthy
+
 STEPS, LOGGED_EVERY = 6, 3
 
 

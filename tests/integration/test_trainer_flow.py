@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks  # noqa: E402
 
 from .flows import ADAMW, BASE, WARMUP_DECAY, arguments, clean, heard, trainer, write  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = [pytest.mark.usefixtures("fresh"), pytest.mark.lengthy]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from tests.kernels import cases
 from tests.kernels.cases import MIXTURES, NARROW, UPDATES, Form
 from tests.support.requirements import requires
 
-pytestmark = requires(modules=("triton",))
+pytestmark = [requires(modules=("triton",)), pytest.mark.lengthy]
 
 HAS_GPU = torch.cuda.is_available()
 FORM = Form(device="cuda") if HAS_GPU else Form(interpreted=True)

@@ -13,7 +13,7 @@ from hf_zero.launch.backends import BACKENDS
 from hf_zero.launch.backends.base import Command, Request
 from hf_zero.launch.job import Job, Program
 from hf_zero.launch.options import LAUNCHERS
-from hf_zero.launch.task import rank_command
+from hf_zero.launch.ranks import rank_command
 from hf_zero.launch.world import Node, World
 from hf_zero.rank_environment import RankEnvironment
 
@@ -91,7 +91,7 @@ def test_pdsh_gets_one_word_for_the_remote_shell() -> None:
     # What pdsh makes of it for host b, as the shell over there then splits it.
     remote = shlex.split(words[-1].replace("%%", "\0").replace("%h", "b").replace("\0", "%"))
     assert remote[:3] == ["exec", "env", f"PYTHONPATH=/x:{WICKED}"]
-    assert remote[3:7] == [sys.executable, "-u", "-m", "hf_zero.launch.node"]
+    assert remote[3:7] == [sys.executable, "-u", "-m", "hf_zero.launch.ranks"]
     assert Job.decode(remote[7]) == job() and remote[8:] == ["--host", "b"]
 
 
@@ -115,7 +115,7 @@ def test_pdsh_reads_a_script_first() -> None:
 def test_placement(name: str, world: World, placement: list[str]) -> None:
     words = list(command(name, job(world), launcher_args=["--more"]).words)
     assert words[: 1 + len(placement)] == [f"/bin/{name}", *placement] and "--more" in words
-    assert words[-5:-1] == [sys.executable, "-u", "-m", "hf_zero.launch.task"]
+    assert words[-5:-1] == [sys.executable, "-u", "-m", "hf_zero.launch.ranks"]
     assert Job.decode(words[-1]).world == world
     assert not any(WICKED in word and not word.endswith(f"/x:{WICKED}") for word in words)
 

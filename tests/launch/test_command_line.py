@@ -164,6 +164,7 @@ def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
     assert said == "I am 1" and numbers != "[]"
 
 
+@pytest.mark.processes  # some are refused by what the launcher has started
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -235,6 +236,7 @@ def test_who_starts_the_ranks(words: list[str], hosts: int, expected: str, tmp_p
     assert choose_backend(options, world, has_hosts=listed is not None).name == expected
 
 
+@pytest.mark.processes  # Python counts GPUs in one of its own
 def test_a_machine_without_gpus_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_COUNT", "print(0)")
     assert chosen_world(parse(["x.py"]), None, {}).num_ranks == 1

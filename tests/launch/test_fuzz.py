@@ -19,11 +19,9 @@ import pytest
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
 from hf_zero.launch.backends.base import Request
-from hf_zero.launch.filters import exclude, include
-from hf_zero.launch.hostfile import parse_hostfile
 from hf_zero.launch.job import Job, Program
 from hf_zero.launch.variables import inherited, parse_env_file
-from hf_zero.launch.world import World
+from hf_zero.launch.world import World, exclude, include, parse_hostfile
 
 CASES = 500
 PIECES = [
@@ -112,7 +110,7 @@ def test_hostile_files_of_variables_reach_a_remote_shell_as_they_are(tmp_path: P
         remote = remote.removesuffix(" %h").replace("%%", "%")
         known = [f"{name}={value}" for name, value in sorted(found.items()) if name.startswith(("PYTHON", "HF_ZERO"))]
         expected = ["exec", *(["env", *known] if known else []), sys.executable]
-        expected += ["-u", "-m", "hf_zero.launch.node", job.encode(), "--host"]
+        expected += ["-u", "-m", "hf_zero.launch.ranks", job.encode(), "--host"]
         assert shlex.split(remote) == expected
         if case % 25 == 0:
             said = subprocess.run(

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch import LaunchError
-from hf_zero.launch.filters import exclude, include, limit
-from hf_zero.launch.hostfile import parse_hostfile, read_hostfile
-from hf_zero.launch.world import Node, Place, World
+from hf_zero.launch.world import Node, Place, World, exclude, include, limit, parse_hostfile, read_hostfile
 
 TWO = parse_hostfile(b"worker-0 slots=2\nworker-1 slots=3\n")
 

@@ -156,6 +156,7 @@ ON_SHARDS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "options"), ON_SHARDS)
 def test_on_shards_as_alone(kind: Any, options: dict[str, Any], world: int) -> None:

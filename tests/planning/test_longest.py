@@ -16,6 +16,8 @@ from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, Tiling, load_model, trace
 from tests.planning.material import config_folder
 
+pytestmark = pytest.mark.lengthy
+
 MACHINE = {"gpu": "h100", "gpus_per_node": 1, "device_memory": "8G", "host_memory": "64G", "disk": "1T"}
 
 

@@ -23,6 +23,8 @@ from hf_zero.planning.reasons import reasoning, remedies
 from hf_zero.planning.show import as_dict
 from tests.planning.material import config_folder, planned
 
+pytestmark = pytest.mark.lengthy
+
 
 def test_every_candidate_is_a_config_that_the_resolver_takes(tmp_path: Path) -> None:
     for optimizer in ("AdamW", "Lion", "Adam8bit"):

@@ -36,6 +36,8 @@ from tests.planning.test_memory import _sums, filled
 from tests.support.ranks import run_ranks
 from tests.tensor.threads import ThreadCollectives, in_threads
 
+pytestmark = pytest.mark.lengthy
+
 _SIZES = {"vocab_size": 499, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
 CONFIGS = {
     "llama": LlamaConfig(**_SIZES, intermediate_size=101, num_key_value_heads=2),

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.profiling import out_of_memory
-from hf_zero.profiling.memory_by_kind import GATHERED, GRADIENTS, MASTERS, REST, STATES, memory_by_kind
-from hf_zero.profiling.out_of_memory import Change, changes, explanation, is_out_of_memory, requested_bytes
+from hf_zero.profiling.out_of_memory import (
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    REST,
+    STATES,
+    Change,
+    changes,
+    explanation,
+    is_out_of_memory,
+    memory_by_kind,
+    requested_bytes,
+)
 from tests.api.test_engine import ADAMW, ROWS, new_engine, one_step
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 
 from hf_zero.__main__ import main
 from hf_zero.offload.nvme.requests import StorageError
-from hf_zero.report import availability, drive, links
+from hf_zero.report import availability, drive, environment
 from hf_zero.report.availability import features
 from hf_zero.report.command import cli_main
 from hf_zero.report.drive import probe
@@ -60,6 +60,6 @@ def test_ports_are_listed_without_addresses(tmp_path: Path, monkeypatch: pytest.
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("4: ACTIVE\n")
-    assert ("mlx5_0 port 1", "400 Gb/sec (4X NDR), 4: ACTIVE") in list(links.networks(tmp_path))
-    monkeypatch.setattr(links.shutil, "which", lambda name: None)
-    assert links.between_devices() == ""
+    assert ("mlx5_0 port 1", "400 Gb/sec (4X NDR), 4: ACTIVE") in list(environment.networks(tmp_path))
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    assert environment.between_devices() == ""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.masking_utils import AttentionMaskInterface
 
 import hf_zero.sequence.forwards as forwards
-import hf_zero.sequence.masks as masks
+import hf_zero.sequence.forwards as masks
 import hf_zero.sequence.shared as shared
 from hf_zero.comm import Channel, Collectives, LoneCollectives, collectives_for, ledger
 from hf_zero.sequence.attention import attach, detach, install, is_attached

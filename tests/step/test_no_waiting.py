@@ -31,6 +31,8 @@ from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks
 from tests.support.simulation import META, simulated_world
 
+pytestmark = pytest.mark.lengthy
+
 ROWS = 4
 OPTIMIZERS = {
     "AdamW": {"lr": 1e-2},

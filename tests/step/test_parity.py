@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_s
 ROWS = 12  # divided by 1, 2, 3 and 4 ranks
 STEPS = 6
 NO_DECAY = ("bias", "scale")
+WAYS = [(1, 0.0), (1, 0.05), (3, 0.05)]  # accumulation, clip
 # Little models are below every threshold: without these nothing of them would be sharded.
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
@@ -69,6 +71,7 @@ def run_engine(rank: int, world: int, stage: int, accumulation: int, clip: float
     return Trace(losses, norms, weights_of(engine))
 
 
+@functools.cache
 def reference(world: int, accumulation: int, clip: float) -> Trace:
     """The same mathematics in one process: every rank's part of the batch is a micro-batch of its own."""
     batches = iter(mlp_batches(STEPS * accumulation, ROWS))
@@ -84,19 +87,26 @@ def reference(world: int, accumulation: int, clip: float) -> Trace:
     return train(AwkwardMLP(), steps, recipe)
 
 
+def run_every_way(rank: int, world: int, stage: int) -> list[Trace]:
+    """One engine after the other."""
+    return [run_engine(rank, world, stage, accumulation, clip) for accumulation, clip in WAYS]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (1, 0.05), (3, 0.05)])
-def test_same_losses_norms_and_weights_as_plain_pytorch(stage: int, world: int, accumulation: int, clip: float) -> None:
-    expected = reference(world, accumulation, clip)
-    traces: list[Trace] = run_ranks(run_engine, world, world, stage, accumulation, clip)
-    mean_losses = [sum(values) / world for values in zip(*(trace.losses for trace in traces), strict=True)]
-    assert_same_numbers(mean_losses, expected.losses, 1e-5, "loss")
-    for trace in traces:
-        assert_same_numbers(trace.norms, expected.norms, 1e-5, "norm")
-        assert_same_weights(trace.weights, expected.weights, 1e-5)
-    untouched = AwkwardMLP().state_dict()
-    assert torch.equal(traces[0].weights["lonely"], untouched["lonely"]), "no gradient anywhere: no update, no decay"
+def test_same_losses_norms_and_weights_as_plain_pytorch(stage: int, world: int) -> None:
+    by_rank: list[list[Trace]] = run_ranks(run_every_way, world, world, stage)
+    for (accumulation, clip), traces in zip(WAYS, zip(*by_rank, strict=True), strict=True):
+        expected, way = reference(world, accumulation, clip), f"accumulation {accumulation}, clip {clip}"
+        mean_losses = [sum(values) / world for values in zip(*(trace.losses for trace in traces), strict=True)]
+        assert_same_numbers(mean_losses, expected.losses, 1e-5, f"loss ({way})")
+        for trace in traces:
+            assert_same_numbers(trace.norms, expected.norms, 1e-5, f"norm ({way})")
+            assert_same_weights(trace.weights, expected.weights, 1e-5)
+        untouched = AwkwardMLP().state_dict()
+        assert torch.equal(traces[0].weights["lonely"], untouched["lonely"]), (
+            "no gradient anywhere: no update, no decay"
+        )
 
 
 OTHERS = {
@@ -107,30 +117,32 @@ OTHERS = {
 }
 
 
-def run_client_optimizer(rank: int, world: int, stage: int, name: str) -> dict[str, torch.Tensor]:
-    kind, options = OTHERS[name]
-    model = AwkwardMLP()
-    used = [p for key, p in model.named_parameters() if key not in ("lonely",) and "sometimes" not in key]
-    engine, _, _, _ = initialize(model=model, optimizer=kind(used, **options), config=config(stage, world))
-    for batch in mlp_batches(STEPS, ROWS):
-        engine.backward(engine(**split(batch, rank, world)))
-        engine.step()
-    return weights_of(engine)
+def run_client_optimizers(rank: int, world: int, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, (kind, options) in OTHERS.items():
+        model = AwkwardMLP()
+        used = [p for key, p in model.named_parameters() if key not in ("lonely",) and "sometimes" not in key]
+        engine, _, _, _ = initialize(model=model, optimizer=kind(used, **options), config=config(stage, world))
+        for batch in mlp_batches(STEPS, ROWS):
+            engine.backward(engine(**split(batch, rank, world)))
+            engine.step()
+        found[name] = weights_of(engine)
+    return found
 
 
-@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_any_elementwise_torch_optimizer_runs_as_itself(name: str, stage: int) -> None:
-    kind, options = OTHERS[name]
-    model = AwkwardMLP()
-    optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
-    for batch in mlp_batches(STEPS, ROWS):
-        optimizer.zero_grad()
-        model(**batch).backward()
-        optimizer.step()
-    expected = {key: value.detach() for key, value in model.state_dict().items()}
-    for weights in run_ranks(run_client_optimizer, 2, 2, stage, name):
-        assert_same_weights(weights, expected, 1e-5)
+def test_any_elementwise_torch_optimizer_runs_as_itself(stage: int) -> None:
+    by_rank = run_ranks(run_client_optimizers, 2, 2, stage)
+    for name, (kind, options) in OTHERS.items():
+        model = AwkwardMLP()
+        optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+        for batch in mlp_batches(STEPS, ROWS):
+            optimizer.zero_grad()
+            model(**batch).backward()
+            optimizer.step()
+        expected = {key: value.detach() for key, value in model.state_dict().items()}
+        for weights in by_rank:
+            assert_same_weights(weights[name], expected, 1e-5)
 
 
 def run_muon(rank: int, stage: int) -> dict[str, torch.Tensor]:

@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_zero.comm import ledger
 from tests.support.simulation import META, live_bytes, simulated_world
 
+pytestmark = pytest.mark.lengthy
+
 WORLD = 1024
 LAYERS, HIDDEN, VOCABULARY = 80, 8192, 32000
 EMBEDDING_NUMEL = VOCABULARY * HIDDEN

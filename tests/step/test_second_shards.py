@@ -22,6 +22,8 @@ from tests.step.test_quantized_wire import DEPTH, KINDS, LAYER, WEIGHTS, WIDTH, 
 from tests.support.in_process import InProcessWorld, engines_in
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.lengthy
+
 WORLD, SIZE = 4, 2
 TWO_HOSTS = Hosts((0, 0, 1, 1))
 STORED = {"zero_quantized_nontrainable_weights": True}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder
-from hf_zero.checkpoint.deepspeed.module_part import module_part
 from hf_zero.checkpoint.deepspeed.state_dicts import (
     check_manifest_is_there,
     element_states,
     flat,
+    module_part,
     need,
     need_int,
     need_list,

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.files.durable import Written, written
-from hf_zero.checkpoint.files.stream import Record, Streamed, write_records
+from hf_zero.checkpoint.files.stream import Record, Streamed, Written, write_records, written
 
 _NAMES = {
     torch.float64: "F64",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zero.integration.patches import Patches
-from hf_zero.sequence.masks import asked_for_documents
+from hf_zero.sequence.forwards import asked_for_documents
 
 PATCHES = Patches("transformers.masking_utils")
 

@@ -96,7 +96,7 @@ def own_node_rank(job: Job, request: Request, options: str) -> int:
 
 def task_words(job: Job) -> list[str]:
     """What mpirun and srun start once for every rank."""
-    return [sys.executable, "-u", "-m", "hf_zero.launch.task", job.encode()]
+    return [sys.executable, "-u", "-m", "hf_zero.launch.ranks", job.encode()]
 
 
 def python_variables(job: Job) -> dict[str, str]:

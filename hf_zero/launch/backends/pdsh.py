@@ -32,7 +32,7 @@ def remote_command(job: Job, request: Request) -> str:
     """What the shell of a remote host reads. All but Python's own variables travels inside the job."""
     variables = [f"{name}={value}" for name, value in sorted(python_variables(job).items())]
     start = ["env", *variables] if variables else []
-    words = [*start, sys.executable, "-u", "-m", "hf_zero.launch.node", job.encode(), "--host"]
+    words = [*start, sys.executable, "-u", "-m", "hf_zero.launch.ranks", job.encode(), "--host"]
     command = "exec " + shlex.join(words)
     if request.venv_script is not None:
         command = f". {shlex.quote(request.venv_script)} && {command}"

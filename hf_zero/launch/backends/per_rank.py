@@ -1,4 +1,4 @@
-"""What starts `launch.task` once per rank: mpirun of Open MPI, of MPICH, Intel and MVAPICH (all Hydra), and srun.
+"""What starts `launch.ranks` once per rank: mpirun of Open MPI, of MPICH, Intel and MVAPICH (all Hydra), and srun.
 
 They only start the ranks: what these say to each other does not go through MPI.
 """

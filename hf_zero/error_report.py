@@ -1,8 +1,8 @@
-"""What ended a rank stands at the end of what torchrun prints, and once instead of once per rank.
+"""The error that ended a rank is the last thing that torchrun prints, and is printed once instead of once per rank.
 
-torchrun ends with a box about the rank that failed first, which says nothing of the error itself unless the program has
-written it to the file that TORCHELASTIC_ERROR_FILE names. It does so here. An error of our own is the same on all ranks
-more often than not, so ranks other than the first of a machine say it in one line.
+torchrun ends with a box about the rank that failed first. It says nothing about the error itself unless the program has
+written it to the file that TORCHELASTIC_ERROR_FILE names, which this module does. An error of hf_zero's own is usually
+the same on all ranks, so ranks other than the first of a machine print one line.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def listen() -> None:
-    """From now on the error that ends this process is left for torchrun, if that has started it. Once is enough."""
-    if os.environ.get(_FILE) and not getattr(sys.excepthook, "leaves_last_words", False):
+    """Write the error that ends this process for torchrun, if that has started it. Further calls change nothing."""
+    if os.environ.get(_FILE) and not getattr(sys.excepthook, "writes_error_report", False):
         sys.excepthook = _before(sys.excepthook)
 
 
@@ -32,11 +32,11 @@ def _before(hook: _Hook) -> _Hook:
             _write(os.environ.get(_FILE, ""), error, where)
         if _is_ours(kind) and os.environ.get("LOCAL_RANK", "0") != "0":
             rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
-            sys.stderr.write(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the whole of it: first rank)\n")
+            sys.stderr.write(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the full error: first rank)\n")
             return
         hook(kind, error, where)
 
-    leave.leaves_last_words = True  # type: ignore[attr-defined]
+    leave.writes_error_report = True  # type: ignore[attr-defined]
     return leave
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero import last_words
+from hf_zero import error_report
 from hf_zero.errors import WrongArgument
 from tests.support.launch import launch
 
@@ -62,8 +62,8 @@ def ended_with(error: Exception, monkeypatch: pytest.MonkeyPatch, file: Path, ra
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("RANK", rank)
-    last_words.listen()
-    last_words.listen()
+    error_report.listen()
+    error_report.listen()
     sys.excepthook(type(error), error, None)
     return seen
 
@@ -76,7 +76,7 @@ def test_ranks_other_than_the_first_are_brief_about_errors_of_ours_alone(
     assert ended_with(theirs, monkeypatch, tmp_path / "b", "3") == [theirs]
     assert capsys.readouterr().err == ""
     assert ended_with(ours, monkeypatch, tmp_path / "c", "3") == []
-    assert capsys.readouterr().err == "rank 3: WrongArgument: two (the whole of it: first rank)\n"
+    assert capsys.readouterr().err == "rank 3: WrongArgument: two (the full error: first rank)\n"
     told = json.loads((tmp_path / "c").read_text())["message"]
     assert told["extraInfo"]["py_callstack"] == "WrongArgument: two\nlines" and told["extraInfo"]["timestamp"].isdigit()
 
@@ -90,5 +90,5 @@ def test_what_the_script_has_written_there_stays(tmp_path: Path, monkeypatch: py
 def test_without_torchrun_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     before = sys.excepthook
-    last_words.listen()
+    error_report.listen()
     assert sys.excepthook is before
