@@ -20,8 +20,7 @@ from hf_zero.comm import get_local_rank
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
-from hf_zero.profiling.timers import ThroughputTimer
-from hf_zero.sequence import process_group_of
+from hf_zero.sequence.groups import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
@@ -249,8 +248,10 @@ def _get_wall_clock_timers(engine: Any) -> dict[str, float]:
     return dict(last.timers) if last is not None else {}
 
 
-def _throughput_timer(engine: Any) -> ThroughputTimer:
+def _throughput_timer(engine: Any) -> Any:
     """Counts from here on: the engine starts and stops it around its updates. `initialize` makes none by itself."""
+    from hf_zero.profiling.timers import ThroughputTimer
+
     options = type("Enabled", (), {"enabled": True, "synchronized": False})()
     timer = ThroughputTimer(options, engine.settings.samples_per_update(), start_step=0)
     timer.start()

@@ -33,7 +33,8 @@ from hf_zero.params.sharded import ShardedParameters
 from hf_zero.precision import precision_from
 from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.schedules import build_scheduler
-from hf_zero.sequence import SequenceGroups, groups_given, share_sequences, use_groups
+from hf_zero.sequence.groups import SequenceGroups, groups_given, use_groups
+from hf_zero.sequence.shared import shares_sequences
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -44,7 +45,7 @@ from hf_zero.step.assemble import (
     synchronise_unmanaged,
 )
 from hf_zero.step.loss_factors import StepRules
-from hf_zero.tensor import TensorGroups, check_first_batch, shard_model, tensor_groups_given, use_tensor_groups
+from hf_zero.tensor.groups import TensorGroups, tensor_groups_given, use_tensor_groups
 from hf_zero.versions import announcement
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -105,11 +106,8 @@ def initialize(
     _log_settings(resolved)
     parallelism = asked.completed(resolved)
     groups = parallelism.groups(resolved)
-    if parallelism.tensors is not None:
-        shard_model(model, groups.tensor, local_device())
-        check_first_batch(model, groups.tensor)
+    parallelism.prepare(model, groups)
     AT_WORK.drop_abandoned()
-    share_sequences(model, parallelism.sequences, groups)
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
@@ -160,6 +158,19 @@ class _Parallelism:
         tensors = None if self.tensors is None else self.tensors.partition
         found = parallel_groups(device, zero.shard_size, sequences, zero.gather_size, tensors)
         return in_hops(found, zero.hops, device) if zero.stage < 3 else found
+
+    def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
+        """Cut `model`, and let it share sequences, or no more. Collective."""
+        if self.tensors is not None:
+            from hf_zero.tensor.batches import check_first_batch
+            from hf_zero.tensor.shard import shard_model
+
+            shard_model(model, groups.tensor, local_device())
+            check_first_batch(model, groups.tensor)
+        if self.sequences is not None or shares_sequences(model):
+            from hf_zero.sequence.registration import share_sequences
+
+            share_sequences(model, self.sequences, groups)
 
     def belongs_to(self, engine: ZeroEngine) -> None:
         """`deepspeed.utils.groups` answers from these as long as `engine` lives."""

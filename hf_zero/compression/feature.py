@@ -12,7 +12,7 @@ from hf_zero.compression.compressed_model import CompressedModel, compression_of
 from hf_zero.compression.distillation import Distillation
 from hf_zero.compression.layer_reduction import is_reduced, reduce_layers, take_over
 from hf_zero.compression.matching import listing
-from hf_zero.config import CompressionPolicy
+from hf_zero.config import CompressionPolicy, Resolved
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.log import logger
 
@@ -131,6 +131,10 @@ def _mark_leaving(model: nn.Module, *, leaves: bool = True) -> None:
 
 def _has_left(parameter: nn.Parameter) -> bool:
     return bool(vars(parameter).get("_leaves_model"))
+
+
+def compression_of_config(model: nn.Module, resolved: Resolved) -> Compression | None:
+    return compression_feature(model, resolved.compression)
 
 
 def compression_feature(model: nn.Module, policy: CompressionPolicy) -> Compression | None:

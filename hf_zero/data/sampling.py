@@ -14,7 +14,7 @@ from hf_zero.config.features.rules import RESHAPE, TRUNCATE
 from hf_zero.data.difficulty import Custom, Difficulty
 from hf_zero.data.lengths import reshape, truncate
 from hf_zero.data.stream import SampleStream, rank_part
-from hf_zero.features import Progress, TrainingFeature
+from hf_zero.features import Draw, Progress, TrainingFeature
 
 PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -53,6 +53,14 @@ class SampledCurriculumFeature(TrainingFeature):
             made.set_custom(custom)
         self.streams.append(made)
         return made
+
+    def loader_options(self, draw: Draw) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_workers": self.policy.num_workers}
+        if draw.num_samples is not None and self.policy.chooses_samples:
+            stream = self.stream(draw.num_samples, draw.per_update)
+            size, world, rank = draw.micro_batch_size, draw.world, draw.rank
+            options["batch_sampler"] = RankBatches(stream, size, world, rank, lambda: self.next_step)
+        return options
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
         """What the metrics of lengths, and then the user's function, make of a training batch."""
