@@ -26,6 +26,19 @@ from typing import Any
 # What a program has asked for before there is an engine, such as "comms" (`deepspeed.comm.configure`).
 ASKED: dict[str, Any] = {}
 
+_ASKED_OF_MODEL = "_hf_zero_asks_for"
+
+
+def ask_for(model: Any, extra: str) -> None:
+    """Have the features of an extra made for `model` whatever the config says: a program has begun with it already."""
+    vars(model).setdefault(_ASKED_OF_MODEL, set()).add(extra)
+
+
+def asked_of(model: Any) -> set[str]:
+    """Names of the extras that `ask_for` has been told."""
+    found: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
+    return found
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

@@ -92,11 +92,13 @@ KEPT_WORDS = {
 
 ENGINE_ROOMS = frozenset(
     ("layout", "device", "comm", "offload", "optim", "params", "grads", "step", "checkpoint", "schedules", "kernels")
-    + ("compression", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
+    + ("extras", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
 )
 
 _SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"
 _BY_NAME = "imported by name: tests/kernels/cases.py"
+
+_BY_CONFIG = "examined with a whole config: its extra's test_config.py"
 
 # Module that only tests of something larger run -> which.
 UNTESTED = {
@@ -109,6 +111,9 @@ UNTESTED = {
     "hf_zero.checkpoint.service": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.shard_states": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
+    "hf_zero.extras.compression.explain": "run by `explain`: tests/extras/compression/test_explain.py",
+    "hf_zero.extras.compression.rules": _BY_CONFIG,
+    "hf_zero.extras.compression.section": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
     "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from hf_zero.config import Resolved
-from hf_zero.features import ASKED, Features, TrainingFeature
+from hf_zero.config.extras import extra_named, loaded
+from hf_zero.features import ASKED, Features, TrainingFeature, asked_of
 
 IsAsked = Callable[[Resolved], bool]
 
-# (module, function of model and policies that makes it, who asks for it), in the order in which they see a forward.
+# (module, function of model and policies that makes it, who asks for it), in the order in which they see a forward;
+# extras see it before them.
 _FEATURES: tuple[tuple[str, str, IsAsked], ...] = (
     ("hf_zero.data.curriculum", "length_curriculum_of", lambda resolved: resolved.features.sequence_length is not None),
     ("hf_zero.data.sampling", "sampled_curriculum_of", lambda resolved: resolved.features.sampling is not None),
     ("hf_zero.attention.feature", "sparse_attention_of", lambda r: r.features.sparse_attention is not None),
     ("hf_zero.routing.random_ltd", "random_ltd_of", lambda resolved: resolved.features.random_ltd is not None),
     ("hf_zero.routing.layer_drop", "layer_drop_of", lambda resolved: resolved.features.layer_drop is not None),
-    ("hf_zero.compression.feature", "compression_of_config", lambda resolved: True),  # the model may ask for it, too
     ("hf_zero.activations.feature", "activation_checkpointing_of", lambda r: r.features.activations is not None),
     ("hf_zero.tiling.feature", "tiled_mlp_of", lambda resolved: resolved.features.tiled_mlp),
     ("hf_zero.tiling.feature", "tiled_loss_of", lambda resolved: resolved.features.tiled_loss),
@@ -40,9 +40,12 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
 
 
 def _made(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFeature | None]:
+    of_model = (target for name in sorted(asked_of(model)) for target in extra_named(name).features)
+    for target in dict.fromkeys((*resolved.extra_features, *of_model)):
+        yield loaded(target)(model, resolved)
     for module, function, is_asked in _FEATURES:
         if is_asked(resolved):  # what nobody asks for is not even imported
-            yield getattr(import_module(module), function)(model, resolved)
+            yield loaded(f"{module}:{function}")(model, resolved)
 
 
 def _has(engine: Any, feature: str) -> bool:

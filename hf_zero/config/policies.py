@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.features.policies import FeaturesPolicy
 from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
@@ -231,7 +230,8 @@ class Resolved:
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
     features: FeaturesPolicy = FeaturesPolicy()
-    compression: CompressionPolicy = CompressionPolicy()
+    extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each that is switched on
+    extra_features: tuple[str, ...] = ()  # "module:function", what makes their training features
     profiling: ProfilingPolicy = ProfilingPolicy()
     sequence_size: int = 1  # ranks that share each sequence
     tensor_size: int = 1  # ranks that hold parts of the same matrices

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
@@ -16,8 +16,8 @@ from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
 from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
-from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
+from hf_zero.config.extras import extra_named
 from hf_zero.config.features.elasticity import elastic_sizes
 from hf_zero.config.features.policies import FeaturesPolicy
 from hf_zero.config.features.profiling import profiling_policy
@@ -87,6 +87,7 @@ class Findings:
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
     features: FeaturesPolicy
+    extras: Mapping[str, Any]  # by name: policies of those that are switched on
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
@@ -146,6 +147,9 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     features = resolve_features(config)
     problems += features.problems
     remarks += features.remarks
+    extras = {extra.name: extra.examine(config) for extra in config.extras if extra.examine is not None}
+    problems += [problem for examined in extras.values() for problem in examined.problems]
+    remarks += [remark for examined in extras.values() for remark in examined.remarks]
     if config.hf_zero is not None and config.hf_zero.strict:
         problems += [_as_problem(remark) for remark in remarks if remark.ignored]
     return Findings(
@@ -154,6 +158,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         optimizer=optimizer,
         scheduler=scheduler,
         features=features.policy,
+        extras={name: examined.policy for name, examined in extras.items() if examined.policy is not None},
         problems=tuple(with_origins(problems, origins)),
         remarks=tuple(remarks),
         provenance=MappingProxyType(record(config, batch, origins)),
@@ -216,7 +221,10 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
         features=findings.features,
-        compression=compression_policy(config),
+        extras=findings.extras,
+        extra_features=tuple(
+            feature for extra in config.extras if extra.name in findings.extras for feature in extra.features
+        ),
         profiling=profiling_policy(config),
         sequence_size=findings.sequence_size,
         tensor_size=findings.tensor_size,
@@ -254,13 +262,20 @@ def resolve_shard_size(
     return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
 
 
-def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
-    """Only what is compressed, from a config that may still have open ends (before Trainer fills them)."""
+def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
+    """Only the policy of one of our extras, from a config that may still have open ends (before Trainer fills them);
+    None where nothing is asked of it.
+
+    Raises:
+        ConfigError: for what is wrong in its sections.
+        ExtraMissing: it is not there.
+    """
     findings = examine(raw, Views(world_size=1), complete=False)
-    wrong = [problem for problem in findings.problems if problem.path.startswith((ROOT, "hf_zero.distillation"))]
+    paths = tuple(section.path for section in extra_named(name).sections)
+    wrong = [problem for problem in findings.problems if problem.path.startswith(paths)]
     if wrong:
         raise ConfigError(wrong)
-    return compression_policy(findings.config)
+    return findings.extras.get(name)
 
 
 def compatibility(config: Root) -> policies.CompatibilityPolicy:

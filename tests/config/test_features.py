@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hf_zero.attention.feature import pattern_of
 from hf_zero.config import ConfigError, resolve
+from hf_zero.config.extras import whole_schema
 from hf_zero.config.features.policies import DifficultyPolicy, LayerDropPolicy, MetricPolicy
 from hf_zero.config.features.rules import PATTERN_KEYS
-from hf_zero.config.schema import Root
 from hf_zero.config.schema.data import CurriculumMetric, SparseAttention
 from hf_zero.config.schema.names import all_paths
 from tests.config.test_fuzz import trees
@@ -166,7 +166,7 @@ def test_the_published_section_is_taken_and_its_idle_keys_are_named() -> None:
 
 PATHS = [
     path
-    for path in all_paths(Root)
+    for path in all_paths(whole_schema())
     if path.split(".")[0]
     in ("sparse_attention", "curriculum_learning", "data_efficiency", "progressive_layer_drop", "elasticity")
 ]

@@ -88,10 +88,6 @@ def resolve_features(config: Root) -> FeatureFindings:
         tiled_loss=config.hf_zero is not None and config.hf_zero.tiled_loss,
         trial=_trial(config, found),
     )
-    if found.policy.tiled_loss and config.hf_zero is not None and config.hf_zero.distillation is not None:
-        rule = "distillation compares the logits of student and teacher, and tiled_loss never has them"
-        path = "hf_zero.tiled_loss, hf_zero.distillation"
-        found.problems.append(Problem(path, True, rule, "set tiled_loss to false"))
     if found.policy.random_ltd is not None and found.policy.layer_drop is not None:
         rule = "both decide what passes through which layer"
         found.problems.append(

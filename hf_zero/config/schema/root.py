@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from hf_zero.config.schema.compression import Compression, Distillation
 from hf_zero.config.schema.data import (
     CurriculumLearning,
     DataEfficiency,
@@ -170,11 +169,12 @@ class HfZero(Section):
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
-    distillation: Distillation | None = detail(None, "A teacher's part in the loss.")
 
 
 class Root(Section):
-    """The whole config."""
+    """The whole config; with sections of extras it is one of the classes that `hf_zero.config.extras` makes of it."""
+
+    extras: ClassVar[tuple[Any, ...]] = ()  # those whose sections a config of this class may have
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
     train_micro_batch_size_per_gpu: Positive | None = supported(
@@ -262,7 +262,6 @@ class Root(Section):
     data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")
     curriculum_learning: CurriculumLearning | None = detail(None, "Short sequences first (docs/data_efficiency.md).")
     sparse_attention: SparseAttention | None = detail(None, "Sparse attention (docs/sparse_attention.md).")
-    compression_training: Compression | None = detail(None, "Quantisation, pruning and layer reduction.")
     elasticity: Elasticity | None = detail(None, "Batch sizes for many numbers of ranks (docs/elasticity.md).")
     progressive_layer_drop: ProgressiveLayerDrop | None = detail(None, "Layers left out (docs/data_efficiency.md).")
     eigenvalue: Free | None = unsupported(
