@@ -23,7 +23,7 @@ from hf_zero.activations.buffers import Buffers, HostPool, OneBuffer
 from hf_zero.activations.kept import KeptInput, Place, can_be_flat
 from hf_zero.activations.watched import Times, watched
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.config.features.policies import ActivationsPolicy
+from hf_zero.config.policies import ActivationsPolicy
 from hf_zero.device.kinds import current_device
 from hf_zero.device.pinned import host_empty
 from hf_zero.device.registry import clock_of, runtime_of

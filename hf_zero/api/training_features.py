@@ -16,15 +16,9 @@ IsAsked = Callable[[Resolved], bool]
 # (module, function of model and policies that makes it, who asks for it), in the order in which they see a forward;
 # extras see it before them.
 _FEATURES: tuple[tuple[str, str, IsAsked], ...] = (
-    ("hf_zero.data.curriculum", "length_curriculum_of", lambda resolved: resolved.features.sequence_length is not None),
-    ("hf_zero.data.sampling", "sampled_curriculum_of", lambda resolved: resolved.features.sampling is not None),
-    ("hf_zero.attention.feature", "sparse_attention_of", lambda r: r.features.sparse_attention is not None),
-    ("hf_zero.routing.random_ltd", "random_ltd_of", lambda resolved: resolved.features.random_ltd is not None),
-    ("hf_zero.routing.layer_drop", "layer_drop_of", lambda resolved: resolved.features.layer_drop is not None),
     ("hf_zero.activations.feature", "activation_checkpointing_of", lambda r: r.features.activations is not None),
     ("hf_zero.tiling.feature", "tiled_mlp_of", lambda resolved: resolved.features.tiled_mlp),
     ("hf_zero.tiling.feature", "tiled_loss_of", lambda resolved: resolved.features.tiled_loss),
-    ("hf_zero.api.trial", "trial_of", lambda resolved: resolved.features.trial is not None),
     # Last, so that it sees what the others have made of a forward.
     ("hf_zero.profiling.feature", "profiling_of", lambda resolved: resolved.profiling.is_on or "comms" in ASKED),
 )

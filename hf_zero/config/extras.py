@@ -23,6 +23,7 @@ from pydantic import create_model
 
 from hf_zero.config.choices.arguments import Check
 from hf_zero.config.errors import Problem, Remark
+from hf_zero.config.policies import BatchPolicy
 from hf_zero.config.schema.fields import Section, detail
 from hf_zero.config.schema.root import HfZero, Root
 
@@ -31,10 +32,19 @@ _GROUP = "hf_zero.extras"
 _OPTIMIZER = "optimizer."
 LAST_STAGE = 3
 
-# What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order.
+# What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order. What begins with
+# "service." is asked for by a command.
 ASKED_BY: dict[str, str] = {
+    "curriculum_learning": "data_efficiency",
+    "data_efficiency": "data_efficiency",
+    "progressive_layer_drop": "data_efficiency",
+    "sparse_attention": "sparse_attention",
     "compression_training": "compression",
     "hf_zero.distillation": "compression",
+    "elasticity": "elasticity",
+    "autotuning": "autotuning",
+    "service.tune": "autotuning",
+    "service.measure": "autotuning",
 }
 
 
@@ -64,6 +74,14 @@ class Examined:
     policy: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The batch sizes of a config whose extra decides them; none where it has problems."""
+
+    batch: BatchPolicy | None = None
+    problems: tuple[Problem, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerType:
     """A type of the optimizer section.
@@ -89,6 +107,8 @@ class Extra:
         sections: of ds.json.
         examine: looks at a whole config that has the sections; from a policy features are made.
         features: "module:function" of model and `Resolved`, which returns a TrainingFeature or None.
+        sizes: decides batch sizes by config, number of data ranks, whether the author has written the value at a path,
+            and ranks per tensor group; None where the config leaves them alone.
         optimizers: types of the optimizer section.
         services: what else the core calls by a name of its own -> "module:function".
     """
@@ -97,6 +117,7 @@ class Extra:
     sections: tuple[OwnSection, ...] = ()
     examine: Callable[[Root], Examined] | None = None
     features: tuple[str, ...] = ()
+    sizes: Callable[[Root, int, Callable[[str], bool], int], Sizes | None] | None = None
     optimizers: tuple[OptimizerType, ...] = ()
     services: Mapping[str, str] = field(default_factory=dict)
 
@@ -147,9 +168,27 @@ def _others() -> dict[str, EntryPoint]:
     return {entry.name.lower(): entry for entry in entry_points(group=_GROUP)}
 
 
+def service(name: str) -> Any:
+    """What an extra does for a command.
+
+    Raises:
+        ExtraMissing: it is not there.
+    """
+    extra = extra_asked_by(f"service.{name}")
+    assert extra is not None, "the table says whose it is"
+    return loaded(extra.services[name])
+
+
+def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
+    """What the extras that a config asks for do under this name."""
+    for extra in schema_for(tree)[0].extras:
+        if name in extra.services:
+            yield loaded(extra.services[name])
+
+
 def is_section(key: str) -> bool:
     """Whether an extra, there or not, has this key of the top level."""
-    return key in ASKED_BY or key.lower() in _others()
+    return key in ASKED_BY or key.lower() in _others()  # no service: those have a dot, keys of the top level none
 
 
 def section_names() -> tuple[str, ...]:

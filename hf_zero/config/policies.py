@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hf_zero.config.features.policies import FeaturesPolicy
 from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
 
@@ -205,6 +204,28 @@ class CompatibilityPolicy:
 
     broadcast_buffers: bool = False  # rank 0's, after every update
     decay_biases_and_norms: bool = False  # one param group of all parameters under Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationsPolicy:
+    """What checkpointed calls keep for backward: where, and what is measured meanwhile."""
+
+    on_host: bool = False
+    partition: bool = False  # over ranks that have the same inputs
+    contiguous: bool = False  # in one buffer
+    number: int | None = None  # calls that it has room for; None: as many as layers are checkpointed
+    synchronize: bool = False
+    profile: bool = False
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeaturesPolicy:
+    """What acts while a model trains; extras have policies of their own."""
+
+    activations: ActivationsPolicy | None = None
+    tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
+    tiled_loss: bool = False  # head and loss do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from hf_zero.activations.calls import CheckpointedCalls
 from hf_zero.activations.kept import KeptInput, Place, can_be_flat
 from hf_zero.activations.watched import Times, watched
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config.features.policies import ActivationsPolicy
+from hf_zero.config.policies import ActivationsPolicy
 from hf_zero.device.clocks import Clock
 from hf_zero.device.late import Late, LateError
 from hf_zero.device.registry import runtime_of, use
