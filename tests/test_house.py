@@ -86,7 +86,7 @@ _HOLDS_BACK = "of a reducer: the opposite of hold_back"
 # (file, identifier) -> why it may stay.
 KEPT_WORDS = {
     ("config/canonical.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
-    ("config/choices/optimizer.py", "_not_published"): "of an algorithm: what the paper does not have",
+    ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: what the paper does not have",
 }
 
 
@@ -122,7 +122,7 @@ UNTESTED = {
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,
-    "hf_zero.optim.onebit.compressing": "the base of three optimizers: tests/optim/test_one_bit.py",
+    "hf_zero.extras.one_bit.compressing": "the base of three optimizers: tests/extras/one_bit/test_one_bit.py",
     "hf_zero.optim.stager": "needs an updater with offload: tests/offload",
     "hf_zero.params.sharded": "needs ranks: tests/end_to_end/test_stage3_*.py",
 }

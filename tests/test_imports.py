@@ -48,14 +48,14 @@ SELF_CONTAINED = {*LADDER[0], *LADDER[1]}
 ROOMS_THAT_KNOW_CUDA = ("hf_zero.device.", "hf_zero.kernels.gpu.")
 _DEEPSPEEDS_WORD = "a word of DeepSpeed's interface"
 MAY_NAME_CUDA = {
-    "hf_zero.config.choices.optimizer": _DEEPSPEEDS_WORD,
     "hf_zero.config.schema.root": "names CUDA graphs, in a text",
     "hf_zero.integration.compat.accelerator": "DeepSpeed's accelerator, which answers for each kind",
     "hf_zero.integration.compat.random_states": _DEEPSPEEDS_WORD,
     "hf_zero.report.environment": "reports how torch was built",
     "hf_zero.integration.compat.utils": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",
-    "hf_zero.optim.onebit.compressing": _DEEPSPEEDS_WORD,
+    "hf_zero.extras.one_bit": _DEEPSPEEDS_WORD,
+    "hf_zero.extras.one_bit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.released": "lists the conversions of a tensor",
 }
 # Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are

@@ -43,6 +43,9 @@ ASKED_BY: dict[str, str] = {
     "hf_zero.distillation": "compression",
     "elasticity": "elasticity",
     "autotuning": "autotuning",
+    "optimizer.OneBitAdam": "one_bit",
+    "optimizer.OneBitLamb": "one_bit",
+    "optimizer.ZeroOneAdam": "one_bit",
     "service.tune": "autotuning",
     "service.measure": "autotuning",
 }

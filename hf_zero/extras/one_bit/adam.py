@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.kernels.adam import AdamRule, adam
-from hf_zero.kernels.frozen_adam import frozen_adam
-from hf_zero.optim.onebit.compressing import (
+from hf_zero.extras.one_bit.compressing import (
     MOMENT,
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
     add_own_gradient,
+    averaging,
 )
+from hf_zero.kernels.adam import AdamRule, adam
+from hf_zero.kernels.frozen_adam import frozen_adam
+from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import StepGradients, SubGroup
 
 
@@ -40,6 +42,9 @@ class OneBitAdam(CompressingOptimizer):
     ) -> None:
         self.freeze_step = freeze_step
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
+
+    def traits(self) -> Traits:
+        return averaging(self, OneBitAdamUpdater)
 
 
 class OneBitAdamUpdater(CompressingUpdater):

@@ -21,17 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.frozen_adam import frozen_adam, preconditioned
-from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
-from hf_zero.kernels.vectors import fp32_chunks
-from hf_zero.layout import Piece
-from hf_zero.optim.onebit.compressing import (
+from hf_zero.extras.one_bit.compressing import (
     MOMENT,
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
     add_own_gradient,
+    averaging,
 )
+from hf_zero.kernels.frozen_adam import frozen_adam, preconditioned
+from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
+from hf_zero.kernels.vectors import fp32_chunks
+from hf_zero.layout import Piece
+from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
 FRESH = "exp_avg_sq_fresh"
@@ -68,6 +70,9 @@ class OneBitLamb(CompressingOptimizer):
         rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults = {**rates, "max_coeff": max_coeff, "min_coeff": min_coeff, RATIOS: (), FACTORS: ()}
         super().__init__(params, defaults, **options)
+
+    def traits(self) -> Traits:
+        return averaging(self, OneBitLambUpdater)
 
 
 class OneBitLambUpdater(CompressingUpdater):

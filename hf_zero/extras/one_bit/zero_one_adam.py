@@ -22,15 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.frozen_adam import frozen_adam
-from hf_zero.optim.onebit.adam import exact_update
-from hf_zero.optim.onebit.compressing import (
+from hf_zero.extras.one_bit.adam import exact_update
+from hf_zero.extras.one_bit.compressing import (
     MOMENT,
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
     add_own_gradient,
+    averaging,
 )
+from hf_zero.kernels.frozen_adam import frozen_adam
+from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
 COMMON = "last_common_weights"
@@ -66,6 +68,9 @@ class ZeroOneAdam(CompressingOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, RATES: 0.0}
         counters = {VARIANCE_EVERY: 1, VARIANCE_CHANGES: 0, LOCAL_STEPS: 1, LOCAL_COUNT: 0}
         super().__init__(params, {**defaults, **counters}, **options)
+
+    def traits(self) -> Traits:
+        return averaging(self, ZeroOneAdamUpdater)
 
 
 class ZeroOneAdamUpdater(CompressingUpdater):

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from hf_zero.comm.collectives import own_shard
 from hf_zero.comm.compressed_mean import CompressedMean
+from hf_zero.config.extras import optimizer_type
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 from hf_zero.layout import Bucket, Interval, Slot
 from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
-from hf_zero.optim.updater import Ranks, StepGradients, SubGroup, Updater
+from hf_zero.optim.traits import Sees, Traits
+from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
 
 MOMENT, VARIANCE, ERROR_FEEDBACK = "exp_avg", "exp_avg_sq", "error_feedback"
 UPDATES = "num_updates"
@@ -190,6 +192,18 @@ class CompressingUpdater(Updater):
         bucket = self.bucket(sub_group)
         whole = Interval(0, bucket.numel)
         return bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else whole
+
+
+def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
+    """Of an optimizer that averages gradients itself, whole: not every stage has them so."""
+
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+        assert ranks is not None, "who averages needs to know the other ranks"
+        return updater(optimizer, sub_groups, ranks)
+
+    kind = optimizer_type(type(optimizer).__name__)
+    assert kind is not None, "declared by this extra"
+    return Traits(Sees.BUCKETS, make, highest_stage=kind.highest_stage)
 
 
 def add_own_gradient(
