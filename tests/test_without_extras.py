@@ -17,9 +17,10 @@ _TRAIN = """
 import sys, torch, hf_zero
 from hf_zero.config.extras import installed
 assert hf_zero.__file__.startswith(sys.argv[1]) and not installed()
+torch.manual_seed(7)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
 config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
-config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
 engine, *_ = hf_zero.initialize(model=model, config=config)
 losses = []
 for _ in range(4):

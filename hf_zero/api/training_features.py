@@ -13,6 +13,11 @@ from hf_zero.features import ASKED, Features, TrainingFeature, asked_of
 
 IsAsked = Callable[[Resolved], bool]
 
+
+def _logs_comms() -> bool:
+    return ASKED.get("comms") is not None
+
+
 # (module, function of model and policies that makes it, who asks for it), in the order in which they see a forward;
 # extras see it before them.
 _FEATURES: tuple[tuple[str, str, IsAsked], ...] = (
@@ -20,7 +25,7 @@ _FEATURES: tuple[tuple[str, str, IsAsked], ...] = (
     ("hf_zero.tiling.feature", "tiled_mlp_of", lambda resolved: resolved.features.tiled_mlp),
     ("hf_zero.tiling.feature", "tiled_loss_of", lambda resolved: resolved.features.tiled_loss),
     # Last, so that it sees what the others have made of a forward.
-    ("hf_zero.profiling.feature", "profiling_of", lambda resolved: resolved.profiling.is_on or "comms" in ASKED),
+    ("hf_zero.profiling.feature", "profiling_of", lambda resolved: resolved.profiling.is_on or _logs_comms()),
 )
 
 

@@ -31,6 +31,7 @@ _PACKAGE = "hf_zero.extras"
 _GROUP = "hf_zero.extras"
 _OPTIMIZER = "optimizer."
 LAST_STAGE = 3
+INSTALL = "install it (hf_zero's own come with the whole package)"
 
 # What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order. What begins with
 # "service." is asked for by a command.
@@ -108,7 +109,8 @@ class Extra:
 
     Attributes:
         sections: of ds.json.
-        examine: looks at a whole config that has the sections; from a policy features are made.
+        examine: looks at a whole config; a section that is not there, or wrong as a whole, is None. Features are made
+            where there is a policy.
         features: "module:function" of model and `Resolved`, which returns a TrainingFeature or None.
         sizes: decides batch sizes by config, number of data ranks, whether the author has written the value at a path,
             and ranks per tensor group; None where the config leaves them alone.
@@ -161,7 +163,7 @@ def extra_asked_by(key: str) -> Extra | None:
     try:
         found: Extra = entry.load()
     except (ImportError, AttributeError) as error:
-        raise ExtraMissing(entry.value, str(error)) from error
+        raise ExtraMissing(entry.name, f"{entry.value}: {error}") from error
     return found
 
 
@@ -249,7 +251,7 @@ def schema_for(tree: Mapping[str, Any]) -> tuple[type[Root], list[Problem]]:
         try:
             asked.add(extra_asked_by(path))
         except ExtraMissing as error:
-            problems.append(Problem(path, value, str(error), f"install {error.name}, or remove the section"))
+            problems.append(Problem(path, value, str(error), f"{INSTALL}, or remove the section"))
     ours = [name for name in dict.fromkeys(ASKED_BY.values()) if name in {extra.name for extra in asked if extra}]
     extras = tuple(extra_named(name) for name in ours)
     others = sorted((extra for extra in asked if extra and extra not in extras), key=lambda extra: extra.name)

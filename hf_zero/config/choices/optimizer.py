@@ -18,7 +18,7 @@ from hf_zero.config.choices.arguments import (
     unknown_autos,
 )
 from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Edit, Problem
-from hf_zero.config.extras import LAST_STAGE, ExtraMissing, OptimizerType, optimizer_names, optimizer_type
+from hf_zero.config.extras import INSTALL, LAST_STAGE, ExtraMissing, OptimizerType, optimizer_names, optimizer_type
 from hf_zero.config.policies import OptimizerPolicy
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.schema.training import Optimizer
@@ -92,7 +92,7 @@ def _optimizer_refusal(name: str) -> Problem | None:
     try:
         is_there = _is_known(name) or optimizer_type(name) is not None
     except ExtraMissing as error:
-        return Problem("optimizer.type", name, str(error), f"install {error.name}, or use another optimizer")
+        return Problem("optimizer.type", name, str(error), f"{INSTALL}, or use another optimizer")
     if not is_there:
         right = nearest(name, (*_TYPES.values(), *optimizer_names(), *OPTIMIZERS))
         rule = "is neither one of our optimizers nor a class of torch.optim"
@@ -130,8 +130,6 @@ no_amsgrad = only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
 _not_by_head = only(False, "is not supported: a matrix is made orthogonal as a whole")
 _always_true = only(True, "is always true here")
 _newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')
-
-
 
 
 def _block_size(value: object) -> int:

@@ -17,8 +17,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from hf_zero.log import logger
+from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.at_signal import at_signal, forget
-from hf_zero.offload.nvme.requests import StorageError
 
 _PREFIX = "hf_zero_swap"
 _LOCK = "lock"
