@@ -1,10 +1,13 @@
-"""How much of the traffic between two hosts hides behind compute.
+"""How much of the traffic between hosts hides behind compute.
 
-    python -m bench.overlap --name 25m                      # as root: makes two network namespaces, and takes them away
+    python -m bench.overlap --name 25m                      # as root: makes network namespaces, and takes them away
+    python -m bench.overlap --hosts 4 --oracle-python .oracle/bin/python --name 25m-four-hosts
 
-One rank on each host. The link is made as fast as is needed for stage 3's traffic to take as long as compute alone,
-and three times and a third as long. In every round each rank runs, one after the other: compute alone, the link alone,
-and steps of hf_zero and FSDP2. With c and l the seconds of the first two, and t those of a step:
+One rank on each host. Micro-batches are as large as is needed for stage 3's traffic to take as long as compute alone,
+and three times and a third as long, at a rate that the processors of one machine can carry beside computing; only where
+one sample computes for too long, the rate is lowered instead. In every round each rank runs, one after the other:
+compute alone, the link alone, steps of hf_zero and FSDP2; then ranks of DeepSpeed, which are other processes, run
+theirs while the first ones sleep. With c and l the seconds of the first two, and t those of a step:
 
     hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has own costs
     step over its floor = t / max(c, l)
@@ -13,39 +16,45 @@ and steps of hf_zero and FSDP2. With c and l the seconds of the first two, and t
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from bench.engines import build_compute_step, build_fsdp2_step, ds_config, engine_step
-from bench.models import SIZES, build_model
-from bench.slow_links import run_ranks, two_hosts
-from bench.surroundings import keep, machine
+from bench import hosts
+from bench.engines import build_compute_step, build_ds_step, build_fsdp2_step, ds_config, engine_step
+from bench.models import SIZES, Size, build_model
 
-# Nothing stays gathered between forward and backward, as of a model that needs stage 3.
+# Nothing stays gathered between forward and backward, as of a model that needs stage 3. DeepSpeed would gather nothing
+# ahead with `stage3_max_live_parameters` 0: there a reuse distance of 0 says it.
 STAGES: dict[str, dict[str, Any]] = {
     "hf_zero stage 3": {"stage": 3, "stage3_max_live_parameters": 0},
     "hf_zero stage 2": {"stage": 2},
 }
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "DeepSpeed stage 3": {"stage": 3, "stage3_max_reuse_distance": 0},
+    "DeepSpeed stage 2": {"stage": 2},
+}
 FSDP2 = "FSDP2, resharding"
-# way -> how often half of the 16-bit weights crosses the link in each direction
-PASSES = {"hf_zero stage 3": 3, FSDP2: 3, "hf_zero stage 2": 2}
+# way -> how often a rank gets the other hosts' part of the 16-bit weights
+PASSES = {"hf_zero stage 3": 3, FSDP2: 3, "DeepSpeed stage 3": 3, "hf_zero stage 2": 2, "DeepSpeed stage 2": 2}
 BITS = 16
+TRIED = (1, 4)  # micro-batches from which follows how long others compute
+RATIOS = {"as-long": 1.0, "three-times-as-long": 3.0, "a-third-as-long": 1 / 3}
+Step = Callable[[torch.Tensor], object]
 
 
-def compute_step(size: str) -> Callable[[torch.Tensor], object]:
-    """Forward and backward of the whole model, and the update of one rank's half."""
-    model = build_model(SIZES[size])
-    numel = sum(parameter.numel() for parameter in model.parameters()) // 2
+def compute_step(size: Size, num_ranks: int) -> Step:
+    """Forward and backward of the whole model, and the update of one rank's part."""
+    model = build_model(size)
+    numel = sum(parameter.numel() for parameter in model.parameters()) // num_ranks
     run = build_compute_step(model)
     masters = torch.nn.Parameter(torch.zeros(numel))
     optimizer = torch.optim.AdamW([masters], fused=True)
@@ -58,13 +67,13 @@ def compute_step(size: str) -> Callable[[torch.Tensor], object]:
     return step
 
 
-def link_step(size: str, num_passes: int) -> Callable[[torch.Tensor], object]:
+def link_step(size: Size, num_ranks: int, num_passes: int) -> Step:
     """The bytes of a step and nothing else: gathers of weights, and one reduction."""
     from hf_zero.comm import Channel, collectives_for
 
     collectives = collectives_for(torch.device("cpu"), Channel.ACCESS)
-    numel = sum(parameter.numel() for parameter in build_model(SIZES[size]).parameters()) // 2 * 2
-    flat, shard = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel // 2, dtype=torch.bfloat16)
+    numel = sum(parameter.numel() for parameter in build_model(size).parameters()) // num_ranks
+    flat, shard = torch.zeros(num_ranks * numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
 
     def step(_ids: torch.Tensor) -> None:
         under_way = [collectives.all_gather(flat) for _ in range(num_passes - 1)]
@@ -75,79 +84,127 @@ def link_step(size: str, num_passes: int) -> Callable[[torch.Tensor], object]:
     return step
 
 
-def train(rounds: int, size: str, output: str) -> None:
-    """One rank."""
+def our_steps(size: Size) -> dict[str, Step]:
     import hf_zero
-    from hf_zero.comm import background_collectives
 
     hf_zero.init_distributed("gloo")
-    steps: dict[str, Callable[[torch.Tensor], object]] = {"compute": compute_step(size)}
+    num_ranks = dist.get_world_size()
+    steps: dict[str, Step] = {"compute": compute_step(size, num_ranks)}
     for num_passes in sorted(set(PASSES.values())):
-        steps[f"link {num_passes}"] = link_step(size, num_passes)
+        steps[f"link {num_passes}"] = link_step(size, num_ranks, num_passes)
     for way, zero in STAGES.items():
-        config = {**ds_config(zero["stage"], SIZES[size].batch, "own"), "zero_optimization": zero}
-        steps[way] = engine_step(hf_zero.initialize(model=build_model(SIZES[size]), config=config)[0])
-    steps[FSDP2] = build_fsdp2_step(build_model(SIZES[size]), reshard=True)
-    everybody = background_collectives()
+        config = {**ds_config(zero["stage"], size.batch, "own"), "zero_optimization": zero}
+        steps[way] = engine_step(hf_zero.initialize(model=build_model(size), config=config)[0])
+    steps[FSDP2] = build_fsdp2_step(build_model(size), reshard=True)
+    return steps
+
+
+def deepspeed_steps(size: Size) -> dict[str, Step]:
+    def build(zero: dict[str, Any]) -> Step:
+        return build_ds_step(build_model(size), {**ds_config(0, size.batch, "native"), "zero_optimization": zero})
+
+    return {way: build(zero) for way, zero in DEEPSPEED.items()}
+
+
+def alone(size: Size) -> dict[str, Step]:
+    dist.init_process_group("gloo")
+    return {"compute": compute_step(size, dist.get_world_size())}
+
+
+JOBS = {"ours": our_steps, "deepspeed": deepspeed_steps, "alone": alone}
+
+
+def play(options: argparse.Namespace) -> None:
+    """One rank."""
+    size = replace(SIZES[options.size], batch=options.batch)
+    steps = JOBS[options.job](size)
+    everybody = dist.new_group(backend="gloo")
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
-    shape = (SIZES[size].batch, SIZES[size].length)
-    found: list[dict[str, float]] = []
-    for _ in range(rounds + 2):
-        found.append({})
-        for way, step in steps.items():
-            times = []
-            for _ in range(3):
-                ids = torch.randint(SIZES[size].vocabulary, shape, generator=generator)
-                everybody.gather_objects(None)
-                started = time.perf_counter()
-                step(ids)
-                everybody.gather_objects(None)
-                times.append(time.perf_counter() - started)
-            found[-1][way] = statistics.median(times)
-    if os.environ["RANK"] == "0":
-        Path(output).write_text(json.dumps(found[2:]), encoding="utf-8")  # the first rounds warm up, and make plans
+
+    def play_round() -> hosts.Round:
+        return {way: statistics.median(seconds(step) for _ in range(3)) for way, step in steps.items()}
+
+    def seconds(step: Step) -> float:
+        ids = torch.randint(size.vocabulary, (size.batch, size.length), generator=generator)
+        dist.barrier(everybody)
+        started = time.perf_counter()
+        step(ids)
+        dist.barrier(everybody)
+        return time.perf_counter() - started
+
+    hosts.play_rounds(play_round)
 
 
-def shares(times: dict[str, float], way: str) -> tuple[float, float]:
+def play_all(
+    options: argparse.Namespace, jobs: dict[str, str], rate_mbit: float, batch: int, rounds: int
+) -> list[hosts.Round]:
+    """So many rounds of each of `jobs` (which are interpreters), one after the other, at this rate."""
+    with contextlib.ExitStack() as stack:
+        spaces, _ = stack.enter_context(hosts.joined_hosts(options.hosts, f"{rate_mbit:.0f}mbit", "0ms"))
+        running = []
+        for number, (job, python) in enumerate(jobs.items()):
+            words = [python, "-m", "bench.overlap", "--job", job, "--size", options.size, "--batch", str(batch)]
+            running.append(
+                stack.enter_context(hosts.Job(words, spaces, port=29611 + number, timeout_s=options.timeout))
+            )
+        found: list[hosts.Round] = []
+        for _ in range(rounds + 2):
+            found.append({})
+            for each in running:
+                found[-1] |= each.play_round()
+        return found[2:]  # the first rounds warm up, and make plans
+
+
+def fit(ratio: float, bits: float, rate: float, compute: Callable[[float], float]) -> tuple[int, float]:
+    """(micro-batch, bits per second) with which so many bits take `ratio` times as long as compute; `rate` at most.
+
+    Args:
+        compute: seconds of a micro-batch.
+    """
+    batch = 1
+    while compute(batch + 0.5) < bits / rate / ratio:
+        batch += 1
+    return batch, min(rate, bits / (ratio * compute(batch))) if batch == 1 else rate
+
+
+def run_all(options: argparse.Namespace) -> dict[str, Any]:
+    numel = sum(parameter.numel() for parameter in build_model(SIZES[options.size]).parameters())
+    tried = [
+        min(each["compute"] for each in play_all(options, {"alone": sys.executable}, options.rate_mbit, batch, 3))
+        for batch in TRIED
+    ]
+    per_sample = (tried[1] - tried[0]) / (TRIED[1] - TRIED[0])
+    bits = PASSES["hf_zero stage 3"] * BITS * numel * (options.hosts - 1) / options.hosts
+    jobs = {"ours": sys.executable} | ({"deepspeed": options.oracle_python} if options.oracle_python else {})
+    shapes = {}
+    for name in options.traffic:
+        batch, rate = fit(
+            RATIOS[name], bits, 1e6 * options.rate_mbit, lambda size: tried[0] + (size - TRIED[0]) * per_sample
+        )
+        rounds = play_all(options, jobs, rate / 1e6, batch, options.rounds)
+        shapes[name] = {"rate_mbit": round(rate / 1e6), "batch": batch, "rounds": rounds}
+    return {"hosts": options.hosts, "shapes": shapes, "tried": dict(zip(map(str, TRIED), tried))}
+
+
+def shares(times: hosts.Round, way: str) -> tuple[float, float]:
     """Of one round: how much was hidden, and the step over its floor."""
     compute, link, step = times["compute"], times[f"link {PASSES[way]}"], times[way]
     return (compute + link - step) / min(compute, link), step / max(compute, link)
 
 
-def run_at(rate_mbit: int, options: argparse.Namespace, rounds: int) -> list[dict[str, float]]:
-    with two_hosts(f"{rate_mbit}mbit", "0ms") as (spaces, _), tempfile.TemporaryDirectory() as folder:
-        output = f"{folder}/found.json"
-        words = [sys.executable, "-m", "bench.overlap", "--output", output, "--rounds", str(rounds)]
-        run_ranks(spaces, 1, [*words, "--size", options.size], options.timeout)
-        found: list[dict[str, float]] = json.loads(Path(output).read_text(encoding="utf-8"))
-        return found
-
-
-def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    numel = sum(parameter.numel() for parameter in build_model(SIZES[options.size]).parameters())
-    compute = run_at(10_000, options, 1)[0]["compute"]
-    shapes = {}
-    for name, ratio in (("as long as", 1.0), ("three times as long as", 3.0), ("a third as long as", 1 / 3)):
-        rate = round(3 * numel / 2 * BITS / (ratio * compute) / 1e6)
-        shapes[name] = {"rate_mbit": rate, "rounds": run_at(rate, options, options.rounds)}
-    facts = {"size": options.size, "shapes": shapes, "versions": {"torch": torch.__version__}, "machine": machine()}
-    return {"date": datetime.datetime.now().isoformat(timespec="minutes"), "command": sys.argv[1:], **facts}
-
-
 def markdown(run: dict[str, Any]) -> str:
     lines = [
-        f"# Two hosts of one rank: traffic that hides behind compute, model {run['size']}, bf16",
+        f"# {run['hosts']} hosts of one rank: traffic that hides behind compute, model {run['size']}, bf16",
         "",
-        f"`python -m bench.overlap {' '.join(run['command'])}`, {run['date']}, torch {run['versions']['torch']}, "
-        f"{run['machine']['cores']} cores, load {run['machine']['load_1min']} at the end. Medians over rounds, with "
-        "the least and the most; hidden = (compute + link - step) / shorter one, floor = the longer one.",
+        f"{hosts.how(run, 'bench.overlap')}. Medians over rounds, with the least and the most; hidden = (compute + "
+        "link - step) / shorter one, floor = the longer one.",
         "",
         "| stage 3's traffic takes | way | compute s | link s | step s | hidden | step / floor | step / FSDP2's |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, shape in run["shapes"].items():
         rounds = shape["rounds"]
-        for way in PASSES:
+        for way in (way for way in PASSES if way in rounds[0]):
             keys = ("compute", f"link {PASSES[way]}", way)
             middle = [statistics.median(each[key] for each in rounds) for key in keys]
             hidden, floor = zip(*(shares(each, way) for each in rounds), strict=True)
@@ -155,7 +212,7 @@ def markdown(run: dict[str, Any]) -> str:
                 f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
                 for values in (hidden, floor, [each[way] / each[FSDP2] for each in rounds])
             ]
-            link = f"{name} compute, {shape['rate_mbit']} Mbit/s"
+            link = f"{name.replace('-', ' ')} as compute: {shape['batch']} samples, {shape['rate_mbit']} Mbit/s"
             cells = [link, way, *(f"{value:.2f}" for value in middle), *spread]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -163,20 +220,14 @@ def markdown(run: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="25m", choices=SIZES)
+    hosts.size_option(parser, "25m")
+    parser.add_argument("--hosts", type=int, default=2, help="2 at least")
+    parser.add_argument("--rate-mbit", type=float, default=1000, help="of every link, in each direction, at most")
+    parser.add_argument("--traffic", nargs="+", choices=RATIOS, default=list(RATIOS), help="compared with compute")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=900)
-    parser.add_argument("--name")
-    parser.add_argument("--output", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.output:
-        train(options.rounds, options.size, options.output)
-        return
-    run = run_all(options)
-    text = markdown(run)
-    sys.stdout.write(text)
-    if options.name:
-        keep(run, text, f"overlap-{options.name}")
+    parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed; without, it is left out")
+    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
+    hosts.main(parser, play, run_all, markdown, "overlap")
 
 
 if __name__ == "__main__":

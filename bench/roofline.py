@@ -31,8 +31,8 @@ MACHINES = (
 )
 SHAPES = (Shape("1.5B", 1.5e9, 28), Shape("8B", 8e9, 32), Shape("32B", 32e9, 64))
 TOKENS = {"1 x 4090, PCIe 4": 8192}
-# No case here keeps anything on a drive, or parts of matrices or sequences on several ranks.
-COLUMNS = tuple(lane for lane in LANES if lane not in ("disk", "exchange"))
+# No case here keeps anything on a drive, or parts of matrices or sequences on several ranks, or waits for other hosts.
+COLUMNS = tuple(lane for lane in LANES if lane not in ("disk", "exchange", "messages"))
 FILLED = 0.85  # of device memory, for model states: the rest is for activations
 
 # (what, figure, where, source)

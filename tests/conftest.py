@@ -18,7 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hf_zero.device.registry import VARIABLE
+from tests.support.late import VARIABLE, use_if_asked_for
 from tests.support.oracle import build_operators
 from tests.support.requirements import missing, oracle_interpreter
 
@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    use_if_asked_for()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, page
-from hf_zero.planning.event_model import Machine, Setup, Shape, Step, device_bytes, simulate
+from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, device_bytes, simulate
 
 # Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it happens.
 ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)
@@ -29,17 +29,19 @@ def test_a_step_without_offload_is_its_compute() -> None:
 
 
 def test_a_step_with_everything_on_the_host() -> None:
-    """Weights come one unit ahead; gradients leave while the unit before computes; updates follow one another."""
-    setup = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True)
+    """Weights come one unit ahead within a pass; gradients leave while the unit before computes; updates follow one
+    another."""
+    none_stays = replace(default_gathers(), max_live_numel=0)
+    setup = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True, gathers=none_stays)
     step = simulate(ROUND, TWO_UNITS, setup)
-    assert spans(step, "in") == [("weights 0", 0, 1), ("weights 1", 1, 2), ("weights 1", 2, 3), ("weights 0", 3, 4)]
+    assert spans(step, "in") == [("weights 0", 0, 1), ("weights 1", 1, 2), ("weights 1", 3, 4), ("weights 0", 4, 5)]
     assert spans(step, "compute") == [
-        ("forward 0", 1, 2), ("forward 1", 2, 3), ("backward 1", 3, 5), ("backward 0", 5, 7),
+        ("forward 0", 1, 2), ("forward 1", 2, 3), ("backward 1", 4, 6), ("backward 0", 6, 8),
     ]  # fmt: skip
-    assert spans(step, "out") == [("gradients 1", 5, 6), ("gradients 0", 7, 8)]
-    assert spans(step, "host") == [("update 1", 8, 9), ("update 0", 9, 10)], "clipping needs the norm of all gradients"
+    assert spans(step, "out") == [("gradients 1", 6, 7), ("gradients 0", 8, 9)]
+    assert spans(step, "host") == [("update 1", 9, 10), ("update 0", 10, 11)], "clipping needs the norm of all"
     early = simulate(ROUND, TWO_UNITS, replace(setup, clips=False))
-    assert spans(early, "host") == [("update 1", 6, 7), ("update 0", 8, 9)]
+    assert spans(early, "host") == [("update 1", 7, 8), ("update 0", 9, 10)]
 
 
 def test_weights_go_back_while_the_next_are_updated() -> None:

@@ -12,7 +12,7 @@ from hf_zero.comm.channels import (
     watching_collectives,
 )
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives, uncompiled
-from hf_zero.comm.groups import ParallelGroups, ShardSize, parallel_groups
+from hf_zero.comm.groups import ParallelGroups, ProgramGroups, ShardSize, parallel_groups
 from hf_zero.comm.hops import in_hops
 from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
@@ -28,6 +28,5 @@ from hf_zero.comm.process_group import (
     local_device,
     this_process,
 )
-from hf_zero.comm.program_groups import ProgramGroups
-from hf_zero.comm.rows import Pending, Rows
+from hf_zero.comm.rows import Pending, Rows, gather_lane
 from hf_zero.comm.torch_backend import NativeCollectives

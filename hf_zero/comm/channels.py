@@ -31,7 +31,7 @@ from hf_zero.comm.process_group import (
     is_initialized,
     releases_groups_at_exit,
 )
-from hf_zero.comm.torch_backend import NativeCollectives
+from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives
 
 
 class Channel(IntEnum):
@@ -168,7 +168,9 @@ class _Known:
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
         asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE, Channel.TENSOR) and device.type != "cpu"
         hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
-        return NativeCollectives(self.native_group(number, channel), hosts)
+        # Alone: what two channels ask of one stream would have to come in the same order on all ranks.
+        kind = GatherStreamCollectives if channel is Channel.GATHER and device.type != "cpu" else NativeCollectives
+        return kind(self.native_group(number, channel), hosts)
 
     def negotiation(
         self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool, can_attend: bool

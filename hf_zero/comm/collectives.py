@@ -111,7 +111,10 @@ class Collectives(ControlMessages):
 
     Attributes:
         negotiation: how ranks agree on the gathers of stage 3.
+        has_gather_lane: gathers of rows are asked of the device's lane for them.
     """
+
+    has_gather_lane = False
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
         """`ranks`: default the first `size` ones."""

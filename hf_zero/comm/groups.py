@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from hf_zero.comm.channels import Channel, collectives_for, hosts
+from hf_zero.comm.channels import Channel, collectives_for, hosts, torch_group
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.comm.hosts import Hosts, Partition, across, consecutive
+from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
+from hf_zero.comm.process_group import releases_groups_at_exit, this_process
+from hf_zero.errors import WrongArgument
 
 ShardSize = int | Literal["host"] | None
 
@@ -245,3 +247,53 @@ def parallel_groups(
         sequences=sequences,
         tensors=tensors,
     )
+
+
+Self = TypeVar("Self", bound="ProgramGroups")
+
+
+class ProgramGroups:
+    """Ranks that work on the same samples, and across those groups ranks that work on different ones.
+
+    Attributes:
+        partition: the ranks of every group that works on the same samples.
+    """
+
+    size_name: ClassVar[str]  # where a program sets the size, for messages
+
+    def __init__(self, partition: Partition) -> None:
+        """Collective."""
+        self.partition = partition
+        self._process = this_process()
+        self._ranks = group_of(self._process.rank, partition)
+        self._data_ranks = group_of(self._process.rank, across(partition))
+        self._group = torch_group(partition)
+        self._data_group = torch_group(across(partition))
+        releases_groups_at_exit(self)
+
+    def release_groups(self) -> None:
+        self._group = self._data_group = None
+
+    @classmethod
+    def of_size(cls: type[Self], size: int) -> Self:
+        """Groups of `size` consecutive ranks. Collective.
+
+        Raises:
+            WrongArgument: the number of ranks is no multiple of `size`.
+        """
+        world = this_process().size
+        if size < 1 or world % size:
+            raise WrongArgument(
+                f"world size = data ranks x {cls.size_name} does not hold: {world} != n x {size}; start a multiple of "
+                f"{size} ranks, or take a size that divides {world}"
+            )
+        return cls(consecutive(range(world), size))
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self._data_ranks)
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data_ranks.index(self._process.rank)

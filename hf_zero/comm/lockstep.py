@@ -31,8 +31,9 @@ true.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -40,9 +41,10 @@ from torch import Tensor
 
 from hf_zero.comm.demand import Demand
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request
+from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request, Source
 from hf_zero.comm.pass_history import Pass, PassHistory, Plan, Start, digest
-from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
+from hf_zero.comm.rows import Pending, Rows, gather_lane, num_bytes, own_shard
+from hf_zero.device.runtime import DONE
 
 if TYPE_CHECKING:
     from hf_zero.comm.collectives import Collectives
@@ -287,7 +289,7 @@ class LockstepNegotiation(Negotiation):
     def _launch(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         """Start to gather what has been granted to this rank."""
         source, _ = self.sources.find(gathering.request.unit)
-        gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+        gathering.rows = _start(self._collectives, source, rows)
         gathering.call.started(gathering.rows, rows)
 
     def _serve(self, unit: int, place: int | None = None) -> None:
@@ -298,7 +300,7 @@ class LockstepNegotiation(Negotiation):
         source, local = self.sources.find(unit)
         for row in source.open_rows(local):
             with self._count_gather(num_bytes(row) * self.size):
-                rows = self._collectives._gather_rows(row, _taker(source.take_buffer, row))
+                (rows,) = _start(self._collectives, source, [row])
                 self.wait_for_rows(rows, place)
                 source.give_buffer(rows)
         source.close_rows(local)
@@ -331,7 +333,7 @@ class AlikeNegotiation(Negotiation):
         gathering.decision = self._agreed([gathering.request] * self.size)
         if gathering.request.kind is Kind.GATHER:
             source, _ = self.sources.find(gathering.request.unit)
-            gathering.rows = [self._collectives._gather_rows(row, _taker(source.take_buffer, row)) for row in rows]
+            gathering.rows = _start(self._collectives, source, rows)
             gathering.call.started(gathering.rows, rows)
 
     def settle(self, gathering: Gathering) -> Decision:
@@ -339,5 +341,11 @@ class AlikeNegotiation(Negotiation):
         return gathering.decision
 
 
-def _taker(take_buffer: Callable[[int, Tensor], Tensor], row: Tensor) -> Callable[[int], Tensor]:
-    return lambda numel: take_buffer(numel, row)
+def _start(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:
+    """Gather the rows that `source` has opened, beside what is computed."""
+
+    def take(row: Tensor, numel: int) -> Tensor:
+        return source.take_buffer(numel, row)
+
+    with gather_lane(collectives, rows[0].device, DONE):
+        return [collectives._gather_rows(row, partial(take, row)) for row in rows]

@@ -11,6 +11,8 @@ from torch import Tensor
 from hf_zero.comm.collectives import Collectives, Pending, own_shard
 from hf_zero.comm.process_group import releases_groups_at_exit
 from hf_zero.comm.rows import FlatRows, Rows
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event, Runtime
 
 # torch 2.12 renamed these two; the old names warn on every call.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -71,6 +73,39 @@ class NativeCollectives(Collectives):
         told = torch.tensor(facts, dtype=torch.float64, device="cpu")
         dist.all_reduce(told, group=self._hosts)
         return told.tolist()
+
+
+class GatherStreamCollectives(NativeCollectives):
+    """Those of an accelerator for gathers of stage 3, which have a lane of their own."""
+
+    has_gather_lane = True
+
+    def _gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        runtime = runtime_of(row.device)
+        with runtime.gather_lane():
+            buffer = take(row.numel() * self.size)
+            flat = buffer.narrow(0, 0, row.numel() * self.size)
+            self._gather_into(flat, row)
+            gathered = runtime.record()
+        return FlatRows(buffer, flat, self.size, _Recorded(runtime, gathered))
+
+    def _gather_into(self, flat: Tensor, row: Tensor) -> None:
+        """In order with what else is asked of the present lane. The host goes on."""
+        _all_gather_flat(flat, row, group=self._group)
+
+
+class _Recorded(Pending):
+    """What a lane of the device has done when an event has passed."""
+
+    def __init__(self, runtime: Runtime, event: Event) -> None:
+        self._runtime = runtime
+        self._event = event
+
+    def is_ready(self) -> bool:
+        return self._runtime.has_passed(self._event)
+
+    def wait(self) -> None:
+        self._runtime.wait(self._event)
 
 
 class _Work(Pending):

@@ -1,4 +1,4 @@
-"""The runtime of an accelerator: a stream per direction of transfer, and events between them.
+"""The runtime of an accelerator: a stream for gathers and one per direction of transfer, and events between them.
 
 Everything goes through `torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share;
 where a question has an answer on some of them only (free memory, locking pages), the device's own module is asked.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.clocks import Clock
-from hf_zero.device.runtime import Event, Memory, Runtime
+from hf_zero.device.runtime import Event, Lane, Memory, Runtime
 from hf_zero.spans import SPANS
 
 
@@ -72,33 +72,42 @@ class Accelerator(Runtime):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, Memory(device, is_host=False))
         self._kept: deque[tuple[StreamEvent, Tensor]] = deque()
+        self._streams: dict[Lane, Any] = {}
 
-    @cached_property
-    def _lane_in(self) -> Any:
-        return torch.Stream(device=self.device)
-
-    @cached_property
-    def _lane_out(self) -> Any:
-        return torch.Stream(device=self.device)
+    def _stream(self, lane: Lane) -> Any:
+        if lane not in self._streams:
+            # Gathers go before compute where both could start: they are what compute waits for.
+            self._streams[lane] = torch.Stream(device=self.device, priority=-1 if lane is Lane.GATHER else 0)
+        return self._streams[lane]
 
     def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
-        return self._copy(self._lane_in, home, buffer, self.record() if after is None else after)
+        return self._copy(Lane.IN, home, buffer, self.record() if after is None else after)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        return self._copy(self._lane_out, buffer, home, self.record())
+        return self._copy(Lane.OUT, buffer, home, self.record())
 
-    def _copy(self, lane: Any, source: Tensor, target: Tensor, after: Event) -> Event:
+    def _copy(self, lane: Lane, source: Tensor, target: Tensor, after: Event) -> Event:
         self._drop_passed()
+        stream = self._stream(lane)
         if isinstance(after, StreamEvent):
-            lane.wait_event(after.recorded)
+            stream.wait_event(after.recorded)
         watcher = SPANS.watcher
-        begin = None if watcher is None else timed(lane)
-        with torch.no_grad(), _current(lane):
+        begin = None if watcher is None else timed(stream)
+        with torch.no_grad(), _current(stream):
             target.copy_(source, non_blocking=True)
         if watcher is not None:
-            direction = "in" if lane is self._lane_in else "out"
-            watcher.transfer(direction, source.numel() * source.element_size(), begin, timed(lane))
-        return StreamEvent(lane.record_event())
+            watcher.transfer(lane.value, source.numel() * source.element_size(), begin, timed(stream))
+        return StreamEvent(stream.record_event())
+
+    @contextmanager
+    def gather_lane(self, after: Event | None = None) -> Iterator[None]:
+        stream = self._stream(Lane.GATHER)
+        if after is None and torch.accelerator.current_stream(self.device) != stream:
+            after = self.record()
+        if isinstance(after, StreamEvent):
+            stream.wait_event(after.recorded)
+        with _current(stream):
+            yield
 
     def record(self, *read: Tensor) -> Event:
         return StreamEvent(torch.accelerator.current_stream(self.device).record_event())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Event, Memory, Runti
 from hf_zero.spans import SPANS
 
 _CLOCK = Clock()
+_NO_OTHER_LANE = nullcontext()
 
 
 class AtOnce(Runtime):
@@ -38,6 +39,9 @@ class AtOnce(Runtime):
         target.copy_(source)
         if watcher is not None:
             watcher.transfer(lane, source.numel() * source.element_size(), begin, _CLOCK.mark())
+
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        return _NO_OTHER_LANE
 
     def record(self, *read: Tensor) -> Event:
         return DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,11 +12,7 @@ from hf_zero.device.accelerator import Accelerator, StreamClock
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.clocks import Clock
 from hf_zero.device.kinds import accelerator_kind, current_device
-from hf_zero.device.late import Late
-from hf_zero.device.runtime import HOST, Runtime
-
-VARIABLE = "HF_ZERO_LATE_DEVICE"
-"""Set to 1 in the environment: engines on the CPU run on the late device, for tests."""
+from hf_zero.device.runtime import Runtime
 
 _runtimes: dict[torch.device, Runtime] = {}
 
@@ -27,14 +22,8 @@ def runtime_of(device: torch.device) -> Runtime:
     if device.index is None and device.type == accelerator_kind():
         device = current_device(device.type)
     if device not in _runtimes:
-        _runtimes[device] = _make(device)
+        _runtimes[device] = AtOnce(device) if device.type in ("cpu", "meta") else Accelerator(device)
     return _runtimes[device]
-
-
-def _make(device: torch.device) -> Runtime:
-    if device == HOST and os.environ.get(VARIABLE) == "1":
-        return Late()
-    return AtOnce(device) if device.type in ("cpu", "meta") else Accelerator(device)
 
 
 def clock_of(device: torch.device) -> Clock:

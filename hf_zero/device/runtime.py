@@ -2,16 +2,20 @@
 
     host       queues work, and goes on
     compute    ----- forward ----- backward --------------- forward -----     the current stream of the device
+    gather    [unit 1] [unit 2]    [unit 2]  [unit 1]                         all-gathers of weights
     in                 [unit 1]  [unit 2]        [weights]                    host memory -> device
     out                              [gradients]                              device -> host memory
 
-Each row is a *lane*: what is asked of it is done in order, beside the others. A copy returns an event at once; whoever
-needs its result waits for that, a stream (`wait`) or the host (`host_wait`). The rules by which nothing is read too
-early or overwritten too late:
+Each row is a *lane*: what is asked of it is done in order, beside the others. (Reductions need no lane of ours: a
+process group has a stream of its own, on which it takes up a buffer when compute has filled it.) A copy returns an
+event at once; whoever needs its result waits for that, a stream (`wait`) or the host (`host_wait`). The rules by which
+nothing is read too early or overwritten too late:
 
 - a copy in begins after `after`, which is when its buffer has been read for the last time; without it, after
   everything that has been asked of the compute stream
 - a copy out begins after everything that has been asked of the compute stream: its source has just been computed
+- a gather begins when its row has been written and its buffer has been read for the last time; the compute stream waits
+  for the gather before it reads the buffer
 - the source of a copy stays as it is, and stays allocated (`keep_until`), until the copy's event has passed
 
 Three implementations: the accelerator's own (`accelerator.py`), the CPU's, where everything is done at once
@@ -22,8 +26,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -45,6 +50,15 @@ class Memory:
 
 
 HOST_MEMORY = Memory(HOST)
+
+
+class Lane(Enum):
+    """What works beside the others."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    IN = "in"
+    OUT = "out"
 
 
 class Event:
@@ -92,6 +106,19 @@ class Runtime(ABC):
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
         """Begin to copy `buffer`, as everything asked of the compute stream so far leaves it, to `home` in host
         memory."""
+
+    # Gathers
+
+    @abstractmethod
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        """What is asked for inside is done on the lane of gathers: kernels and collectives, and `record` and `wait`
+        speak of this lane.
+
+        Args:
+            after: what it has to wait for first; None: everything asked of the lane that is left for it.
+        """
+
+    # Events
 
     @abstractmethod
     def record(self, *read: Tensor) -> Event:

@@ -120,14 +120,13 @@ class StagedVector(Vector):
 
     def take(self) -> Tensor:
         values = self._values
-        if not self._is_ready:
-            self._is_ready = True
-            if self._reads and self._arrived is None:
-                self._begin()
-            if self._pool.is_host:
-                self._runtime.host_wait(self._arrived or DONE)
-            else:
-                self._runtime.wait(self._arrived or self._free or DONE)
+        if not self._is_ready and self._reads and self._arrived is None:
+            self._begin()
+        self._is_ready = True
+        if self._pool.is_host:
+            self._runtime.host_wait(self._arrived or DONE)
+        else:  # the lane that asks, which may be another one each time
+            self._runtime.wait(self._arrived or self._free or DONE)
         return values
 
     def release(self, *, changed: bool) -> None:

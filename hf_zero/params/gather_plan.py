@@ -29,6 +29,18 @@ class GatherPlan:
         """Whether the next unit is gathered while the present one computes."""
         return self.prefetch_numel > 0
 
+    def has_room_for(self, numel: int, *, ahead_numel: int, live_numel: int) -> bool:
+        """Whether a unit may be gathered ahead of its use, where all ranks know what comes next. In elements.
+
+        Args:
+            ahead_numel: of units that have been asked for before their use.
+            live_numel: of those that are gathered.
+        """
+        if not ahead_numel:
+            return self.prefetches
+        under_way = ahead_numel + numel
+        return under_way <= self.prefetch_numel and live_numel + under_way <= self.max_live_numel
+
 
 @dataclass(frozen=True, slots=True)
 class Use:

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
-from hf_zero.comm import Collectives, Rows, ledger
+from hf_zero.comm import Collectives, Rows, gather_lane, ledger
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
 from hf_zero.params.hooked_modules import ExecutionOrder
@@ -35,7 +37,9 @@ class Prefetcher:
         self._channel = channel
         self._number = channel.negotiation.sources.register(self, len(self._units))
         self._ahead: list[Unit] = []  # asked for before their use
-        self.buffers = GatherBuffers()
+        self._runtime = runtime_of(placements.device)
+        self._rows_written: Event | None = None  # None: rows may have been written since the last gather
+        self.buffers = GatherBuffers(placements.device)
         for unit in units:
             for part in unit.parts:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
@@ -47,7 +51,10 @@ class Prefetcher:
         return self._units[unit].name
 
     def open_rows(self, unit: int) -> Sequence[Tensor]:
-        return self._units[unit].open_rows()
+        if self._rows_written is None:
+            self._rows_written = self._runtime.record()
+        with gather_lane(self._channel, self._runtime.device, self._rows_written):
+            return self._units[unit].open_rows()
 
     def close_rows(self, unit: int) -> None:
         self._units[unit].put_back()
@@ -98,7 +105,7 @@ class Prefetcher:
             unit = self._units[number - self._number]
             if unit.state is not UnitState.RELEASED:
                 return  # once more than now
-            if self._ahead and not self._has_room_for(unit):
+            if not self._has_room_for(unit):
                 unit.fetch()
                 return
             self._ask_for(unit)
@@ -106,11 +113,9 @@ class Prefetcher:
 
     def _has_room_for(self, unit: Unit) -> bool:
         """Whether one more may be under way."""
-        plan = self._order.gather_plan
-        under_way = unit.numel + sum(ahead.numel for ahead in self._ahead)
-        if under_way > plan.prefetch_numel:
-            return False
-        return under_way + sum(each.numel for each in self._units if each.is_gathered) <= plan.max_live_numel
+        ahead = sum(each.numel for each in self._ahead)
+        live = sum(each.numel for each in self._units if each.is_gathered)
+        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
 
     def _prefetch_expected(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -171,7 +176,12 @@ class Prefetcher:
 
     def end_update(self) -> None:
         """Rows are right again."""
+        self.note_written()
         self._channel.negotiation.reopen()
+
+    def note_written(self) -> None:
+        """Rows may have been written: gathers wait for what the compute stream has been asked for."""
+        self._rows_written = None
 
     def close(self) -> None:
         """The units are gone."""

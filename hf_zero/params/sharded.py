@@ -61,7 +61,7 @@ class ShardedParameters(ParameterStore):
         self.max_live_numel = policy.max_live_numel
         self._module = module
         self._groups = groups
-        self._buffers = GatherBuffers()
+        self._buffers = GatherBuffers(self.device)
         self._pass_by: Callable[[int], None] = lambda _num_buckets: None
         released = [(unit, member) for unit in self.units if not unit.is_persistent for member in unit.members]
         self._unit_of = {id(member.parameter): unit for unit, member in released}
@@ -113,6 +113,10 @@ class ShardedParameters(ParameterStore):
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and self.coordinator.is_running:
             self.coordinator.read(unit)
+
+    def note_written(self) -> None:
+        """Somebody has written into shards outside of an update."""
+        self.coordinator.prefetcher.note_written()
 
     # Backward
 

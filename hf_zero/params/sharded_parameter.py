@@ -57,6 +57,9 @@ class Owner(Protocol):
     def max_live_numel(self) -> int:
         """How much may stay whole after its use (stage3_max_live_parameters)."""
 
+    def note_written(self) -> None:
+        """Somebody has written into shards outside of an update."""
+
     def release(self) -> None:
         """Let go of all its parameters."""
 
@@ -231,6 +234,7 @@ class ShardedParameter:
             with chunk.opened(changes=True) as place:
                 place[: part.numel].copy_(written)
             if number == self.groups.shard.rank and self.owner is not None:
+                self.owner.note_written()
                 self.owner.edits.write_master(self, written)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -206,7 +206,7 @@ def _estimated(
     checkpointing: bool,
 ) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
     """What an `Estimate` has beside candidate and config."""
-    setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
+    setting = setting_of(answers, size, hardware)
     memory = rank_memory(model, setting, seen)
     activations = answers.features.activations
     if checkpointing and activations is not None and activations.on_host and hardware.separate:
@@ -253,6 +253,10 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
     return traffic_of(sizes, wiring)
 
 
+def setting_of(answers: Resolved, size: OptimizerSize, hardware: Hardware) -> Setting:
+    return Setting(answers, size, shard_ranks(answers, hardware), hardware.separate, hardware.hosts)
+
+
 def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
     """Ranks that share the states of one copy of the model."""
     size = answers.zero.shard_size
@@ -292,9 +296,17 @@ def _step(
         second_shard=second_shard(answers, hardware),
         tensor=training.tensor_parallel,
         exchange=(exchange["forward"], exchange["backward"]),
+        gathers=zero.gather,
+        agreement=_agreement(answers, hardware),
     )
     step = simulate(machine, shape, setup)
     return step.seconds, step.bound
+
+
+def _agreement(answers: Resolved, hardware: Hardware) -> Literal["plan", "memory", "messages"]:
+    if not hardware.separate and hardware.hosts == 1:
+        return "memory"
+    return "plan" if answers.zero.gather.follows_plans else "messages"
 
 
 def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:

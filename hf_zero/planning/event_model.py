@@ -7,18 +7,29 @@
     host                                                     update n | update n-1 | ...
     disk      weights 3 | weights 4 | ...                     states n | states n-1 | ...
     exchange           activations 1 | activations 2 | ...
+    messages                         end of forward |                end of backward | update
 
 Each lane does its pieces in the order in which they were asked for; a piece begins when its lane is free and what it
-needs is done. The rules are those of docs/architecture.md: parameters come one unit ahead of their use (two buffers),
-gradients leave behind their unit, a sub-group's weights go back while the next one is updated. Where ranks hold parts
-of the same matrices or sequences they exchange activations in every unit, and wait for them.
+needs is done. The rules are those of docs/architecture.md: at stage 3 the engine's own gather plan says which units are
+asked for ahead of their use and which stay gathered, what comes next from host memory is one unit further ahead,
+gradients leave behind their unit, a sub-group's weights go back while the next one is updated. Hosts tell each other
+where a pass ends and where weights change. Where ranks hold parts of the same matrices or sequences they exchange
+activations in every unit, and wait for them.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
 
-LANES = ("compute", "collectives", "in", "out", "host", "disk", "exchange")
+from hf_zero.config import resolve
+from hf_zero.config.policies import GatherPolicy
+from hf_zero.params.gather_plan import Use, plan_gathers
+
+LANES = ("compute", "collectives", "in", "out", "host", "disk", "exchange", "messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,8 @@ class Machine:
 
     Attributes:
         gpus: in all; on `hosts` hosts.
+        message: seconds that each rank but one adds to a small message from all to all, which goes around a ring.
+        host_waits: who computes waits for messages; else the host runs ahead of its device.
     """
 
     name: str
@@ -40,6 +53,8 @@ class Machine:
     hosts: int = 1
     network: float = 25e9  # to other hosts, one direction, this GPU's share
     disk: float = 2e9  # of the host's drive, this GPU's share
+    message: float = 0.0
+    host_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +71,21 @@ class Shape:
     flops: float | None = None
 
 
+@cache
+def default_gathers() -> GatherPolicy:
+    """Of stage 3 where ds.json says nothing."""
+    return resolve({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}, world_size=1).zero.gather
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is kept where. Weights and gradients are bf16, masters and both moments fp32."""
+    """What is kept where. Weights and gradients are bf16, masters and both moments fp32.
+
+    Attributes:
+        gathers: limits of stage 3's gathers.
+        agreement: how ranks know what stage 3 gathers next: by the plan that all of them follow, by words in shared
+            memory, which cost nothing, or by a message for each unit. One rank asks nobody, as if in memory.
+    """
 
     stage: int
     offload_optimizer: bool = False
@@ -74,6 +101,8 @@ class Setup:
     second_shard: int = 1  # of stage 3: ranks of a host that gather around use (hpZ); 1: all that share the states
     tensor: int = 1  # consecutive ranks that hold parts of the same matrices; the others share the states
     exchange: tuple[float, float] = (0.0, 0.0)  # seconds of a forward and of a backward in which activations travel
+    gathers: GatherPolicy = field(default_factory=default_gathers)
+    agreement: Literal["plan", "memory", "messages"] = "plan"
 
     @property
     def name(self) -> str:
@@ -165,6 +194,7 @@ class _Seconds:
     read_states: float
     write_states: float
     exchange: tuple[float, float]  # forward, backward
+    message: float  # among the ranks that gather around use
 
 
 STATE_BYTES = 12  # of a parameter: master and both moments
@@ -197,9 +227,9 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     if ranks < lane:  # what the shards' ranks have summed is summed over the copies of each shard
         copies = lane / ranks
         reduce += 2 * 2 * owned * (copies - 1) / copies / min(machine.link, machine.network)
-    around_use, updated_rows = once, 0.0
+    around_use, updated_rows, gathering = once, 0.0, ranks
     if setup.stage == 3 and 1 < setup.second_shard < ranks:  # what they keep between them they get after an update
-        groups = ranks / setup.second_shard
+        gathering, groups = setup.second_shard, ranks / setup.second_shard
         around_use = _exchange(machine, 2 * numel, setup.second_shard, setup.tensor)
         updated_rows = 2 * numel / setup.second_shard * (groups - 1) / groups / min(machine.link, machine.network)
     tokens = setup.tokens / setup.micro_batches
@@ -220,41 +250,113 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
         read_states=states,
         write_states=states,
         exchange=(setup.exchange[0] / shape.units, setup.exchange[1] / shape.units),
+        message=machine.message * (gathering - 1),
     )
+
+
+class _Passes:
+    """Forwards and backwards over all units, which are gathered when the engine's prefetcher would ask for them.
+
+    Attributes:
+        now: when the last use has ended, and what was to be told then, where somebody waits for that.
+    """
+
+    def __init__(self, step: Step, one: _Seconds, machine: Machine, shape: Shape, setup: Setup) -> None:
+        self._step, self._one = step, one
+        self._numel = max(1, round(shape.parameters / shape.units))
+        self._plan = plan_gathers(
+            [Use((unit,), self._numel, has_trained=True, reads_in_backward=True) for unit in range(shape.units)],
+            max_live_numel=setup.gathers.max_live_numel,
+            max_reuse_numel=setup.gathers.max_reuse_numel,
+            prefetch_numel=setup.gathers.prefetch_numel,
+        )
+        self._is_sharded = setup.stage == 3
+        self._agreement = setup.agreement if machine.gpus > setup.tensor else "memory"
+        self._host_waits = machine.host_waits
+        self._whole: set[int] = set() if self._is_sharded else set(range(shape.units))
+        self._fetched: dict[int, float] = {}  # on the device -> since when
+        self._ahead: dict[int, float] = {}  # asked for before their use -> when that is agreed, or the unit there
+        self.now = 0.0
+
+    def over(self, units: Iterable[int], what: str, seconds: float, exchange: float) -> Iterator[tuple[int, float]]:
+        """Each unit when its use has ended."""
+        order = list(units)
+        upcoming = deque(unit for unit in order if unit not in self._whole)
+        for unit in order:
+            if unit not in self._whole and unit not in self._ahead:
+                self._ask_for(upcoming.popleft())
+            here = self._arrival(unit)
+            self._whole.add(unit)
+            while upcoming and self._has_room():
+                self._ask_for(upcoming.popleft())
+            if upcoming:
+                self._fetch(upcoming[0])
+            computed = self._step.do("compute", f"{what} {unit}", seconds, here, self.now)
+            self.now = self._step.do("exchange", f"activations {unit}", exchange, computed)
+            if self._is_sharded and not (what == "forward" and unit in self._plan.kept_for_backward):
+                self._whole.remove(unit)
+            yield unit, self.now
+        self.meet(f"end of {what}")
+
+    def meet(self, what: str, reduced: float = 0.0) -> None:
+        """All hosts tell each other that they are there; who computes may wait for that, and for what is reduced."""
+        if self._is_sharded and self._agreement != "memory":
+            told = self._tell(what, reduced)
+            self.now = told if self._host_waits else self.now
+
+    def _tell(self, what: str, *after: float) -> float:
+        return self._step.do("messages", what, self._one.message, *((self.now, *after) if self._host_waits else ()))
+
+    def _has_room(self) -> bool:
+        if self._ahead and self._agreement != "plan":
+            return False
+        ahead, live = len(self._ahead) * self._numel, len(self._whole) * self._numel
+        return self._plan.has_room_for(self._numel, ahead_numel=ahead, live_numel=live)
+
+    def _fetch(self, unit: int) -> None:
+        if unit not in self._fetched:
+            read = self._step.do("disk", f"weights {unit}", self._one.read, self.now)
+            self._fetched[unit] = self._step.do("in", f"weights {unit}", self._one.bring, self.now, read)
+
+    def _ask_for(self, unit: int) -> None:
+        self._fetch(unit)
+        if self._agreement == "messages":
+            self._ahead[unit] = self._tell(f"gather {unit}")
+        else:
+            self._ahead[unit] = self._gather(unit, self.now)
+
+    def _gather(self, unit: int, *after: float) -> float:
+        return self._step.do("collectives", f"gather {unit}", self._one.gather, *after, self._fetched.pop(unit))
+
+    def _arrival(self, unit: int) -> float:
+        """When a unit is there that is about to be used."""
+        if unit in self._whole:
+            return 0.0
+        asked = self._ahead.pop(unit)
+        # What was agreed on is gathered when its module waits for it.
+        return self._gather(unit, asked, self.now) if self._agreement == "messages" else asked
 
 
 def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     """One step in steady state: the weights of the step before are where forward expects them."""
     step, one, units = Step(), _seconds(machine, shape, setup), range(shape.units)
-    used: list[float] = []  # when each pass over a unit ends
-
-    def pass_over(unit: int, what: str, seconds: float, exchange: float) -> float:
-        # Two buffers: what comes for this use waits for the use before the last one.
-        free = used[-2] if len(used) > 1 else 0.0
-        read = step.do("disk", f"weights {unit}", one.read, free)
-        here = step.do("in", f"weights {unit}", one.bring, free, read)
-        whole = step.do("collectives", f"gather {unit}", one.gather, free, here)
-        computed = step.do("compute", f"{what} {unit}", seconds, whole, used[-1] if used else 0.0)
-        used.append(step.do("exchange", f"activations {unit}", exchange, computed))
-        return used[-1]
-
-    arrived: list[float] = []
+    passes = _Passes(step, one, machine, shape, setup)
+    arrived: list[tuple[int, float]] = []
     for number in range(setup.micro_batches):
         reduces = setup.stage >= 2 or number == setup.micro_batches - 1
-        for unit in units:
-            pass_over(unit, "forward", one.forward, one.exchange[0])
+        list(passes.over(units, "forward", one.forward, one.exchange[0]))
         arrived = []
-        for unit in reversed(units):
-            done = pass_over(unit, "backward", one.backward, one.exchange[1])
+        for unit, done in passes.over(reversed(units), "backward", one.backward, one.exchange[1]):
             reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
-            arrived.append(step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced))
-    _update(step, one, setup, list(zip(reversed(units), arrived)))
+            arrived.append((unit, step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced)))
+    passes.meet("update", arrived[-1][1])
+    _update(step, one, setup, arrived, passes.now if machine.host_waits else 0.0)
     return step
 
 
-def _update(step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]]) -> None:
-    """One sub-group after the other, in the order in which gradients have arrived."""
-    norm = arrived[-1][1] if setup.clips else 0.0
+def _update(step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], met: float) -> None:
+    """One sub-group after the other, in the order in which gradients have arrived; no earlier than `met`."""
+    norm = max(met, arrived[-1][1] if setup.clips else 0.0)
     reads = iter([unit for unit, _ in arrived])
     ahead = _read_states(step, one, setup, next(reads))
     for unit, gradient in arrived:

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
-from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, shard_ranks, traced
+from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, setting_of, traced
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
+from hf_zero.planning.memory import OptimizerSize, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
 from hf_zero.planning.reasons import sequence_sizes
 from hf_zero.planning.show import config_text
@@ -139,7 +139,7 @@ def _lines(
 ) -> tuple[Line, Line]:
     """Bytes of a device, and of one rank on the host, with all inputs of layers on the device."""
     answers = resolved(config, training, model, hardware.ranks)
-    setting = Setting(answers, size, shard_ranks(answers, hardware), hardware.separate)
+    setting = setting_of(answers, size, hardware)
     short, long = (rank_memory(model, setting, each) for each in traces)
     per_token = (long.device_total - short.device_total) / (lengths[1] - lengths[0])
     return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)

@@ -54,6 +54,8 @@ _CORE = Gpu(0.0, 64e9, 20e9, 2e9, 10e9)
 _HOST_MEMORY_PER_S = 430e9  # of a server of two sockets, DDR5, at 0.7 of the sheet
 _NETWORK = 40e9  # to other hosts, per GPU: one port of 400 Gbit/s
 _DISK = 12e9  # of a host: two good NVMe drives
+# Each rank's part in a small message from all to all: gloo passes it around a ring, and everybody reads what all said.
+_MESSAGE_S = 40e-6 + 6e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class Hardware:
             hosts=self.hosts,
             network=self.network,
             disk=self.disk_per_s / self.per_host,
+            message=_MESSAGE_S,
+            host_waits=not self.separate,
         )
 
 

@@ -87,12 +87,19 @@ class Setting:
     Attributes:
         shard_ranks: ranks that share the states.
         separate: the device has memory of its own; otherwise device and host are one.
+        hosts: that ranks are on.
     """
 
     resolved: Resolved
     optimizer: OptimizerSize
     shard_ranks: int
     separate: bool = True
+    hosts: int = 1
+
+    @property
+    def looks_far(self) -> bool:
+        """Ranks follow plans, and gather as far ahead as they may."""
+        return self.resolved.zero.gather.follows_plans and (self.separate or self.hosts > 1)
 
     @property
     def sharding(self) -> Sharding:
@@ -143,7 +150,7 @@ def trained_specs(module: nn.Module) -> list[ParameterSpec]:
 def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, PlannedUnits | None]:
     zero = setting.resolved.zero
     if setting.sharding.shards_parameters:
-        return _unit_layout(model, setting.shard_ranks, zero.gather, setting.separate)
+        return _unit_layout(model, setting.shard_ranks, zero.gather, setting.looks_far)
     return _flat_layout(model, setting.shard_ranks, zero.bucket_numel), None
 
 

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, ds_config, resolved
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, shard_ranks, traced
+from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, setting_of, traced
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import Setting, rank_memory
+from hf_zero.planning.memory import rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
 
 
@@ -145,7 +145,7 @@ def _device_bytes(found: Plan, candidate: Candidate, tiling: Tiling, on_host: bo
     """Of a rank, by the layout and a trace, as those of candidates."""
     model, training, hardware = found.model, found.training, found.hardware
     answers = resolved(ds_config(candidate, training), training, model, hardware.ranks)
-    setting = Setting(answers, optimizer_size(training), shard_ranks(answers, hardware), hardware.separate)
+    setting = setting_of(answers, optimizer_size(training), hardware)
     seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling, on_cpu=not hardware.separate)
     memory = rank_memory(model, setting, seen)
     return (memory.with_activations_on_host(kept_by_layers(model, training)) if on_host else memory).device_total

@@ -126,11 +126,10 @@ class PlannedUnits:
         """What is fetched ahead while this one is used."""
         found: list[int] = []
         following = position - 1 if backwards else position + 1
-        while self.plan.prefetches and 0 <= following < len(self.uses):
+        while 0 <= following < len(self.uses) and (self.looks_far or not found):
             units = self.uses[following][1].units
-            under_way = self._numel({*found, *units})
-            is_too_much = under_way > self.plan.prefetch_numel or live_numel + under_way > self.plan.max_live_numel
-            if found and (not self.looks_far or is_too_much):
+            ahead_numel = self._numel(found)
+            if not self.plan.has_room_for(self._numel(units), ahead_numel=ahead_numel, live_numel=live_numel):
                 break
             found += units
             following += -1 if backwards else 1

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.activations.feature import ActivationCheckpointing
 from hf_zero.api.entry import initialize
-from hf_zero.device.late import Late
 from hf_zero.device.registry import use
 from tests.support.architectures import LLAMA
+from tests.support.late import Late
 
 EVERYTHING = {
     "cpu_checkpointing": True,

@@ -18,10 +18,10 @@ from hf_zero.activations.watched import Times, watched
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config.policies import ActivationsPolicy
 from hf_zero.device.clocks import Clock
-from hf_zero.device.late import Late, LateError
 from hf_zero.device.registry import runtime_of, use
 from hf_zero.device.runtime import HOST
 from tests.activations.test_calls import ROWS, WIDTH, net, train
+from tests.support.late import Late, LateError
 
 
 class Deaf(Late):

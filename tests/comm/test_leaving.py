@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.api.entry import initialize
 from hf_zero.comm import channels, process_group
 from hf_zero.comm.cpu import meeting
-from hf_zero.comm.program_groups import ProgramGroups
+from hf_zero.comm.groups import ProgramGroups
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

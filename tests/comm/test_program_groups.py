@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.comm import program_groups
 from hf_zero.comm.hosts import Partition
 from hf_zero.comm.process_group import Process
 from hf_zero.errors import WrongArgument
@@ -20,8 +19,8 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     def torch_group(partition: Partition) -> tuple[int, ...]:
         return next(ranks for ranks in partition if rank in ranks)
 
-    monkeypatch.setattr(program_groups, "this_process", lambda: Process(rank, 4))
-    monkeypatch.setattr(program_groups, "torch_group", torch_group)
+    monkeypatch.setattr("hf_zero.comm.groups.this_process", lambda: Process(rank, 4))
+    monkeypatch.setattr("hf_zero.comm.groups.torch_group", torch_group)
     return rank
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, OwnBlocks
 from hf_zero.comm.cpu.group_link import GroupLink
-from hf_zero.comm.cpu.shared_rows import Arrival, SharedRows, filled, offsets
+from hf_zero.comm.cpu.host import Arrival, SharedRows, filled, offsets
 
 OWN, PEER = 0, 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.device.late import Late, LateError
+from tests.support.late import Late, LateError
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hf_zero.device import figures, registry
 from hf_zero.device.accelerator import Accelerator
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
-from hf_zero.device.late import Late
 from hf_zero.device.phases import Phases
-from hf_zero.device.registry import VARIABLE, HostCopy, host_runs_ahead, runtime_of, use
+from hf_zero.device.registry import HostCopy, host_runs_ahead, runtime_of, use
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
+from tests.support.late import VARIABLE, Late, use_if_asked_for
 
 META = torch.device("meta")
 
@@ -55,6 +55,7 @@ def test_one_runtime_per_device() -> None:
 def test_the_environment_chooses_the_late_device(value: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
     with mock.patch.dict(registry._runtimes, clear=True):
+        use_if_asked_for()
         assert type(runtime_of(HOST)) is kind
 
 
@@ -135,8 +136,8 @@ class FakeAccelerator:
         self.current = Stream("compute", self.log)
         self._names = iter(("in", "out"))
 
-    def make_stream(self, device: Any) -> Stream:
-        return Stream(next(self._names), self.log)
+    def make_stream(self, device: Any, priority: int) -> Stream:
+        return Stream("gather" if priority else next(self._names), self.log)
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.current
@@ -186,6 +187,32 @@ def test_copies_wait_for_the_compute_stream_where_nothing_else_is_said() -> None
         for _ in range(2):
             runtime.host_wait(left)
     assert log == ["host: waits for out"] and runtime.num_host_waits == 1, "what has passed is not waited for"
+
+
+def test_gathers_wait_for_what_they_depend_on_and_not_for_compute() -> None:
+    with fake_accelerator() as (runtime, log):
+        written = runtime.record()
+        log.append("compute: forward of a block")
+        with runtime.gather_lane(written), runtime.gather_lane():
+            gathered = runtime.record()
+        runtime.wait(gathered)
+        with runtime.gather_lane():
+            pass
+    assert log == [
+        "compute: record",
+        "compute: forward of a block",
+        "gather: waits for compute",
+        "on gather",
+        "on gather",
+        "gather: record",
+        "on gather",
+        "on compute",
+        "compute: waits for gather",
+        "compute: record",  # nothing is said of what it depends on: everything
+        "gather: waits for compute",
+        "on gather",
+        "on compute",
+    ]
 
 
 def test_memory_is_kept_until_its_event() -> None:

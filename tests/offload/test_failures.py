@@ -8,7 +8,7 @@ import torch
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config.policies import ParameterOffload
 from hf_zero.offload.failures import StorageError, all_or_none, stop_if_any, sync_failures
-from hf_zero.offload.nvme import at_signal
+from hf_zero.offload.nvme import run_folder
 from hf_zero.offload.parameter_placement import store_of_parameters
 from hf_zero.offload.placement import Placements, in_memory_placement
 from hf_zero.offload.store import MemoryStore
@@ -76,11 +76,12 @@ def test_the_far_placement_is_used_up_first() -> None:
 
 def test_what_is_to_be_tidied_up_at_a_signal_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[int] = []
-    monkeypatch.setattr(at_signal, "_watch", lambda: watched.append(1))
-    monkeypatch.setattr(at_signal, "_tasks", [])
+    monkeypatch.setattr(run_folder, "_watch", lambda: watched.append(1))
+    monkeypatch.setattr(run_folder, "_tasks", [])
+    monkeypatch.setattr(run_folder, "_owner", [])
     task = lambda: None  # noqa: E731
-    at_signal.at_signal(task)
-    assert at_signal._tasks == [task] and watched == [1]
-    at_signal.forget(task)
-    at_signal.forget(task)
-    assert at_signal._tasks == []
+    run_folder.at_signal(task)
+    assert run_folder._tasks == [task] and watched == [1]
+    run_folder.forget(task)
+    run_folder.forget(task)
+    assert run_folder._tasks == []

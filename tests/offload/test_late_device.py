@@ -1,6 +1,6 @@
 """Training on the late device: the same bits as on the CPU, and every wait is needed.
 
-The device carries a copy out only when somebody waits for it (`hf_zero.device.late`), so that a wait that is missing
+The device carries a copy out only when somebody waits for it (`tests.support.late`), so that a wait that is missing
 fails here, on a machine without an accelerator, every time.
 """
 
@@ -16,13 +16,13 @@ import torch
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.device.at_once import AtOnce
-from hf_zero.device.late import Late, LateError
 from hf_zero.device.registry import use
 from hf_zero.device.runtime import HOST_MEMORY
 from hf_zero.offload.departures import Departures
 from hf_zero.offload.staged import StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
+from tests.support.late import Late, LateError
 from tests.support.models import mlp_batches
 
 CPU = {"device": "cpu"}

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.params.coordinator import Backward, Forward
 from hf_zero.params.gather_plan import GatherPlan
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
-from hf_zero.params.passes import Backward, Forward
 from hf_zero.params.unit import Unit, UnitState
 
 NAMES = ("a", "b", "c")

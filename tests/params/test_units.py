@@ -104,7 +104,7 @@ def test_ranks_that_see_different_parts_agree_on_one_order() -> None:
 
 def test_receive_buffers_fit_what_is_under_way() -> None:
     """Every buffer was as long as the longest unit (an embedding), which many small units under way cannot afford."""
-    buffers, like = GatherBuffers(), torch.empty(0)
+    buffers, like = GatherBuffers(torch.device("cpu")), torch.empty(0)
     buffers.expect(1000, like.dtype)
 
     def give(buffer: Tensor) -> None:

@@ -109,3 +109,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     mine.write_text(json.dumps(OPEN | {"tensor_parallel": {"autotp_size": 2}}))
     assert main([*words, "--tensor-parallel", "4"]) == 2
     assert "the script asks for 4 ranks" in capsys.readouterr().err
+
+
+def test_time_follows_the_limits_of_stage_3_and_who_knows_what_comes_next(model: PlannedModel) -> None:
+    """What stays gathered need not be gathered again, and what has to be agreed on is not gathered ahead."""
+    slow = hardware({"gpu": "h100", "gpus_per_node": 1, "nodes": 2, "host_memory": "1T", "network": "1e9"})
+    training, size = Training(length=256, micro_batch=8, checkpointing=False), optimizer_size(Training())
+
+    def seconds(zero: dict[str, Any], **own: Any) -> float:
+        given = load_config({**OPEN, "zero_optimization": {"stage": 3, **zero}, "hf_zero": own})
+        [yours] = given_estimates(model, slow, training_of(given, training, slow.ranks), given, size)
+        return yours.seconds
+
+    none_stays = {"stage3_max_live_parameters": 0}
+    none_ahead = {**none_stays, "stage3_prefetch_bucket_size": 0}
+    negotiated = seconds(none_stays, gather_order="negotiated")
+    assert seconds({}) < seconds(none_stays) < seconds(none_ahead) <= negotiated

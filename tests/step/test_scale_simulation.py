@@ -1,9 +1,12 @@
-"""A 70B model on 1,024 ranks, as one rank sees it: shards, padding, memory and traffic agree with the formulas."""
+"""A 70B model on 1,024 ranks, as one rank sees it: shards, padding, memory and traffic agree with the formulas, and
+what hosts tell each other is what docs/performance.md says."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ EMBEDDING_NUMEL = VOCABULARY * HIDDEN
 NORMS = 2 * LAYERS + 1
 NUM_UNITS = LAYERS + 3  # blocks; embedding, last norm, head
 TOKENS = 2
+MESSAGE_BYTES = 8 * 13  # of one rank, in a message among hosts
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 RELEASED = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
 
@@ -76,14 +81,15 @@ def shard_numel(engine: Any) -> int:
 def idle_buffers(engine: Any) -> int:
     """Bytes in send and receive buffers that are kept between steps."""
     kept = engine.module_view.store.coordinator.prefetcher.buffers._free
-    pools = [engine.gradients.assembly.step._collectives.buffers(), *kept.values()]
-    return sum(buffer.untyped_storage().nbytes() for pool in pools for buffer in pool)
+    buffers = [buffer for pool in kept.values() for buffer, _ in pool]
+    buffers += engine.gradients.assembly.step._collectives.buffers()
+    return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Seen]:
     before = live_bytes()
-    with simulated_world(rank=511, world=WORLD) as world:
+    with simulated_world(rank=511, world=WORLD, negotiates=True) as world:
         model = build_70b()
         numels = [parameter.numel() for parameter in model.parameters()]
         engine = world.engine(model, config_for(RELEASED))
@@ -139,13 +145,14 @@ def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
     everything = 2 * seen.num_parameters
     kept = 2 * EMBEDDING_NUMEL  # the head, used last and then first
     unread = 2 * EMBEDDING_NUMEL  # a plain embedding's backward reads no weights
-    facts = 5 + len(seen.numels)  # squares, overwritten, late, out of order, failed; who is used
-    control = {"control all_reduce": (1, 8 * facts)}
+    gathers = NUM_UNITS, NUM_UNITS - 2
+    messages = sum(gathers) + 3  # each unit, the ends of forward and backward, and the update
     assert seen.traffic == {
-        "forward all_gather": (NUM_UNITS, everything),
-        "backward all_gather": (NUM_UNITS - 2, everything - kept - unread),
+        "forward all_gather": (gathers[0], everything),
+        "backward all_gather": (gathers[1], everything - kept - unread),
         "backward reduce_scatter": (NUM_UNITS, everything),
-        **control,
+        "control all_gather": (messages, messages * MESSAGE_BYTES * WORLD),
+        "control all_reduce": (1, 8 * 2),  # squares of gradients, and how many are not finite
     }
 
 
@@ -208,3 +215,88 @@ def test_ranks_beyond_a_small_parameter_hold_padding_only(rank: int, owned: list
         engine.step()
         assert shard_numel(engine) == 4 * 8  # every chunk takes 16 bytes
         engine.destroy()
+
+
+class Blocks(nn.Module):
+    """So many units, and nothing else."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+Messages = tuple[int, int]  # how many among hosts, and bytes that a rank gets of all of them
+
+
+@functools.cache
+def messages_of(
+    updates: int, *, world: int, layers: int, order: str = "auto", micro_batches: int = 1
+) -> dict[str, Messages]:
+    """Of the last update: in forward, in backward and where weights change."""
+    with META:
+        model = Blocks(layers)
+    config = {**config_for(RELEASED), "gradient_accumulation_steps": micro_batches}
+    if order != "auto":
+        config["hf_zero"] = {"gather_order": order}
+    found: dict[str, Messages] = {}
+
+    def note(where: str) -> None:
+        tally = ledger.tally("control", "all_gather")
+        calls, num_bytes = found.get(where, (0, 0))
+        found[where] = calls + tally.calls, num_bytes + tally.num_bytes
+        ledger.reset()
+
+    with simulated_world(world // 2, world, negotiates=True) as simulated:
+        engine = simulated.engine(model, config)
+        for _ in range(updates):
+            found.clear()
+            ledger.reset()
+            for _ in range(micro_batches):
+                loss = engine(torch.empty(1, 8, dtype=torch.bfloat16, device=META)).float().sum()
+                note("forward")
+                engine.backward(loss)
+                note("backward")
+                engine.step()
+                note("update")
+        engine.destroy()
+    return found
+
+
+def test_messages_among_hosts_are_those_of_the_page() -> None:
+    """The first update makes the plans; in the second, ranks know how passes go on, but not which one comes when."""
+    cases = {
+        'the first; with `"gather_order": "negotiated"` all': {"updates": 1},
+        "the second": {"updates": 2},
+        "from the third on": {"updates": 3},
+        "from the third on, of 4 micro-batches": {"updates": 3, "micro_batches": 4},
+    }
+    rows = ["| update | forward | backward | weights change | in all | KiB that a rank gets |", "|" + " --- |" * 6]
+    for name, options in cases.items():
+        found = messages_of(world=WORLD, layers=LAYERS, **options)  # type: ignore[arg-type]
+        calls = [found[where][0] for where in ("forward", "backward", "update")]
+        num_bytes = sum(num_bytes for _, num_bytes in found.values())
+        rows.append(f"| {name} | {' | '.join(map(str, calls))} | {sum(calls)} | {num_bytes / 2**10:,.0f} |")
+    table = "\n".join(rows)
+    assert table in PAGE.read_text(encoding="utf-8"), table
+
+
+def test_a_unit_costs_a_message_in_each_pass_that_follows_no_plan_and_none_in_one_that_does() -> None:
+    def per_unit(**options: Any) -> dict[str, float]:
+        few, many = (messages_of(world=16, layers=layers, **options) for layers in (10, 20))
+        return {where: (many[where][0] - few[where][0]) / 10 for where in many}
+
+    negotiated = {"forward": 1, "backward": 1, "update": 0}
+    assert per_unit(updates=1) == per_unit(updates=3, order="negotiated") == negotiated
+    assert per_unit(updates=2) == per_unit(updates=3) == dict.fromkeys(negotiated, 0)
+
+
+@pytest.mark.parametrize(("world", "layers"), [(16, 20), (WORLD, LAYERS)])
+def test_every_rank_adds_the_same_bytes_to_a_message_whatever_it_says(world: int, layers: int) -> None:
+    for updates in (1, 3):
+        for calls, num_bytes in messages_of(world=world, layers=layers, updates=updates).values():
+            assert num_bytes == calls * world * MESSAGE_BYTES

@@ -218,6 +218,10 @@ def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Shows where a hanging rank stands shortly before the parent gives up ...
     faulthandler.dump_traceback_later(job.timeout_s * 0.9, exit=False, file=sys.stderr)
+    if job.environment.get("HF_ZERO_LATE_DEVICE") == "1":
+        from tests.support.late import use_if_asked_for  # imports the package, which not every job needs
+
+        use_if_asked_for()
     report = _run(rank, job)
     # ... and ends the rank by itself should the parent be gone, whatever the teardown below waits for.
     faulthandler.dump_traceback_later(10, exit=True, file=sys.stderr)

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
+from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
-from hf_zero.comm.rows import FlatRows
+from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.device.registry import HostCopy
 
 META = torch.device("meta")
@@ -65,6 +66,14 @@ class SimulatedCollectives(Collectives):
         return list(facts)
 
 
+class AlikeHosts(SimulatedCollectives):
+    """In host memory: what all ranks say is what this one says."""
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        flat.view(self.size, -1).copy_(own_shard(flat, self.rank, self.size).clone())
+        return Pending()
+
+
 @dataclass(frozen=True)
 class SimulatedWorld:
     """What one rank of it sees."""
@@ -78,11 +87,19 @@ class SimulatedWorld:
 
 
 @contextmanager
-def simulated_world(rank: int, world: int) -> Iterator[SimulatedWorld]:
-    """Engines that are made inside belong to `rank` of `world`."""
+def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Iterator[SimulatedWorld]:
+    """Engines that are made inside belong to `rank` of `world`.
+
+    Args:
+        negotiates: hosts tell each other what ranks on accelerators do; else all ranks are known to do the same.
+    """
 
     def parallel_groups(_device: torch.device, *_sizes: object) -> ParallelGroups:
-        return ParallelGroups.plain({channel: SimulatedCollectives(rank, world) for channel in Channel})
+        channels = {channel: SimulatedCollectives(rank, world) for channel in Channel}
+        if negotiates:
+            gathers, hosts = channels[Channel.GATHER], AlikeHosts(rank, world)
+            gathers.negotiation = LockstepNegotiation(gathers, hosts, host_waits=False)
+        return ParallelGroups.plain(channels)
 
     with ExitStack() as stack:
         for name, stand_in in {

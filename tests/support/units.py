@@ -236,7 +236,7 @@ def _other_row(part: UnitPart, values: Mapping[str, Tensor]) -> Tensor:
 
 def _gather(unit: Unit, negotiation: Negotiation) -> None:
     unit.start(negotiation.gather(unit.index, order=0, in_backward=False))
-    unit.finish(GatherBuffers())
+    unit.finish(GatherBuffers(torch.device("cpu")))
 
 
 def _notice_reads(model: nn.Module, coordinator: ParameterCoordinator, unit_of: Mapping[int, Unit]) -> None:

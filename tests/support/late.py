@@ -1,6 +1,6 @@
 """A device that does everything as late as it may: what a test runs on so that a missing wait fails on a laptop.
 
-Its own memory lies on the CPU, beside the host's, and it computes at once. Only copies are late:
+Its own memory lies on the CPU, beside the host's, and it computes at once. Only copies and gathers are late:
 
 - the target of a copy is poison (NaN) from the moment the copy is asked for until somebody in the target's memory has
   waited for it: the compute stream for the device's, the host for its own. Now and then one is carried out earlier, in
@@ -9,41 +9,48 @@ Its own memory lies on the CPU, beside the host's, and it computes at once. Only
 - memory that is given back while a copy needs it is poison; writing into it is an error
 - two copies that touch the same memory, or a copy into a buffer that the compute stream still reads, must know of one
   another
+- a gather is a copy from a row of this rank's to where all ranks' rows come together; what the compute stream has
+  written into the row since it was gathered last, the lane of gathers must know of
 
 Who knows what is counted, as vector clocks: for every lane, up to which of its entries. Waiting for an event takes its
 knowledge over. The verbs that order things are *wait sites*, told apart by the line that calls them; a subclass may
 skip one to see whether any test minds (`skips`).
+
+With HF_ZERO_LATE_DEVICE=1 in the environment engines on the CPU run on it, in the process of the tests and in ranks
+(`make test-late`).
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from hf_zero.device import registry
 from hf_zero.device.at_once import AtOnce
-from hf_zero.device.runtime import HOST, Event, Memory
+from hf_zero.device.runtime import HOST, Event, Lane, Memory
 
 _PASSES_AFTER = 2  # ranges: what was asked for before the last forward and backward has long been done
 
 
+VARIABLE = "HF_ZERO_LATE_DEVICE"
+
+
+def use_if_asked_for() -> None:
+    """Make it the CPU's runtime in this process, where the environment says so."""
+    if os.environ.get(VARIABLE) == "1":
+        registry._runtimes[HOST] = Late()
+
+
 class LateError(AssertionError):
     """Something was read too early, written too late or freed too soon."""
-
-
-class Lane(Enum):
-    """What works beside the others."""
-
-    COMPUTE = "compute"
-    IN = "in"
-    OUT = "out"
 
 
 Clock = Counter[Lane]
@@ -80,6 +87,7 @@ class _Copy:
     source: Tensor
     target: Tensor
     before: Tensor  # the source as it was
+    values: Tensor  # what the target will be
     clock: Clock  # of the lane, this copy included
     is_done: bool = False
     may_change: bool = False  # the source, which a later copy has been told to overwrite
@@ -94,11 +102,30 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Lease:
-    """A buffer that the compute stream reads until an entry of its own."""
+    """A buffer that a lane reads until an entry of its own."""
 
     span: _Span
+    lane: Lane
     number: int
     site: str
+
+
+@dataclass(slots=True)
+class _Row:
+    """Somewhere that gathers start from.
+
+    Attributes:
+        row: keeps the memory, so that no other row has its address.
+        seen: its content when somebody looked last.
+        written: by which entry of the compute stream that has come to be.
+    """
+
+    row: Tensor
+    seen: Tensor
+    written: int = 0
+
+    def has_changed(self) -> bool:
+        return not torch.equal(_bytes(self.row), _bytes(self.seen))
 
 
 class Late(AtOnce):
@@ -112,6 +139,8 @@ class Late(AtOnce):
         self._early = early
         self._random = random.Random(seed)
         self._clocks: dict[Lane, Clock] = {lane: Counter() for lane in Lane}
+        self._here = Lane.COMPUTE  # for whom `record` and `wait` speak
+        self._rows: dict[tuple[int, int], _Row] = {}  # that were gathered, by address and length
         self._host: Clock = Counter()
         self._copies: list[_Copy] = []
         self._leases: list[_Lease] = []
@@ -129,35 +158,67 @@ class Late(AtOnce):
         site = _site()
         clock = self._clocks[Lane.IN]
         if after is None:
-            _learn(clock, self._clocks[Lane.COMPUTE])
+            _learn(clock, self._clocks[self._here])
         elif isinstance(after, LateEvent) and not self.skips(f"{site} after"):
             _learn(clock, after.clock)
         return self._copy(Lane.IN, home, buffer, site)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        _learn(self._clocks[Lane.OUT], self._clocks[Lane.COMPUTE])
+        _learn(self._clocks[Lane.OUT], self._clocks[self._here])
         return self._copy(Lane.OUT, buffer, home, _site())
 
     def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
         here = torch.empty_like(values, device=HOST, memory_format=torch.contiguous_format)
-        _learn(self._clocks[Lane.OUT], self._clocks[Lane.COMPUTE])
+        _learn(self._clocks[Lane.OUT], self._clocks[self._here])
         source = values.detach().clone()
         event = self._copy(Lane.OUT, source, here, _site())
         # torch keeps both: the compute stream is in order, and page-locked memory is not given away before its copy
         self._kept += [(event, source), (event, here)]
         return here, event
 
-    def _copy(self, lane: Lane, source: Tensor, target: Tensor, site: str) -> LateEvent:
-        assert source.shape == target.shape and source.dtype == target.dtype, "copies move bytes"
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        clock = self._clocks[Lane.GATHER]
+        if after is None and self._here is not Lane.GATHER:
+            after = self.record()
+        if isinstance(after, LateEvent) and not self.skips(f"{_site()} after"):
+            _learn(clock, after.clock)
+        _learn(clock, self._host)
+        return self._on_gather_lane()
+
+    @contextmanager
+    def _on_gather_lane(self) -> Iterator[None]:
+        before, self._here = self._here, Lane.GATHER
+        self._settle()
+        try:
+            yield
+        finally:
+            self._here = before
+
+    def gather(self, row: Tensor, rows: Tensor, values: Tensor) -> None:
+        """On the lane of gathers: `row` goes to all ranks, and `values`, which have come from all, go to `rows`."""
+        assert self._here is Lane.GATHER
+        site = _site()
+        known = self._rows.setdefault((row.data_ptr(), row.numel()), _Row(_alias(row), row.detach().clone()))
+        if known.has_changed() or self._clocks[Lane.GATHER][Lane.COMPUTE] < known.written:
+            raise LateError(f"{site}: a gather of a row that the compute stream may not have written yet")
+        self._copy(Lane.GATHER, row, rows, site, values)
+
+    def _copy(
+        self, lane: Lane, source: Tensor, target: Tensor, site: str, values: Tensor | None = None
+    ) -> LateEvent:
         self._look()
         clock = self._clocks[lane]
         _learn(clock, self._host)
         self._pass_on(clock, source, target)
-        copy = _Copy(lane, 0, site, _alias(source), _alias(target), source.detach().clone(), clock)
+        before = source.detach().clone()
+        values = before if values is None else values
+        assert values.shape == target.shape and values.dtype == target.dtype, "copies move bytes"
+        copy = _Copy(lane, 0, site, _alias(source), _alias(target), before, values, clock)
         self._refuse_race(copy)
         clock[lane] += 1
         copy.number, copy.clock = clock[lane], clock.copy()
         _poison(copy.target)
+        self._look_at_rows(within=copy.spans[1])
         self._copies.append(copy)
         _note(self.trace, lane.value, f"{_place(site)} {copy.source.numel()}")
         if self._random.random() < self._early:
@@ -181,25 +242,27 @@ class Late(AtOnce):
             if any(target.overlaps(span) for span in other.spans) or source.overlaps(other.spans[1]):
                 raise LateError(f"{copy.site}: a copy touches what that of {other.site} may still use")
         for lease in self._leases:
-            if target.overlaps(lease.span) and copy.clock[Lane.COMPUTE] < lease.number:
+            if target.overlaps(lease.span) and copy.clock[lease.lane] < lease.number:
                 raise LateError(f"{copy.site}: a copy into what the compute stream may still read ({lease.site})")
 
     # Events
 
     def record(self, *read: Tensor) -> Event:
         self._look()
-        clock = self._clocks[Lane.COMPUTE]
+        clock, lane = self._clocks[self._here], self._here
         _learn(clock, self._host)
-        clock[Lane.COMPUTE] += 1
-        self._leases += [_Lease(_span(tensor), clock[Lane.COMPUTE], _site()) for tensor in read]
+        clock[lane] += 1
+        self._leases += [_Lease(_span(tensor), lane, clock[lane], _site()) for tensor in read]
+        if lane is Lane.COMPUTE:
+            self._look_at_rows(clock[lane])
         return LateEvent(clock.copy(), self._num_ranges)
 
     def wait(self, event: Event) -> None:
         site = _site()
         if isinstance(event, LateEvent) and not self.skips(site):
             self._look()
-            _learn(self._clocks[Lane.COMPUTE], event.clock)
-            _note(self.trace, "compute", f"{_place(site)} waits")
+            _learn(self._clocks[self._here], event.clock)
+            _note(self.trace, self._here.value, f"{_place(site)} waits")
             self._settle()
 
     def host_wait(self, event: Event) -> None:
@@ -230,7 +293,7 @@ class Late(AtOnce):
 
     def _host_learns(self, clock: Clock) -> None:
         _learn(self._host, clock)
-        _learn(self._clocks[Lane.COMPUTE], self._host)  # what the host asks for from now on comes after
+        _learn(self._clocks[self._here], self._host)  # what the host asks for from now on comes after
         self._settle()
 
     @contextmanager
@@ -240,16 +303,23 @@ class Late(AtOnce):
         with super().range(name):
             yield
 
+    def _look_at_rows(self, entry: int | None = None, within: _Span | None = None) -> None:
+        """Rows `within` are what they are now, by an `entry` of the compute stream or by a copy."""
+        for known in self._rows.values():
+            if (within is None or within.overlaps(_span(known.row))) and known.has_changed():
+                known.seen = known.row.detach().clone()
+                known.written = known.written if entry is None else entry
+
     # Carrying out
 
     def _settle(self) -> None:
         """Carry out what is known to be done in its target's memory; forget what nobody minds any more."""
-        compute = self._clocks[Lane.COMPUTE]
+        here = self._clocks[self._here]
         for copy in self._copies:
-            if copy.is_known(self._host if copy.lane is Lane.OUT else compute):
+            if copy.lane is not self._here and copy.is_known(self._host if copy.lane is Lane.OUT else here):
                 self._carry_out(copy)
         self._copies = [c for c in self._copies if not (c.is_done and c.is_known(self._source_side(c)))]
-        self._leases = [lease for lease in self._leases if self._host[Lane.COMPUTE] < lease.number]
+        self._leases = [lease for lease in self._leases if self._host[lease.lane] < lease.number]
         self._kept = [(event, tensor) for event, tensor in self._kept if not _covers(self._host, event.clock)]
 
     def _source_side(self, copy: _Copy) -> Clock:
@@ -263,11 +333,13 @@ class Late(AtOnce):
             if other is not copy and other.is_known(copy.clock):
                 self._carry_out(other)
         with torch.no_grad():
-            copy.target.copy_(copy.before)
+            copy.target.copy_(copy.values)
+        self._look_at_rows(within=copy.spans[1])
 
     def _look(self) -> None:
         """Whether what is under way has been left alone."""
         aliases = Counter(end.untyped_storage().data_ptr() for copy in self._copies for end in _ends(copy))
+        aliases.update(known.row.untyped_storage().data_ptr() for known in self._rows.values())
         for copy in self._copies:
             for end in _ends(copy)[: 1 if copy.is_done else 2]:
                 if end.numel() and _num_uses(end) <= aliases[end.untyped_storage().data_ptr()]:

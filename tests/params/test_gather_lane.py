@@ -1,0 +1,158 @@
+"""Gathers on a lane of their own: the same bits as without, and every wait between lanes is needed.
+
+Gathers used to be asked of the compute stream. On an accelerator, one that was issued ahead stood behind all that the
+host had queued for compute by then, and nothing of it was hidden.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_zero
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.comm.cpu import meeting
+from tests.support.late import Late
+from tests.support.late_gathers import late_gathers
+from tests.support.ranks import run_ranks
+
+WIDTH = 8
+NOTHING_KEPT = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+    "sub_group_size": 50,
+}
+SEVERAL = {**NOTHING_KEPT, "stage3_max_live_parameters": 10_000, "stage3_prefetch_bucket_size": 300}
+WAYS: dict[str, dict[str, Any]] = {
+    "one ahead": NOTHING_KEPT,
+    "several ahead": SEVERAL,
+    "none ahead": {**NOTHING_KEPT, "stage3_prefetch_bucket_size": 0},
+    "small ones persistent": {**SEVERAL, "stage3_param_persistence_threshold": 12},
+    "weights in host memory": {**NOTHING_KEPT, "offload_param": {"device": "cpu"}},
+    "all in host memory": {**SEVERAL, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "quantised": {**SEVERAL, "zero_quantized_weights": True},
+    "kept until backward": {"stage3_param_persistence_threshold": 0},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH + 2 * number) for number in range(5))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)[:, :WIDTH].tanh()
+        return values.square().mean()
+
+
+def trained(rank: int, zero: dict[str, Any]) -> list[float]:
+    """Losses with an evaluation and an edit of the user's in between; then all weights."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, **zero},
+    }
+    engine, *_ = hf_zero.initialize(model=Model(), config=config)
+    numbers = []
+    for update in range(6):
+        batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * update + rank)).bfloat16()
+        if update == 3:
+            with torch.no_grad():
+                numbers.append(engine(batch).item())
+        loss = engine(batch)
+        if update == 4:  # between forward and backward, so that rows change while nothing is about to be forgotten
+            weight = engine.module.blocks[2].weight
+            with GatheredParameters([weight], modifier_rank=0):
+                weight.data.mul_(1.5)
+        engine.backward(loss)
+        engine.step()
+        numbers.append(loss.item())
+    with GatheredParameters(list(engine.module.parameters())):
+        for parameter in engine.module.parameters():
+            numbers += parameter.float().flatten().tolist()
+    engine.destroy()
+    return numbers
+
+
+def run_apart(rank: int) -> dict[str, list[float]]:
+    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
+        return {way: trained(rank, zero) for way, zero in WAYS.items()}
+
+
+class Deaf(Late):
+    """Does not wait at one site, and remembers all."""
+
+    def __init__(self, early: float = 0.0, deaf_at: str = "") -> None:
+        super().__init__(early=early)
+        self.deaf_at = deaf_at
+        self.sites: set[str] = set()
+
+    def skips(self, site: str) -> bool:
+        name = site.rpartition("/hf_zero/")[2]
+        self.sites.add(name)
+        return name == self.deaf_at
+
+
+def run_late(rank: int, early: float) -> tuple[dict[str, list[float]], set[str]]:
+    """What training on the late device gives, and where it waits in the first way."""
+    found: dict[str, list[float]] = {}
+    sites: set[str] = set()
+    for way, zero in WAYS.items():
+        runtime = Deaf(early)
+        with late_gathers(runtime):
+            found[way] = trained(rank, zero)
+        sites = sites or runtime.sites
+    return found, sites
+
+
+def run_deaf(rank: int, way: str, site: str) -> list[float] | str:
+    try:
+        with late_gathers(Deaf(deaf_at=site)):
+            return trained(rank, WAYS[way])
+    except Exception as error:  # noqa: BLE001 (whatever it is, the wait was missed)
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, list[float]]]:
+    return run_ranks(run_apart, 2)
+
+
+@pytest.fixture(scope="module")
+def late() -> list[tuple[dict[str, list[float]], set[str]]]:
+    return run_ranks(run_late, 2, 0.0)
+
+
+def test_the_same_bits(late: list[tuple[dict[str, list[float]], set[str]]], expected: list[dict[str, Any]]) -> None:
+    assert [found for found, _ in late] == expected
+
+
+def test_the_same_bits_where_some_gathers_come_early(expected: list[dict[str, Any]]) -> None:
+    assert [found for found, _ in run_ranks(run_late, 2, 0.3)] == expected
+
+
+def test_every_wait_between_lanes_is_needed(late: list[tuple[dict[str, list[float]], set[str]]]) -> None:
+    """Gathers wait for the update and for their buffer, compute for the gather."""
+    files = ("comm/torch_backend.py", "comm/rows.py", "params/unit.py")
+    sites = [site for site in late[0][1] if site.startswith(files)]
+    waits = [site for site in sites if "keep_until" not in line_of(site)]  # by chance alone is memory reused at once
+    assert len(waits) == 3
+    for site in waits:
+        for found in run_ranks(run_deaf, 2, "one ahead", site):
+            assert isinstance(found, str) or any(map(math.isnan, found)), f"nobody minds that {site} does not wait"
+
+
+def line_of(site: str) -> str:
+    path, number = site.removesuffix(" after").split(":")
+    return linecache.getline(str(Path(hf_zero.__file__).parent / path), int(number))

@@ -1,0 +1,138 @@
+"""Stage 3's schedule on a device and a network that take as long as they are told to: what hides behind what.
+
+The real engine runs on `tests.support.timed_network`, where every lane has a clock; gathers and reductions share the
+link. Blocks say how long they compute; bytes and the link's speed say how long the traffic takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.device.runtime import Lane
+from tests.support.timed_network import REDUCE, Link, Piece, TimedDevice, timed_world
+
+WIDTH, BLOCKS, RANKS = 64, 24, 8
+NUMEL = WIDTH * (WIDTH + 1)  # of a block
+COMPUTE = 1.0  # seconds of a step, a third of it forward
+NOTHING_KEPT = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+SEVERAL = {**NOTHING_KEPT, "stage3_max_live_parameters": 6 * NUMEL, "stage3_prefetch_bucket_size": 3 * NUMEL}
+
+
+class Block(nn.Module):
+    def __init__(self, number: int, device: TimedDevice) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.number, self.device = number, device
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.device.compute(f"forward {self.number}", COMPUTE / 3 / BLOCKS)
+        return _Backward.apply(self.linear(values).tanh(), self)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.block.device.compute(f"backward {ctx.block.number}", 2 * COMPUTE / 3 / BLOCKS)
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, device: TimedDevice) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number, device) for number in range(BLOCKS))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return values.square().mean()
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one update in steady state, in seconds."""
+
+    step: float
+    traffic: float
+    pieces: list[Piece]
+
+    @property
+    def hidden(self) -> float:
+        return (COMPUTE + self.traffic - self.step) / min(COMPUTE, self.traffic)
+
+    @property
+    def over_floor(self) -> float:
+        return self.step / max(COMPUTE, self.traffic)
+
+
+def run(zero: dict[str, Any], ratio: float, latency_s: float = 0.0) -> Found:
+    """`ratio`: how long the traffic of a step takes, where everything is gathered twice, for a second of compute."""
+    a_pass = 2 * BLOCKS * NUMEL * (RANKS - 1) / RANKS  # bytes that a rank receives
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, **zero},
+    }
+    with timed_world(Link(3 * a_pass / ratio, latency_s), RANKS) as world:
+        device = world.device
+        engine, *_ = world.initialize(model=Model(device), config=config)
+        ends = []
+        for _ in range(6):
+            engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
+            engine.step()
+            ends.append(device.now)
+    pieces = [piece for piece in device.pieces if ends[-2] < piece.end <= ends[-1]]
+    traffic = sum(piece.end - piece.start for piece in pieces if piece.lane != Lane.COMPUTE.value)
+    return Found((ends[-1] - ends[1]) / 4, traffic, pieces)
+
+
+@pytest.mark.parametrize("zero", [NOTHING_KEPT, SEVERAL], ids=["one ahead", "several ahead"])
+@pytest.mark.parametrize(("ratio", "latency_s"), [(1.0, 0.0), (1.0, 0.002), (3.0, 0.0), (1 / 3, 0.0), (1 / 3, 0.002)])
+def test_the_shorter_one_hides_behind_the_longer(zero: dict[str, Any], ratio: float, latency_s: float) -> None:
+    """Compute as long as the traffic, a third of it, and three times as long; small messages of a 500th of a step."""
+    found = run(zero, ratio, latency_s)
+    assert found.traffic == pytest.approx(ratio, rel=0.05)
+    assert found.hidden >= 0.9
+    assert found.over_floor <= 1.1
+
+
+def test_compute_hardly_idles_where_it_is_the_bound() -> None:
+    kept = {"stage3_param_persistence_threshold": 0}  # until backward
+    for zero in (NOTHING_KEPT, SEVERAL, kept):
+        found = run(zero, 0.9, 0.002)
+        busy = sum(piece.end - piece.start for piece in found.pieces if piece.lane == Lane.COMPUTE.value)
+        assert busy == pytest.approx(COMPUTE)
+        assert 1 - busy / found.step < 0.1
+
+
+def test_a_reduction_begins_with_its_last_gradient_and_holds_up_no_gather() -> None:
+    found = run(SEVERAL, 1 / 3)
+    ends = {piece.what: piece.end for piece in found.pieces if piece.lane == Lane.COMPUTE.value}
+    begun = [piece.start for piece in found.pieces if piece.lane == REDUCE]
+    in_backward = [ends[f"backward {number}"] for number in reversed(range(BLOCKS))]
+    each = 1 / 9 / BLOCKS  # of a reduction on the link: at most one gather is before it
+    assert all(0 <= start - end <= each * 1.01 for start, end in zip(begun, in_backward, strict=True))
+    begins = {piece.what: piece.start for piece in found.pieces if piece.lane == Lane.COMPUTE.value}
+    for number in range(BLOCKS - 1):  # the next block's weights are there: nothing lies between
+        assert begins[f"backward {number}"] == pytest.approx(ends[f"backward {number + 1}"])
+
+
+def test_what_crosses_the_link() -> None:
+    counts = Counter(piece.lane for piece in run(NOTHING_KEPT, 1.0).pieces)
+    assert counts[Lane.GATHER.value] == 2 * BLOCKS
+    assert counts[REDUCE] == BLOCKS

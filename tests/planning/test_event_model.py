@@ -1,0 +1,137 @@
+"""The event model asks for units when the engine does: both are logged, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, simulate
+from tests.step.test_scale_simulation import messages_of
+from tests.support.simulation import META, simulated_world
+
+NUM_UNITS, WIDTH, WORLD = 6, 8, 4
+UNIT = WIDTH * (WIDTH + 1)  # elements
+# A forward of a unit takes 1 s, its backward 2, its gather 1 and its reduction 1.
+MACHINE = Machine("round", WORLD, 2.0 * UNIT, 1e9, 2.0 * UNIT * 3 / 4, 1e9, 1e9, 1e9)
+SHAPE = Shape("blocks", NUM_UNITS * UNIT, NUM_UNITS)
+Log = list[tuple[str, int]]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_UNITS))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return values
+
+
+def noting(log: Log, gather: Callable[..., Any]) -> Callable[..., Any]:
+    def note(unit: int, **details: Any) -> Any:
+        log.append(("gather", unit))
+        return gather(unit, **details)
+
+    return note
+
+
+def of_engine(zero: dict[str, Any], own: dict[str, Any], *, negotiates: bool) -> Log:
+    """What a rank does in its fourth update, in this order."""
+    log: Log = []
+
+    def note_use(block: nn.Module, number: int) -> None:
+        block.register_forward_pre_hook(lambda *_: log.append(("forward", number)))
+        note_backward = lambda *_: log.append(("backward", number))  # noqa: E731
+        block.register_forward_hook(lambda _block, _inputs, output: output.register_hook(note_backward) and None)
+
+    with simulated_world(1, WORLD, negotiates=negotiates) as world:
+        with META:
+            model = Blocks()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+            **own,
+        }
+        engine = world.engine(model, config)
+        negotiation = engine.module_view.store.coordinator.prefetcher._channel.negotiation
+        negotiation.gather = noting(log, negotiation.gather)
+        for number, block in enumerate(model.blocks):
+            note_use(block, number)
+        for _ in range(4):
+            log.clear()
+            engine.backward(engine(torch.empty(1, WIDTH, device=META)).sum())
+            engine.step()
+        engine.destroy()
+    return log
+
+
+def of_model(step: Step) -> Log:
+    """The same, as pieces of work are asked for."""
+    found = [piece.what.split() for piece in step.pieces]
+    return [(what, int(number)) for what, number in found if what in ("gather", "forward", "backward")]
+
+
+@pytest.mark.parametrize("live", [0, 2, 3, 5, NUM_UNITS])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3, 20])
+def test_units_are_asked_for_when_the_engine_asks_for_them(ahead: int, live: int) -> None:
+    """Somebody else's belief stood here: always one unit ahead, and nothing stays for backward."""
+    sizes = {"prefetch_numel": ahead * UNIT, "max_live_numel": live * UNIT}
+    step = simulate(MACHINE, SHAPE, Setup(3, tokens=1, gathers=replace(default_gathers(), **sizes)))
+    zero = {"stage3_prefetch_bucket_size": ahead * UNIT, "stage3_max_live_parameters": live * UNIT}
+    assert of_model(step) == of_engine(zero, {}, negotiates=True)
+
+
+def test_who_follows_no_plan_gathers_one_unit_ahead() -> None:
+    zero = {"stage3_prefetch_bucket_size": 3 * UNIT, "stage3_max_live_parameters": NUM_UNITS * UNIT}
+    limits = replace(default_gathers(), prefetch_numel=3 * UNIT, max_live_numel=NUM_UNITS * UNIT)
+    step = simulate(MACHINE, SHAPE, Setup(3, tokens=1, gathers=limits, agreement="memory"))
+    assert of_model(step) == of_engine(zero, {}, negotiates=False)
+
+
+@pytest.mark.parametrize(("agreement", "order"), [("plan", "auto"), ("messages", "negotiated")])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_hosts_tell_each_other_as_much_as_the_engines_do(agreement: Any, order: str, micro_batches: int) -> None:
+    layers = 20
+    limits = replace(default_gathers(), max_reuse_numel=0)
+    setup = Setup(3, tokens=4, micro_batches=micro_batches, gathers=limits, agreement=agreement)
+    step = simulate(replace(MACHINE, gpus=16, message=1.0), Shape("blocks", layers * UNIT, layers), setup)
+    found = messages_of(world=16, layers=layers, updates=3, order=order, micro_batches=micro_batches)
+    assert sum(piece.lane == "messages" for piece in step.pieces) == sum(calls for calls, _ in found.values())
+
+
+def seconds(message: float, *, host_waits: bool, agreement: Any = "plan", tokens: int = 4) -> float:
+    machine = replace(MACHINE, message=message / (WORLD - 1), host_waits=host_waits)
+    return simulate(machine, SHAPE, Setup(3, tokens=tokens, agreement=agreement)).seconds
+
+
+def test_messages_cost_time_where_the_host_waits_for_them_and_elsewhere_only_where_they_take_longest() -> None:
+    """The end of backward is told while the last reduction is under way."""
+    plain = seconds(0.0, host_waits=True)
+    assert seconds(0.5, host_waits=True) == pytest.approx(plain + 2 * 0.5)
+    assert seconds(0.5, host_waits=False) == plain
+    assert seconds(2 * plain, host_waits=False) == pytest.approx(3 * 2 * plain)
+
+
+def test_a_gather_that_is_agreed_on_overlaps_nothing() -> None:
+    none_stays = replace(default_gathers(), max_live_numel=0)
+    pieces = {
+        agreement: simulate(MACHINE, SHAPE, Setup(3, tokens=4, gathers=none_stays, agreement=agreement)).pieces
+        for agreement in ("plan", "messages")
+    }
+    hidden = {
+        agreement: sum(
+            gather.start < each.end and each.start < gather.end
+            for gather in of_step
+            for each in of_step
+            if gather.what.startswith("gather") and each.lane == "compute"
+        )
+        for agreement, of_step in pieces.items()
+    }
+    assert hidden == {"plan": 2 * (NUM_UNITS - 1), "messages": 0}

@@ -1,0 +1,58 @@
+"""Ranks on the late device whose gathers are as late as copies: what an accelerator's lane of gathers is tested with.
+
+Gathers are carried out over gloo when they are asked for, and arrive when somebody has waited for them
+(`tests.support.late`). So ranks have to run the same program. All else is as between hosts without accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero.comm import Channel, channels
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.cpu import meeting
+from hf_zero.comm.negotiation import Negotiation
+from hf_zero.comm.process_group import get_rank
+from hf_zero.comm.torch_backend import GatherStreamCollectives
+from hf_zero.device.registry import runtime_of, use
+from tests.support.late import Late
+
+
+class LateGathers(GatherStreamCollectives):
+    """Of ranks that are processes."""
+
+    def _gather_into(self, flat: Tensor, row: Tensor) -> None:
+        values = torch.empty_like(flat)
+        dist.all_gather_into_tensor(values, row.clone(), group=self._group)
+        runtime = runtime_of(row.device)
+        assert isinstance(runtime, Late)
+        runtime.gather(row, flat, values)
+
+
+@contextmanager
+def late_gathers(runtime: Late) -> Iterator[None]:
+    """Engines made inside run on `runtime`, each rank on a host of its own."""
+    usual, negotiation = channels._Known.collectives, channels._Known.negotiation
+
+    def collectives(known: Any, device: torch.device, channel: Channel, ranks: Any, number: int) -> Collectives:
+        if channel is Channel.GATHER:
+            return LateGathers(known.native_group(number, channel))
+        return usual(known, device, channel, ranks, number)
+
+    def never_waiting(known: Any, *args: Any, host_waits: bool, can_attend: bool) -> Negotiation:
+        return negotiation(known, *args, host_waits=False, can_attend=can_attend)
+
+    with (
+        use(runtime),
+        mock.patch.object(meeting, "host_name", lambda: f"host {get_rank()}"),
+        mock.patch.object(channels._Known, "collectives", collectives),
+        mock.patch.object(channels._Known, "negotiation", never_waiting),
+    ):
+        yield

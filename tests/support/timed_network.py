@@ -1,0 +1,261 @@
+"""A device and a network that take as long as they are told to: the critical path of a schedule, on any machine.
+
+    with timed_world(Link(bytes_per_s=1e9), ranks=8) as world:
+        engine = world.initialize(model=..., config=...)[0]    # the real engine; `world.device.compute(...)` in forward
+        step(engine)
+        world.device.pieces                                    # who worked when
+
+Nothing is waited for: every lane has a clock. A piece of work begins when its lane is free, what it waits for is done
+and the host has asked for it; collectives also wait for the link, which all of them share. One rank is there, and the
+others do what it does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows
+from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.rows import FlatRows, num_bytes, own_shard
+from hf_zero.comm.torch_backend import GatherStreamCollectives
+from hf_zero.device.at_once import AtOnce
+from hf_zero.device.registry import use
+from hf_zero.device.runtime import HOST, Event, Lane, Memory
+from tests.support.in_process import engines_in
+
+REDUCE = "reduce"  # a process group's own stream
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between every rank and the others.
+
+    Attributes:
+        bytes_per_s: that a rank receives, in all.
+        latency_s: of a small message between hosts.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    lane: str
+    what: str
+    start: float
+    end: float
+
+
+class _Moment(Event):
+    __slots__ = ("time",)
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+
+class TimedDevice(AtOnce):
+    """Computes at once, and says how long it would have taken.
+
+    Attributes:
+        host: the time of the host, which only waits.
+        pieces: of work, in the order in which they were asked for.
+    """
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(HOST)
+        self.own = Memory(HOST, is_host=False)
+        self.runs_ahead = True
+        self.link = link
+        self.host = 0.0
+        self.pieces: list[Piece] = []
+        self._free: Counter[str] = Counter()  # when each lane has done what it was asked for
+        self._link_is_free = 0.0
+        self._here = Lane.COMPUTE.value
+
+    @property
+    def now(self) -> float:
+        """When the compute stream has done everything so far."""
+        return float(self._free[Lane.COMPUTE.value])
+
+    def compute(self, what: str, seconds: float) -> None:
+        self._do(self._here, what, seconds)
+
+    def travel(self, lane: str, what: str, size: int) -> Event:
+        """A collective that brings `size` bytes."""
+        self._free[lane] = max(self._free[lane], self._link_is_free)
+        self._link_is_free = self._do(lane, what, size / self.link.bytes_per_s)
+        return _Moment(self._link_is_free)
+
+    def _do(self, lane: str, what: str, seconds: float) -> float:
+        start = max(self._free[lane], self.host)
+        self._free[lane] = start + seconds
+        self.pieces.append(Piece(lane, what, start, start + seconds))
+        return start + seconds
+
+    # `Runtime`
+
+    @contextmanager
+    def _on_gather_lane(self) -> Iterator[None]:
+        before, self._here = self._here, Lane.GATHER.value
+        try:
+            yield
+        finally:
+            self._here = before
+
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        if after is None and self._here != Lane.GATHER.value:
+            after = self.record()
+        self._wait(Lane.GATHER.value, after)
+        return self._on_gather_lane()
+
+    def record(self, *read: Tensor) -> Event:
+        return _Moment(max(self._free[self._here], self.host))
+
+    def wait(self, event: Event) -> None:
+        self._wait(self._here, event)
+
+    def _wait(self, lane: str, event: Event | None) -> None:
+        if isinstance(event, _Moment):
+            self._free[lane] = max(self._free[lane], event.time)
+
+    def begin_on(self, lane: str) -> None:
+        """What is asked of `lane` from now on comes after what was asked of the present one."""
+        self._wait(lane, self.record())
+
+    def host_wait(self, event: Event) -> None:
+        if isinstance(event, _Moment):
+            self.num_host_waits += event.time > self.host
+            self.host = max(self.host, event.time)
+
+    def has_passed(self, event: Event) -> bool:
+        return not isinstance(event, _Moment) or event.time <= self.host
+
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
+        return values.detach().clone(), self.record()
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, *self._free.values(), 0.0)
+
+
+class _Arrival(Pending):
+    def __init__(self, device: TimedDevice, event: Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        self._device.wait(self._event)
+
+
+class _Message(Pending):
+    """A small one between hosts."""
+
+    def __init__(self, device: TimedDevice) -> None:
+        self._device, self._arrives = device, device.host + device.link.latency_s
+
+    def wait(self) -> None:
+        self._device.host = max(self._device.host, self._arrives)
+
+
+class TimedCollectives(Collectives):
+    """Of rank 0; what the others have is what it has itself."""
+
+    def __init__(self, device: TimedDevice, ranks: int) -> None:
+        super().__init__(0, ranks)
+        self.num_beside = 1
+        self._device = device
+
+    def _received(self, flat: Tensor) -> int:
+        return num_bytes(flat) * (self.size - 1) // self.size
+
+    def _reduce(self, what: str, flat: Tensor) -> Pending:
+        self._device.begin_on(REDUCE)
+        return _Arrival(self._device, self._device.travel(REDUCE, what, self._received(flat)))
+
+    def gather_objects(self, value: object) -> list[object]:
+        return [value] * self.size
+
+    def _all_reduce(self, flat: Tensor) -> Pending:
+        flat.mul_(self.size)
+        return self._reduce("all_reduce", flat)
+
+    def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
+        shard.copy_(own_shard(flat, 0, self.size) * self.size)
+        return self._reduce("reduce_scatter", flat)
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        _fill(flat, own_shard(flat, 0, self.size))
+        return self._reduce("all_gather", flat)
+
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        return FlatRows(None, flat, self.size, self._reduce("all_to_all", flat))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        return None
+
+    def _sum_small(self, values: Tensor) -> None:
+        values.mul_(self.size)
+
+    def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
+        self._sum_small(values)
+        _Message(self._device).wait()
+        return [fact * self.size for fact in facts]
+
+
+class TimedGathers(TimedCollectives):
+    """Those of stage 3, as an accelerator has them."""
+
+    has_gather_lane = True
+    _gather_rows = GatherStreamCollectives._gather_rows  # type: ignore[assignment]
+
+    def _gather_into(self, flat: Tensor, row: Tensor) -> None:
+        _fill(flat, row)
+        self._device.travel(Lane.GATHER.value, f"gather {row.numel()}", self._received(flat))
+
+
+class TimedHosts(TimedCollectives):
+    """Small messages; the hosts wait for them."""
+
+    def _all_gather(self, flat: Tensor) -> Pending:
+        _fill(flat, own_shard(flat, 0, self.size))
+        return _Message(self._device)
+
+
+def _fill(flat: Tensor, row: Tensor) -> None:
+    flat.view(-1, row.numel()).copy_(row.expand(flat.numel() // row.numel(), -1))
+
+
+@dataclass(frozen=True)
+class TimedWorld:
+    """Rank 0 of `world` on a device of its own; every rank is a host."""
+
+    device: TimedDevice
+    world: int
+    initialize: Any = None
+    rank: int = 0
+
+    @property
+    def hosts(self) -> Hosts:
+        return Hosts.named(map(str, range(self.world)))
+
+    def parallel_groups(self, *_sizes: object) -> ParallelGroups:
+        groups = {channel: TimedCollectives(self.device, self.world) for channel in Channel}
+        gathers = groups[Channel.GATHER] = TimedGathers(self.device, self.world)
+        gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, self.world), host_waits=False)
+        return ParallelGroups.plain(groups)
+
+
+@contextmanager
+def timed_world(link: Link, ranks: int) -> Iterator[TimedWorld]:
+    """Engines made inside by its `initialize` belong to it."""
+    device = TimedDevice(link)
+    with use(device), engines_in(TimedWorld(device, ranks)) as initialize:  # type: ignore[arg-type]
+        yield TimedWorld(device, ranks, initialize)
