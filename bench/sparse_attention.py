@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from bench.meters import most_allocated
 from bench.surroundings import keep, machine, public
-from hf_zero.attention.gathered import Rules, gathered_attention
-from hf_zero.attention.plan import make_plan
-from hf_zero.attention.sparsity import (
+from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
+from hf_zero.extras.sparse_attention.plan import make_plan
+from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,

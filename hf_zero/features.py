@@ -3,6 +3,7 @@
     engine                      every feature, in the order in which they were made
     initialize          ->      adjust_groups(groups)                 before the optimizer gets its parameters
                         ->      begin(tools)                          the engine is complete
+    a loader is made    ->      loader_options(draw)                  which samples it takes, and how
     a loader's batch    ->      on_batch(progress, batch)             a training batch, before anything is counted
     forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
                         ->      after_forward(progress, ..., output)  may replace what forward returns
@@ -22,6 +23,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# What a program has asked for before there is an engine, such as "comms" (`deepspeed.comm.configure`).
+ASKED: dict[str, Any] = {}
+
+_ASKED_OF_MODEL = "_hf_zero_asks_for"
+
+
+def ask_for(model: Any, extra: str) -> None:
+    """Have the features of an extra made for `model` whatever the config says: a program has begun with it already."""
+    vars(model).setdefault(_ASKED_OF_MODEL, set()).add(extra)
+
+
+def asked_of(model: Any) -> set[str]:
+    """Names of the extras that `ask_for` has been told."""
+    found: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
+    return found
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -40,6 +57,24 @@ class Progress:
     accumulation_steps: int = 1
     training: bool = True
     rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a loader of training data draws from and for.
+
+    Attributes:
+        num_samples: of the data set; None where it is only iterated over.
+        per_update: samples, over all ranks.
+        micro_batch_size: samples per forward on one rank.
+        world: ranks that see other data; `rank` is this one.
+    """
+
+    num_samples: int | None
+    per_update: int
+    micro_batch_size: int
+    world: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +112,10 @@ class TrainingFeature:
     def on_batch(self, progress: Progress, batch: Any) -> Any:
         """What the loop gets instead of a training batch, before anything in it is counted."""
         return batch
+
+    def loader_options(self, draw: Draw) -> dict[str, Any]:
+        """Arguments of torch's DataLoader by which samples are chosen (`batch_sampler`) or loaded (`num_workers`)."""
+        return {}
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put parameters of its own into the optimizer's groups, in place, or take out what has left the model."""
@@ -154,6 +193,9 @@ class Features:
         for feature in self._all:
             keywords = feature.before_forward(progress, keywords)
         return keywords
+
+    def loader_options(self, draw: Draw) -> dict[str, Any]:
+        return {name: value for feature in self._all for name, value in feature.loader_options(draw).items()}
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
         for feature in self._all:

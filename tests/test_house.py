@@ -86,17 +86,19 @@ _HOLDS_BACK = "of a reducer: the opposite of hold_back"
 # (file, identifier) -> why it may stay.
 KEPT_WORDS = {
     ("config/canonical.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
-    ("config/choices/optimizer.py", "_not_published"): "of an algorithm: what the paper does not have",
+    ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: what the paper does not have",
 }
 
 
 ENGINE_ROOMS = frozenset(
     ("layout", "device", "comm", "offload", "optim", "params", "grads", "step", "checkpoint", "schedules", "kernels")
-    + ("compression", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
+    + ("extras", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
 )
 
 _SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"
 _BY_NAME = "imported by name: tests/kernels/cases.py"
+
+_BY_CONFIG = "examined with a whole config: its extra's test_config.py"
 
 # Module that only tests of something larger run -> which.
 UNTESTED = {
@@ -107,12 +109,18 @@ UNTESTED = {
     "hf_zero.checkpoint.save": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.service": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
+    "hf_zero.extras.autotuning.trial_run": "the script of a trial: tests/extras/autotuning/test_tuning.py",
+    "hf_zero.extras.compression.explain": "run by `explain`: tests/extras/compression/test_explain.py",
+    "hf_zero.extras.compression.rules": _BY_CONFIG,
+    "hf_zero.extras.compression.section": _BY_CONFIG,
+    "hf_zero.extras.data_efficiency.rules": _BY_CONFIG,
+    "hf_zero.extras.elasticity.rules": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
     "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,
-    "hf_zero.optim.onebit.compressing": "the base of three optimizers: tests/optim/test_one_bit.py",
+    "hf_zero.extras.one_bit.compressing": "the base of three optimizers: tests/extras/one_bit/test_one_bit.py",
     "hf_zero.optim.stager": "needs an updater with offload: tests/offload",
     "hf_zero.params.sharded": "needs ranks: tests/end_to_end/test_stage3_*.py",
 }

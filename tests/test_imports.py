@@ -31,7 +31,7 @@ LADDER = (
     ("grads",),
     ("step",),
     (
-        *("checkpoint", "attention", "compression", "data", "routing", "profiling"),
+        *("checkpoint", "profiling"),
         *("sequence", "tensor", "tiling", "activations"),
     ),
     ("api",),
@@ -39,6 +39,7 @@ LADDER = (
     ("explain", "report"),
     ("planning",),
     ("launch",),
+    ("extras",),
     ("__main__", "ds_to_universal", "zero_to_fp32"),
 )
 RUNG = {room: height for height, rooms in enumerate(LADDER) for room in rooms}
@@ -47,14 +48,14 @@ SELF_CONTAINED = {*LADDER[0], *LADDER[1]}
 ROOMS_THAT_KNOW_CUDA = ("hf_zero.device.", "hf_zero.kernels.gpu.")
 _DEEPSPEEDS_WORD = "a word of DeepSpeed's interface"
 MAY_NAME_CUDA = {
-    "hf_zero.config.choices.optimizer": _DEEPSPEEDS_WORD,
     "hf_zero.config.schema.root": "names CUDA graphs, in a text",
     "hf_zero.integration.compat.accelerator": "DeepSpeed's accelerator, which answers for each kind",
     "hf_zero.integration.compat.random_states": _DEEPSPEEDS_WORD,
     "hf_zero.report.environment": "reports how torch was built",
     "hf_zero.integration.compat.utils": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",
-    "hf_zero.optim.onebit.compressing": _DEEPSPEEDS_WORD,
+    "hf_zero.extras.one_bit": _DEEPSPEEDS_WORD,
+    "hf_zero.extras.one_bit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.released": "lists the conversions of a tensor",
 }
 # Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are
@@ -93,6 +94,11 @@ def room_of(module: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[1] in RUNG else ""
 
 
+def extra_of(module: str) -> str:
+    """`hf_zero.extras.compression.clean` -> `compression`."""
+    return ".".join(module.split(".")[2:3])
+
+
 def complaints(module: str, source: str) -> list[str]:
     """Everything wrong with one source file of the package."""
     tree = ast.parse(source)
@@ -108,11 +114,15 @@ def _upward(module: str, tree: ast.Module) -> Iterator[str]:
     for imported in imports_of(tree):
         there = room_of(imported.module)
         if there is None or there == here:
+            if here == "extras" and extra_of(imported.module) not in ("", extra_of(module)) and there == here:
+                yield f"line {imported.line} imports another extra ({imported.module})"
             continue
         if there == "":
             yield f"line {imported.line} imports the package root ({imported.module})"
         elif here in SELF_CONTAINED:
             yield f"line {imported.line} imports {imported.module}, but {here} imports nothing of ours"
+        elif there == "extras":
+            yield f"line {imported.line} imports {imported.module}: extras are found by hf_zero.config.extras"
         elif RUNG[there] >= RUNG[here]:
             yield f"line {imported.line} imports upward: {here} -> {imported.module}"
 
@@ -269,6 +279,9 @@ def test_every_room_stands_on_the_ladder() -> None:
         ("hf_zero.checkpoint.save", "from hf_zero import comm\nx = comm.get_world_size()", "line 2 asks for get_world"),
         ("hf_zero.api.engine", "from hf_zero.comm import this_process", "asks for this_process"),
         ("hf_zero.config", "from torch import float16", "imports torch inside config"),
+        ("hf_zero.explain.command", "from hf_zero.extras.one import x", "extras are found by hf_zero.config.extras"),
+        ("hf_zero.__main__", "def f():\n    import hf_zero.extras.one", "extras are found by hf_zero.config.extras"),
+        ("hf_zero.extras.one.a", "from hf_zero.extras.two.b import c", "imports another extra"),
         ("hf_zero.api.engine", "from deepspeed.comm import barrier", "imports a real deepspeed"),
         ("hf_zero.api.engine", "def f():\n    global x", "uses global"),
         ("hf_zero.api.engine", "print(1)", "prints"),
@@ -284,6 +297,7 @@ def test_the_rules_catch(module: str, source: str, complaint: str) -> None:
     [
         ("hf_zero.api.engine", "from hf_zero.step import a\nfrom hf_zero.log import logger\nimport torch"),
         ("hf_zero.step.a", "from hf_zero.step.b import c"),
+        ("hf_zero.extras.one.a", "from hf_zero.extras.one.b import c\nfrom hf_zero.launch import d"),
         ("hf_zero.comm.process_group", "import torch.distributed as dist"),
         ("hf_zero.integration.startup", "def f():\n    import importlib.util"),
     ],
@@ -297,3 +311,12 @@ def test_the_engine_does_not_load_the_compiler() -> None:
     code = "import sys, hf_zero; hf_zero.initialize; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_extras_declare_needs_no_torch() -> None:
+    """Whoever looks at a config gets the extras that it asks for, also where ranks are only started."""
+    code = "import sys; from hf_zero.config.extras import installed; print(len(installed()), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    num, has_torch = done.stdout.split()
+    declared = [path for path in (ROOT / PACKAGE / "extras").glob("*/__init__.py") if "EXTRA = " in path.read_text()]
+    assert int(num) == len(declared) and has_torch == "False"

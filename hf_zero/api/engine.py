@@ -5,20 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.engine_gradients import AT_WORK, EngineGradients, MicroBatches
+from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
 from hf_zero.api.engine_module import ModuleView
 from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engine_surface import SURFACE
-from hf_zero.api.parameter_offload import ParameterOffload
-from hf_zero.checkpoint import service as checkpoint
-from hf_zero.checkpoint.background import BackgroundSave
-from hf_zero.checkpoint.subject import ModelSubject, Subject
-from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved
 from hf_zero.device.phases import Phases
@@ -32,6 +27,10 @@ from hf_zero.schedules.base import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
+
+if TYPE_CHECKING:
+    from hf_zero.api.engine_checkpoints import EngineCheckpoints
+    from hf_zero.api.parameter_offload import ParameterOffload
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class ZeroEngine(nn.Module):
         self.training_features = parts.features
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
-        self._background_save = BackgroundSave()
+        self._saves: EngineCheckpoints | None = None
         self._is_destroyed = False
         self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
 
@@ -141,7 +140,8 @@ class ZeroEngine(nn.Module):
 
     def step(self) -> None:
         """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
-        self._background_save.check()  # before anything is counted: who catches its error calls step() again
+        if self._saves is not None:
+            self._saves.background.check()  # before anything is counted: who catches its error calls step() again
         if not self.gradients.begin_step():
             return
         parts, resolved = self.gradients.parts("step"), self.settings.resolved
@@ -252,7 +252,8 @@ class ZeroEngine(nn.Module):
 
     def destroy(self) -> None:
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
-        self._background_save.wait()
+        if self._saves is not None:
+            self._saves.background.wait()
         assembly, store = self.gradients.assembly, self.module_view.store
         self.gradients.end()
         if store is not None:
@@ -287,24 +288,7 @@ class ZeroEngine(nn.Module):
             CheckpointError: on every rank, when any could not write; earlier checkpoints are untouched.
             WrongArgument: for a folder without a name.
         """
-        request = checkpoint.SaveRequest(
-            save_dir, tag or f"global_step{self.global_steps}", save_latest, exclude_frozen_parameters
-        )
-        run = checkpoint.RunState(
-            stage=self.settings.resolved.zero.stage,
-            world=self.groups.shard.size,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
-            global_samples=self.global_samples,
-            lr_scheduler=self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-            config=self.config,
-            client_state=client_state or {},
-            features=self.training_features.state_dict(),
-            tensor_size=self.groups.tensor.size,
-        )
-        with self.phases.phase("save"):
-            policy = self.settings.resolved.checkpoint
-            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self._background_save)
+        self._checkpoints().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -333,37 +317,27 @@ class ZeroEngine(nn.Module):
         """
         if custom_load_fn is not None:
             raise NotImplementedError("load_checkpoint(custom_load_fn=...): weights are matched by name; leave it out")
-        self._background_save.wait()
         everything = not load_module_only
-        request = checkpoint.LoadRequest(load_dir, tag, load_module_strict, load_optimizer_states and everything)
-        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, self.settings.resolved.checkpoint)
-        if view is None:
-            return None, None
-        if everything:
-            self._continue_from(view, with_schedule=load_lr_scheduler_states)
-        return str(view.folder.path), view.client_state()
+        return self._checkpoints().load(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            with_optimizer=load_optimizer_states and everything,
+            with_run=everything,
+            with_schedule=load_lr_scheduler_states,
+        )
 
-    def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
-        counters = checkpoint.Counters.of(view, self.settings.samples_per_update())
-        self.global_steps, self.skipped_steps = counters.global_steps, counters.skipped_steps
-        self.global_samples = counters.global_samples
-        self.gradients.micro_batches = MicroBatches(self.global_steps * self.settings.gradient_accumulation_steps())
-        if view.scaler and self.gradients.assembly is not None:
-            self.gradients.assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
-        state = checkpoint.scheduler_state(view)
-        if with_schedule and self.lr_scheduler is not None and state is not None:
-            self.lr_scheduler.load_state_dict(state)
-        self.training_features.load_state_dict(checkpoint.feature_states(view), self.training_progress)
+    def _checkpoints(self) -> EngineCheckpoints:
+        """What saves and loads; not there, nor imported, before it is asked for."""
+        if self._saves is None:
+            from hf_zero.api.engine_checkpoints import EngineCheckpoints
 
-    def _subject(self, caller: str) -> ModelSubject:
-        self.gradients.bring_back()
-        if self._is_destroyed:
-            raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
-        self.gradients.settle()
-        assembly, store = self.gradients.assembly, self.module_view.store
-        if assembly is None:
-            return ModelSubject(self.module, store, self.groups, self.settings.resolved)
-        return Subject(self.module, store, self.groups, self.settings.resolved, assembly)
+            self._saves = EngineCheckpoints(self)
+        return self._saves
+
+    @property
+    def is_destroyed(self) -> bool:
+        return self._is_destroyed
 
     def _report(self) -> None:
         every = self.settings.resolved.logging.steps_per_print

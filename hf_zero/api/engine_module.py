@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.whole_weights import save_whole_weights
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import ZeroPolicy
 from hf_zero.log import logger
@@ -95,6 +94,8 @@ class ModuleView:
         if self._zero.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("save_16bit_model wrote nothing: %s", WHOLE_WEIGHTS_ARE_OFF)
             return False
+        from hf_zero.checkpoint.whole_weights import save_whole_weights
+
         path = Path(save_dir) / save_filename
         save_whole_weights(self._module, path, self._world, exclude_frozen=exclude_frozen_parameters)
         return True

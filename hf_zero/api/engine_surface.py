@@ -15,13 +15,11 @@ from hf_zero.api.engine_gradients import EngineGradients
 from hf_zero.api.inputs import deepspeed_io
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.training_features import FEATURE_METHODS
-from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import get_local_rank
 from hf_zero.comm.mirror import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
-from hf_zero.profiling.timers import ThroughputTimer
-from hf_zero.sequence import process_group_of
+from hf_zero.sequence.groups import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
@@ -103,10 +101,9 @@ _NEVER = (
 
 def config_of(engine: Any) -> ConfigView:
     """The engine's config as DeepSpeed's object, `engine._config`; made once."""
-    found = engine.__dict__.get("_config")
-    if found is None:
-        found = engine.__dict__["_config"] = ConfigView(engine.config, engine.dp_world_size)
-    view: ConfigView = found
+    if "_config" not in engine.__dict__:
+        engine.__dict__["_config"] = ConfigView(engine.config, engine.dp_world_size)
+    view: ConfigView = engine.__dict__["_config"]
     return view
 
 
@@ -131,15 +128,18 @@ def _never(engine: Any) -> bool:
 
 def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder: str | None = None) -> str:
     """Path of the file with the model's weights that this rank reads."""
-    name = ds.model_file(engine.groups.shard.rank, engine.zero_optimization_stage(), engine.groups.tensor.rank)
+    from hf_zero.checkpoint.deepspeed.keys import model_file
+
+    name = model_file(engine.groups.shard.rank, engine.zero_optimization_stage(), engine.groups.tensor.rank)
     return os.path.join(checkpoints_path, str(tag), name if mp_placeholder is None else name.replace("00", "*"))
 
 
 def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
     """Path of this rank's file with optimizer states."""
-    name = ds.optimizer_file(
-        engine.groups.shard.rank, bf16=engine.bfloat16_enabled(), tensor_rank=engine.groups.tensor.rank
-    )
+    from hf_zero.checkpoint.deepspeed.keys import optimizer_file
+
+    rank, part = engine.groups.shard.rank, engine.groups.tensor.rank
+    name = optimizer_file(rank, bf16=engine.bfloat16_enabled(), tensor_rank=part)
     return os.path.join(checkpoints_path, str(tag), name)
 
 
@@ -249,13 +249,14 @@ def _get_wall_clock_timers(engine: Any) -> dict[str, float]:
     return dict(last.timers) if last is not None else {}
 
 
-def _throughput_timer(engine: Any) -> ThroughputTimer:
+def _throughput_timer(engine: Any) -> Any:
     """Counts from here on: the engine starts and stops it around its updates. `initialize` makes none by itself."""
+    from hf_zero.profiling.timers import ThroughputTimer
+
     options = type("Enabled", (), {"enabled": True, "synchronized": False})()
-    timer = ThroughputTimer(options, engine.settings.samples_per_update(), start_step=0)
-    timer.start()
-    engine.tput_timer = timer
-    return timer
+    engine.tput_timer = ThroughputTimer(options, engine.settings.samples_per_update(), start_step=0)
+    engine.tput_timer.start()
+    return engine.tput_timer
 
 
 def _offloads(engine: Any, name: str, device: str) -> bool:

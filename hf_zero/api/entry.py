@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
-from hf_zero.api.parameter_offload import ParameterOffload
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
 from hf_zero.comm import ParallelGroups, hosts, in_hops, init_distributed, local_device, parallel_groups, this_process
@@ -29,11 +28,10 @@ from hf_zero.features import EngineTools, Features
 from hf_zero.log import announce, log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
-from hf_zero.params.sharded import ShardedParameters
 from hf_zero.precision import precision_from
 from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
-from hf_zero.schedules import build_scheduler
-from hf_zero.sequence import SequenceGroups, groups_given, share_sequences, use_groups
+from hf_zero.sequence.groups import SequenceGroups, groups_given, use_groups
+from hf_zero.sequence.shared import shares_sequences
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -44,8 +42,11 @@ from hf_zero.step.assemble import (
     synchronise_unmanaged,
 )
 from hf_zero.step.loss_factors import StepRules
-from hf_zero.tensor import TensorGroups, check_first_batch, shard_model, tensor_groups_given, use_tensor_groups
+from hf_zero.tensor.groups import TensorGroups, tensor_groups_given, use_tensor_groups
 from hf_zero.versions import announcement
+
+if TYPE_CHECKING:
+    from hf_zero.api.parameter_offload import ParameterOffload
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -105,11 +106,8 @@ def initialize(
     _log_settings(resolved)
     parallelism = asked.completed(resolved)
     groups = parallelism.groups(resolved)
-    if parallelism.tensors is not None:
-        shard_model(model, groups.tensor, local_device())
-        check_first_batch(model, groups.tensor)
+    parallelism.prepare(model, groups)
     AT_WORK.drop_abandoned()
-    share_sequences(model, parallelism.sequences, groups)
     with suspended():
         features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
@@ -161,6 +159,19 @@ class _Parallelism:
         found = parallel_groups(device, zero.shard_size, sequences, zero.gather_size, tensors)
         return in_hops(found, zero.hops, device) if zero.stage < 3 else found
 
+    def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
+        """Cut `model`, and let it share sequences, or no more. Collective."""
+        if self.tensors is not None:
+            from hf_zero.tensor.groups import check_first_batch
+            from hf_zero.tensor.shard import shard_model
+
+            shard_model(model, groups.tensor, local_device())
+            check_first_batch(model, groups.tensor)
+        if self.sequences is not None or shares_sequences(model):
+            from hf_zero.sequence.registration import share_sequences
+
+            share_sequences(model, self.sequences, groups)
+
     def belongs_to(self, engine: ZeroEngine) -> None:
         """`deepspeed.utils.groups` answers from these as long as `engine` lives."""
         if self.tensors is not None:
@@ -191,9 +202,11 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         store = shard_for_inference(model, plan)
     if resolved.zero.stage == 3:
         describe_unsharded(model)
-    offload = ParameterOffload(model, store) if isinstance(store, ShardedParameters) else None
-    if assembly is not None and offload is not None:
-        assembly.optimizer.parameter_offload = offload
+    offload = None
+    if store is not None and plan.sharding.shards_parameters:
+        offload = _parameter_offload(model, store)
+        if assembly is not None:
+            assembly.optimizer.parameter_offload = offload
     engine = ZeroEngine(
         EngineParts(
             module=model,
@@ -210,6 +223,12 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     )
     engine.phases.onlookers.append(OutOfMemoryHelp(weakref.proxy(engine)))
     return engine
+
+
+def _parameter_offload(model: nn.Module, store: Any) -> ParameterOffload:
+    from hf_zero.api.parameter_offload import ParameterOffload
+
+    return ParameterOffload(model, store)
 
 
 def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:
@@ -312,5 +331,7 @@ def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any)
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
         return lr_scheduler(assembly.optimizer.optimizer) if is_factory else lr_scheduler
     if resolved.scheduler is not None:
+        from hf_zero.schedules.registry import build_scheduler
+
         return build_scheduler(resolved.scheduler, assembly.optimizer)
     return None

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.config import ModelView
-from hf_zero.data.sampling import RankBatches
-from hf_zero.sequence.batches import part_of
+from hf_zero.features import Draw
 
 # Names that a transformers configuration may answer to although its dict has another one (attribute_map).
 _ALIASES = ("hidden_size", "hidden_sizes", "text_config")
@@ -51,7 +50,11 @@ class TrainingLoader(DataLoader[Any]):
         for batch in super().__iter__():
             if features:
                 batch = features.on_batch(self.engine.training_progress, batch)
-            yield part_of(batch, group.rank, group.size) if group.size > 1 and isinstance(batch, Mapping) else batch
+            if group.size > 1 and isinstance(batch, Mapping):
+                from hf_zero.sequence.batches import part_of
+
+                batch = part_of(batch, group.rank, group.size)
+            yield batch
 
 
 def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLoader[Any]:
@@ -62,16 +65,14 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
     parts of the same ones.
     """
     size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
-    curriculum, ranks = engine.training_features.named("data_sampler"), engine.groups.data
-    options: dict[str, Any] = {"collate_fn": collate_fn}
-    if curriculum is not None:
-        options["num_workers"] = curriculum.policy.num_workers
-    if isinstance(dataset, IterableDataset):
+    ranks = engine.groups.data
+    is_sized = not isinstance(dataset, IterableDataset)
+    draw = Draw(len(dataset) if is_sized else None, engine.settings.samples_per_update(), size, ranks.size, ranks.rank)
+    options: dict[str, Any] = {"collate_fn": collate_fn, **engine.training_features.loader_options(draw)}
+    if "batch_sampler" in options:
+        loader = TrainingLoader(dataset, **options)
+    elif not is_sized:
         loader = TrainingLoader(dataset, batch_size=size, drop_last=drop_last, **options)
-    elif curriculum is not None and curriculum.policy.chooses_samples:
-        stream = curriculum.stream(len(dataset), engine.settings.samples_per_update())
-        batches = RankBatches(stream, size, ranks.size, ranks.rank, lambda: int(curriculum.next_step))
-        loader = TrainingLoader(dataset, batch_sampler=batches, **options)
     else:
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=ranks.size, rank=ranks.rank)
         loader = TrainingLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)

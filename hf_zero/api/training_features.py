@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from hf_zero.activations.feature import activation_checkpointing_of
-from hf_zero.api.trial import trial_of
-from hf_zero.attention.feature import sparse_attention_of
-from hf_zero.compression.feature import compression_feature
 from hf_zero.config import Resolved
-from hf_zero.data.curriculum import length_curriculum_of
-from hf_zero.data.sampling import sampled_curriculum_of
-from hf_zero.features import Features, TrainingFeature
-from hf_zero.profiling.feature import profiling_of
-from hf_zero.routing.layer_drop import layer_drop_of
-from hf_zero.routing.random_ltd import random_ltd_of
-from hf_zero.tiling.feature import tiled_loss_of, tiled_mlp_of
+from hf_zero.config.extras import extra_named, loaded
+from hf_zero.features import ASKED, Features, TrainingFeature, asked_of
 
-Maker = Callable[[nn.Module, Resolved], TrainingFeature | None]
+IsAsked = Callable[[Resolved], bool]
 
 
-def _compression(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    return compression_feature(model, resolved.compression)
+def _logs_comms() -> bool:
+    return ASKED.get("comms") is not None
 
 
-# In the order in which they see a forward.
-MAKERS: tuple[Maker, ...] = (
-    length_curriculum_of,
-    sampled_curriculum_of,
-    sparse_attention_of,
-    random_ltd_of,
-    layer_drop_of,
-    _compression,
-    activation_checkpointing_of,
-    tiled_mlp_of,
-    tiled_loss_of,
-    trial_of,
-    profiling_of,  # last, so that it sees what the others have made of a forward
+# (module, function of model and policies that makes it, who asks for it), in the order in which they see a forward;
+# extras see it before them.
+_FEATURES: tuple[tuple[str, str, IsAsked], ...] = (
+    ("hf_zero.activations.feature", "activation_checkpointing_of", lambda r: r.features.activations is not None),
+    ("hf_zero.tiling.feature", "tiled_mlp_of", lambda resolved: resolved.features.tiled_mlp),
+    ("hf_zero.tiling.feature", "tiled_loss_of", lambda resolved: resolved.features.tiled_loss),
+    # Last, so that it sees what the others have made of a forward.
+    ("hf_zero.profiling.feature", "profiling_of", lambda resolved: resolved.profiling.is_on or _logs_comms()),
 )
 
 
@@ -49,8 +35,16 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
     Raises:
         ConfigError: a feature does not fit the model.
     """
-    made = (make(model, resolved) for make in MAKERS)
-    return Features(feature for feature in made if feature is not None)
+    return Features(feature for feature in _made(model, resolved) if feature is not None)
+
+
+def _made(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFeature | None]:
+    of_model = (target for name in sorted(asked_of(model)) for target in extra_named(name).features)
+    for target in dict.fromkeys((*resolved.extra_features, *of_model)):
+        yield loaded(target)(model, resolved)
+    for module, function, is_asked in _FEATURES:
+        if is_asked(resolved):  # what nobody asks for is not even imported
+            yield loaded(f"{module}:{function}")(model, resolved)
 
 
 def _has(engine: Any, feature: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from hf_zero.comm import ParallelGroups, ShardSize, hosts, init_distributed, loc
 from hf_zero.config import load_config, resolve_offload, resolve_precision, resolve_shard_size
 from hf_zero.errors import WrongArgument
 from hf_zero.offload.failures import stop_if_any
-from hf_zero.offload.nvme.swap_store import SwapStore
 from hf_zero.offload.parameter_placement import store_at_init
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.partitioning import shard_parameter
@@ -28,6 +27,9 @@ from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.unsharding import reshard, unshard
 from hf_zero.precision import Precision, precision_from
+
+if TYPE_CHECKING:
+    from hf_zero.offload.nvme.swap_store import SwapStore
 
 MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
 MIN_OPENED = 8  # ... except that so many, the last ones, may be worked on together

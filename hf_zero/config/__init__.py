@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from hf_zero.config.compression import CompressionPolicy
 from hf_zero.config.errors import ConfigError, Other, Problem
 from hf_zero.config.features.profiling import CommsPolicy, FlopsPolicy, ProfilingPolicy, TracePolicy
 from hf_zero.config.policies import (
@@ -33,7 +32,7 @@ from hf_zero.config.resolve import (
     Findings,
     examine,
     resolve,
-    resolve_compression,
+    resolve_extra,
     resolve_offload,
     resolve_precision,
     resolve_shard_size,

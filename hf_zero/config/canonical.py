@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.extras import section_names
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.fields import as_whole
 from hf_zero.config.schema.names import subsection
@@ -48,6 +49,7 @@ def _rename(config: dict[str, Any], zero: object) -> None:
 
 def _require_sections(config: dict[str, Any]) -> None:
     sections = [name for name, field in Root.model_fields.items() if subsection(field) is not None]
+    sections += section_names()
     inner = [config.get("zero_optimization"), config.get("optimizer"), config.get("scheduler")]
     broken = [name for name in sections if name in config and not isinstance(config[name], Mapping)]
     broken += [

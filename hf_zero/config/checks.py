@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hf_zero.config.choices.optimizer import stage_problem
-from hf_zero.config.compression_checks import compression_advice, compression_problems
 from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root
@@ -21,7 +20,6 @@ def contradictions(config: Root, world_size: int, sequence_size: int = 1) -> Ite
     yield from _zero_problems(config.zero_optimization or Zero())
     yield from _precision_problems(config)
     yield from _top_problems(config, world_size, sequence_size)
-    yield from compression_problems(config)
     wrong_stage = stage_problem(config.optimizer, (config.zero_optimization or Zero()).stage)
     if wrong_stage is not None:
         yield wrong_stage
@@ -170,7 +168,6 @@ def advice(config: Root) -> Iterator[Remark]:
         yield _idle_key(
             ("compile",), config.compile, "the engine compiles nothing; use torch_compile or torch.compile()"
         )
-    yield from compression_advice(config)
     size = config.vocabulary_size
     if size is not None and size % 8:
         yield Remark("vocabulary_size", f"{size} is not a multiple of 8, which GPUs like better")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.extras import section_names
 from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
@@ -170,6 +171,8 @@ class ConfigView:
         root = self.__dict__.get("_root")
         if root is not None and name in type(root).model_fields:
             return getattr(root, name)
+        if name in section_names():
+            return None  # of an extra that nobody asks for
         raise AttributeError(f"this config has no attribute {name!r}")
 
     def print_user_config(self) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from hf_zero.config.compression import CompressionPolicy
-from hf_zero.config.features.policies import FeaturesPolicy
 from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
 
@@ -209,6 +207,28 @@ class CompatibilityPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationsPolicy:
+    """What checkpointed calls keep for backward: where, and what is measured meanwhile."""
+
+    on_host: bool = False
+    partition: bool = False  # over ranks that have the same inputs
+    contiguous: bool = False  # in one buffer
+    number: int | None = None  # calls that it has room for; None: as many as layers are checkpointed
+    synchronize: bool = False
+    profile: bool = False
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeaturesPolicy:
+    """What acts while a model trains; extras have policies of their own."""
+
+    activations: ActivationsPolicy | None = None
+    tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
+    tiled_loss: bool = False  # head and loss do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """The value of one key in the end, and where it came from."""
 
@@ -231,7 +251,8 @@ class Resolved:
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     compatibility: CompatibilityPolicy = CompatibilityPolicy()
     features: FeaturesPolicy = FeaturesPolicy()
-    compression: CompressionPolicy = CompressionPolicy()
+    extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each that is switched on
+    extra_features: tuple[str, ...] = ()  # "module:function", what makes their training features
     profiling: ProfilingPolicy = ProfilingPolicy()
     sequence_size: int = 1  # ranks that share each sequence
     tensor_size: int = 1  # ranks that hold parts of the same matrices

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.schema import Root, Section, Verdict
+from hf_zero.config.extras import whole_schema
+from hf_zero.config.schema import Section, Verdict
 from hf_zero.config.schema.fields import ALL_STAGES
 from hf_zero.config.schema.names import subsection, verdict_of
 
@@ -34,7 +35,7 @@ DeepSpeed does.
 
 def render() -> str:
     """The whole page, one table per section."""
-    return "\n".join([_HEAD, *_section("Top level", "", Root)]) + "\n"
+    return "\n".join([_HEAD, *_section("Top level", "", whole_schema())]) + "\n"
 
 
 def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
@@ -16,13 +16,12 @@ from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
 from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
-from hf_zero.config.compression import ROOT, CompressionPolicy, compression_policy
 from hf_zero.config.errors import ConfigError, Problem, Remark
-from hf_zero.config.features.elasticity import elastic_sizes
-from hf_zero.config.features.policies import FeaturesPolicy
+from hf_zero.config.extras import Sizes, extra_named
+from hf_zero.config.features.activations import resolve_features
 from hf_zero.config.features.profiling import profiling_policy
-from hf_zero.config.features.rules import resolve_features
 from hf_zero.config.fill import fill, filled
+from hf_zero.config.policies import FeaturesPolicy
 from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
@@ -87,6 +86,7 @@ class Findings:
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
     features: FeaturesPolicy
+    extras: Mapping[str, Any]  # by name: policies of those that are switched on
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
@@ -131,21 +131,20 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     broken = {problem.path for problem in problems}
     batch, wrong = _batch(config, translated, views.world_size, sequence_size, broken)
     data_ranks = views.world_size // (sequence_size * tensor_size) or 1
-    elastic = elastic_sizes(config, data_ranks, origins.is_written, tensor_size)
-    if elastic.is_on:
-        drops_last = config.dataloader_drop_last
-        batch = elastic.batch and dataclasses.replace(elastic.batch, drop_last=drops_last)
+    for sizes in _decided_sizes(config, data_ranks, origins, tensor_size):
+        batch = sizes.batch and dataclasses.replace(sizes.batch, drop_last=config.dataloader_drop_last)
         wrong = []
-        problems += elastic.problems
+        problems += sizes.problems
     if complete or not {TRAIN, MICRO} & translated.autos:
         problems += wrong
     optimizer, found = resolve_optimizer(config.optimizer, translated.autos)
     problems += found
     scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
     problems += found
-    features = resolve_features(config)
-    problems += features.problems
-    remarks += features.remarks
+    features = resolve_features(config, remarks)
+    extras = {extra.name: extra.examine(config) for extra in config.extras if extra.examine is not None}
+    problems += [problem for examined in extras.values() for problem in examined.problems]
+    remarks += [remark for examined in extras.values() for remark in examined.remarks]
     if config.hf_zero is not None and config.hf_zero.strict:
         problems += [_as_problem(remark) for remark in remarks if remark.ignored]
     return Findings(
@@ -153,7 +152,8 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         batch=batch,
         optimizer=optimizer,
         scheduler=scheduler,
-        features=features.policy,
+        features=features,
+        extras={name: examined.policy for name, examined in extras.items() if examined.policy is not None},
         problems=tuple(with_origins(problems, origins)),
         remarks=tuple(remarks),
         provenance=MappingProxyType(record(config, batch, origins)),
@@ -162,6 +162,14 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         sequence_size=sequence_size,
         tensor_size=tensor_size,
     )
+
+
+def _decided_sizes(config: Root, data_ranks: int, origins: Origins, tensor_size: int) -> Iterator[Sizes]:
+    """Of the extras that decide batch sizes."""
+    for extra in config.extras:
+        sizes = extra.sizes(config, data_ranks, origins.is_written, tensor_size) if extra.sizes is not None else None
+        if sizes is not None:
+            yield sizes
 
 
 def _check_call(raw: object, world_size: object) -> None:
@@ -216,7 +224,10 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         checkpoint=_checkpoint(config),
         compatibility=compatibility(config),
         features=findings.features,
-        compression=compression_policy(config),
+        extras=findings.extras,
+        extra_features=tuple(
+            feature for extra in config.extras if extra.name in findings.extras for feature in extra.features
+        ),
         profiling=profiling_policy(config),
         sequence_size=findings.sequence_size,
         tensor_size=findings.tensor_size,
@@ -254,13 +265,20 @@ def resolve_shard_size(
     return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
 
 
-def resolve_compression(raw: Mapping[str, object]) -> CompressionPolicy:
-    """Only what is compressed, from a config that may still have open ends (before Trainer fills them)."""
+def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
+    """Only the policy of one of our extras, from a config that may still have open ends (before Trainer fills them);
+    None where nothing is asked of it.
+
+    Raises:
+        ConfigError: for what is wrong in its sections.
+        ExtraMissing: it is not there.
+    """
     findings = examine(raw, Views(world_size=1), complete=False)
-    wrong = [problem for problem in findings.problems if problem.path.startswith((ROOT, "hf_zero.distillation"))]
+    paths = tuple(section.path for section in extra_named(name).sections)
+    wrong = [problem for problem in findings.problems if problem.path.startswith(paths)]
     if wrong:
         raise ConfigError(wrong)
-    return compression_policy(findings.config)
+    return findings.extras.get(name)
 
 
 def compatibility(config: Root) -> policies.CompatibilityPolicy:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
+from hf_zero.config.extras import is_section, whole_schema
 from hf_zero.config.reading.jsonc import MAX_DEPTH
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.names import section_of
@@ -98,7 +99,7 @@ def _drop_dotted(result: Translated) -> None:
     """TRL writes literal keys like "zero_optimization.reduce_bucket_size"; DeepSpeed never reads them either."""
     for key in [key for key in result.tree if "." in key]:
         *parents, name = key.split(".")
-        section = section_of(Root, parents)
+        section = section_of(whole_schema(), parents)
         if section is None or name not in section.model_fields:
             continue  # left in the tree, where the schema will not know it
         del result.tree[key]
@@ -197,7 +198,7 @@ def _drop_unknown(result: Translated) -> None:
     own = result.tree.get("hf_zero")
     if not isinstance(own, dict) or str(own.get("ignore_unknown_keys")).lower() != "true":
         return
-    for key in [key for key in result.tree if key not in Root.model_fields]:
+    for key in [key for key in result.tree if key not in Root.model_fields and not is_section(key)]:
         del result.tree[key]
         text = "there is no such key; ignored (hf_zero.ignore_unknown_keys)"
         result.remarks.append(Remark(key_path("", key), text, edit=Edit((key,))))

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hf_zero.config.errors import Edit, Problem, Remark
+from hf_zero.config.extras import schema_for, sections_in, whole_schema
 from hf_zero.config.schema import Root, Section
 from hf_zero.config.schema.names import Resemblance, leading_paths, resemblance, section_of, subsection
 from hf_zero.config.sources import dotted
@@ -21,11 +22,14 @@ _ROUNDS = 20  # every round removes what failed; a round more than the deepest s
 
 def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
     """The typed config without the keys that failed, and a finding for each of those."""
-    problems: list[Problem | Remark] = []
-    drop_null_sections(tree, Root)
+    drop_null_sections(tree)
+    schema, missing = schema_for(tree)
+    problems: list[Problem | Remark] = [*missing]
+    for problem in missing:
+        _remove(tree, problem.path.split("."))
     for _ in range(_ROUNDS):
         try:
-            return Root.model_validate(tree), problems
+            return schema.model_validate(tree), problems
         except ValidationError as error:
             failed = error.errors(include_url=False, include_context=True, include_input=False)
             located = {_inside(tree, entry["loc"]): entry for entry in failed}
@@ -35,12 +39,18 @@ def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
     raise AssertionError("validation does not settle")
 
 
-def drop_null_sections(tree: dict[str, Any], section: type[Section] = Root) -> None:
+def drop_null_sections(tree: dict[str, Any]) -> None:
     """A section that is null is as good as absent; takes them out, in place."""
+    for path in [path for path, value in sections_in(tree) if value is None]:
+        _remove(tree, path.split("."))
+    _drop_null(tree, schema_for(tree)[0])
+
+
+def _drop_null(tree: dict[str, Any], section: type[Section]) -> None:
     for name, field in section.model_fields.items():
         below = subsection(field)
         if below is not None and isinstance(tree.get(name), dict):
-            drop_null_sections(tree[name], below)
+            _drop_null(tree[name], below)
         elif below is not None and tree.get(name, ...) is None:
             del tree[name]
 
@@ -78,11 +88,12 @@ def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
     """What to say of a key that no section has: in some places it is passed over, with a word, unless it looks like a
     key that we know."""
     *parents, key = path
-    section = section_of(Root, parents)
+    schema = whole_schema()
+    section = section_of(schema, parents)
     siblings = [name for name in section.model_fields if parents or name != "hf_zero"] if section else []
     where = f"in {'.'.join(parents)}" if parents else "at the top level"
     # What our own settings are called says nothing about DeepSpeed's.
-    alike = resemblance(key, siblings, () if parents == ["hf_zero"] else leading_paths(Root))
+    alike = resemblance(key, siblings, () if parents == ["hf_zero"] else leading_paths(schema))
     rule, edit, name = f"there is no such key {where}", _renamed(path, alike), dotted(tuple(path))
     if ".".join(parents) in _LOOSE and not alike and "." not in key:
         return Remark(name, f"{rule}; ignored", value, ignored=True, edit=edit)
@@ -117,7 +128,7 @@ def _rule(entry: ErrorDetails) -> str:
 
 def _fix(path: Sequence[str | int]) -> str:
     names = [step for step in path if isinstance(step, str)]
-    section = section_of(Root, names[:-1])
+    section = section_of(whole_schema(), names[:-1])
     field = section.model_fields.get(names[-1]) if section else None
     if field is None:
         return "correct the value"

@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hf_zero.config import ConfigError, Findings, Problem, Views, examine, load_config
-from hf_zero.explain.compression import compression_words
+from hf_zero.config.extras import loaded
 from hf_zero.explain.mend import default_target, mend, write_mended
 from hf_zero.explain.report import Report, as_json, report_on, show
 from hf_zero.explain.traffic import Links, Sent, number_of, traffic_rows
@@ -76,13 +77,21 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
         if arguments.world_size is None and any(problem.path == "train_batch_size" for problem in findings.problems):
             notes.append("train_batch_size was looked at for 1 rank: --world-size N says for how many it is meant")
         traffic = _traffic(findings, arguments)
-        words, wrong = compression_words(findings, arguments.model)
-        notes += words
-        findings = dataclasses.replace(findings, problems=(*findings.problems, *wrong))
+        for explained in _by_extras(findings):
+            words, wrong = explained(findings, arguments.model)
+            notes += words
+            findings = dataclasses.replace(findings, problems=(*findings.problems, *wrong))
     except ConfigError as error:
         problems += error.problems
         return Report(name=str(arguments.config)[:200], problems=tuple(problems), notes=tuple(notes))
     return report_on(findings, name=name, extra_notes=notes, everything=arguments.all, traffic=traffic)
+
+
+def _by_extras(findings: Findings) -> Iterator[Any]:
+    """What the extras of a config without problems have to say beside it: functions of findings and --model."""
+    for extra in findings.config.extras if not findings.problems else ():
+        if "explain" in extra.services and extra.name in findings.extras:
+            yield loaded(extra.services["explain"])
 
 
 def _traffic(findings: Findings, arguments: argparse.Namespace) -> tuple[Sent, ...]:

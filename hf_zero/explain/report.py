@@ -20,7 +20,7 @@ from hf_zero.config import Findings, Problem
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.errors import show as short
 from hf_zero.config.offers import SIZED_BY_MODEL
-from hf_zero.config.schema import Root, Verdict
+from hf_zero.config.schema import Verdict
 from hf_zero.config.schema.names import all_paths, section_of, verdict_of
 from hf_zero.explain.traffic import Sent
 
@@ -66,7 +66,7 @@ def report_on(
     """The report of a config that was examined."""
     zero = findings.config.zero_optimization
     stage = zero.stage if zero is not None else 0
-    order = {path: place for place, path in enumerate(all_paths(Root))}
+    order = {path: place for place, path in enumerate(all_paths(type(findings.config)))}
     rows = [row for row in _rows(findings, stage) if everything or row.matters]
     # Arguments of optimizer and schedule stand behind their section.
     rows.sort(key=lambda row: order.get(row.key, order.get(row.key.rpartition(".")[0], 0)))
@@ -109,7 +109,7 @@ def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
     for section, policy in (("optimizer", findings.optimizer), ("scheduler", findings.scheduler)):
         if parents == [section, "params"]:
             return f"argument of {policy.type if policy else 'the ' + section}", True
-    section_class = section_of(Root, parents)
+    section_class = section_of(type(findings.config), parents)
     field = section_class.model_fields.get(name) if section_class else None
     if section_class is None and parents:
         return _effect(findings, ".".join(parents), stage)  # inside a section that is refused or taken as it stands

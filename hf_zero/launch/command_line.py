@@ -60,7 +60,7 @@ def _tune(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Every trial is a launch of its own, with the same options."""
     # Not before it is wanted: the launcher itself needs neither torch nor the config.
     from hf_zero.config import ConfigError
-    from hf_zero.planning.tuning import tune
+    from hf_zero.config.extras import ExtraMissing, service
 
     num_script = 1 + len(options.user_args)
     ours = list(words[: len(words) - num_script])
@@ -69,9 +69,11 @@ def _tune(options: argparse.Namespace, words: Sequence[str]) -> int:
             del ours[index : index + (1 if "=" in word else 2)]
             break
     try:
-        return tune([*ours, *words[len(words) - num_script :]], num_script, then_run=options.autotuning == "run")
-    except ConfigError as error:
+        script = words[len(words) - num_script :]
+        status: int = service("tune")([*ours, *script], num_script, then_run=options.autotuning == "run")
+    except (ConfigError, ExtraMissing) as error:
         raise LaunchError(str(error)) from None
+    return status
 
 
 def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool) -> Backend:

@@ -8,9 +8,12 @@ from typing import TypeVar
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.offload.nvme.requests import StorageError
 
 T = TypeVar("T")
+
+
+class StorageError(RuntimeError):
+    """A file that training lives on cannot be read or written."""
 
 
 def all_or_none(act: Callable[[], T], collectives: Collectives) -> T:

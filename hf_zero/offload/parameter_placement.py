@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import FilePolicy, ParameterOffload
 from hf_zero.device.registry import runtime_of
 from hf_zero.offload.failures import all_or_none
-from hf_zero.offload.nvme.drive import Drive
-from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
 from hf_zero.offload.placement import pins
 from hf_zero.offload.store import CappedStore, MemoryStore, Store
+
+if TYPE_CHECKING:
+    from hf_zero.offload.nvme.drive import Drive
+    from hf_zero.offload.nvme.swap_store import SwapStore
 
 
 def store_of_parameters(policy: ParameterOffload | None, device: torch.device, drive: Drive | None) -> Store:
@@ -22,6 +26,8 @@ def store_of_parameters(policy: ParameterOffload | None, device: torch.device, d
     host = MemoryStore(pinned=pinned)
     if policy.device == "cpu" or drive is None:
         return host
+    from hf_zero.offload.nvme.swap_store import BufferPool
+
     pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)
     return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
 
@@ -34,6 +40,9 @@ def store_at_init(offload: tuple[ParameterOffload | None, FilePolicy], collectiv
     folder = policy.folder
 
     def open_drive() -> SwapStore:
+        from hf_zero.offload.nvme.drive import Drive
+        from hf_zero.offload.nvme.swap_store import BufferPool
+
         drive = Drive(folder, files)
         return drive.store(drive.file("parameters"), BufferPool(limit=1))
 

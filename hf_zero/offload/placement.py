@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from hf_zero.device.runtime import HOST_MEMORY, Memory
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.buckets import cut_sub_groups
 from hf_zero.offload.departures import MAX_DEPARTURES, Departures
-from hf_zero.offload.failures import stop_if_any
-from hf_zero.offload.nvme.drive import Drive
-from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.failures import StorageError, stop_if_any
 from hf_zero.offload.staged import StagedVector, StagingPool
 from hf_zero.offload.store import MemoryStore, Store, empty_in
 from hf_zero.offload.sub_group import StoredSubGroup
 from hf_zero.offload.vector import Vector, part_of
+
+if TYPE_CHECKING:
+    from hf_zero.offload.nvme.drive import Drive
 
 
 @dataclass(frozen=True, slots=True)

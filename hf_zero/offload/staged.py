@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.runtime import DONE, Event, Runtime
-from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.failures import StorageError
 from hf_zero.offload.vector import Vector
 
 Allocate = Callable[[int, torch.dtype], Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import HOST_MEMORY, Memory
-from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.failures import StorageError
 
 
 class Vector(ABC):

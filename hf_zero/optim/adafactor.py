@@ -21,11 +21,13 @@ from torch import Tensor
 from hf_zero.kernels.vectors import chunks
 from hf_zero.layout import Piece
 from hf_zero.layout.matrices import MatrixShape, MatrixSlice
-from hf_zero.optim.adafactor_flavours import AdafactorRule, Flavour
+from hf_zero.optim.adafactor_flavours import AdafactorRule, Flavour, flavour_of
 from hf_zero.optim.factored import Sums, Table
+from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import (
     OF_WHOLE_TENSORS,
     Peers,
+    Ranks,
     StateSlice,
     StepGradients,
     SubGroup,
@@ -321,3 +323,16 @@ class AdafactorUpdater(Updater):
 def _slice_of(part: _Part) -> MatrixSlice | None:
     matrix, start = MatrixShape.of(part.shape), part.piece.in_parameter
     return None if matrix is None else MatrixSlice(matrix, start, start + part.piece.numel)
+
+
+def adafactor_traits(optimizer: torch.optim.Optimizer) -> Traits | None:
+    """Of transformers' and torch's own classes; None for others of this name."""
+    flavour = flavour_of(optimizer)
+    if flavour is None:
+        return None
+
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+        assert peers is not None, "where a rank has whole tensors Adafactor runs as itself"
+        return AdafactorUpdater(optimizer, sub_groups, flavour, peers)
+
+    return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)

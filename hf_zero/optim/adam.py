@@ -65,6 +65,8 @@ class DeepSpeedCPUAdam(FusedAdam):
     Here it runs on any device.
     """
 
+    family = FusedAdam.family
+
     def __init__(
         self,
         model_params: Iterable[Any],

@@ -95,4 +95,6 @@ class AdamW8bit(FusedAdam):
 class Adam8bit(AdamW8bit):
     """The same with the weight decay added to the gradient."""
 
+    family = AdamW8bit.family
+
     _decoupled = False

@@ -15,6 +15,7 @@ from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.elementwise import check_rates, refuse_amsgrad
+from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
 
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -78,6 +79,10 @@ class FusedLamb(LoneOptimizer):
         lamb_apply(vectors, rule, rule.rate(int(state["step"])) * ratios, segments)
         self.lamb_coeffs.append(ratios[0])
         write_back(parameter, weight)
+
+    def traits(self) -> Traits:
+        """Runs natively on flat shards."""
+        return Traits(Sees.SHARDS_AND_PEERS, lambda sub_groups, peers, ranks: LambUpdater(self, sub_groups, peers))
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:

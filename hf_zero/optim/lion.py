@@ -48,6 +48,8 @@ class FusedLion(ElementwiseOptimizer):
 class DeepSpeedCPULion(FusedLion):
     """The same under the name and arguments of DeepSpeed's CPU Lion. Here it runs on any device."""
 
+    family = FusedLion.family
+
     def __init__(
         self,
         model_params: Iterable[Any],

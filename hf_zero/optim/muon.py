@@ -20,7 +20,8 @@ from torch import Tensor
 from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.alone import LoneOptimizer
 from hf_zero.optim.elementwise import ElementwiseUpdater, check_rates
-from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
+from hf_zero.optim.traits import Sees, Traits
+from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
@@ -94,6 +95,20 @@ class Muon(LoneOptimizer):
             return
         update = momentum_update(momentum_of(self, parameter), gradient.to(parameter.dtype), group["momentum"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction(update), alpha=float(group["lr"]))
+
+    @staticmethod
+    def groups_for(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
+        """What the config's optimizer is made with; `names`: id of a parameter -> its name in the model."""
+        return muon_groups(groups, names)
+
+    def traits(self) -> Traits:
+        """Ours where a rank has parts of matrices; itself where it has whole ones."""
+
+        def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+            assert peers is not None, "where a rank has whole tensors Muon runs as itself"
+            return MuonUpdater(self, sub_groups, peers)
+
+        return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)
 
 
 def muon_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -8,33 +8,27 @@ from typing import Any
 import torch
 
 from hf_zero.config import ConfigError, OptimizerPolicy, Problem
-from hf_zero.optim import onebit
-from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
+from hf_zero.config.extras import loaded, optimizer_type
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
-from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
-from hf_zero.optim.lamb import FusedLamb
-from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
-from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.traits import Traits, family_of
 from hf_zero.precision import Precision
 
 # By lower-case type; the names that ds.json and DeepSpeed's own classes use. Adam and AdamW are a matter of their own.
-_BY_TYPE: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam8bit": Adam8bit,
-    "adamw8bit": AdamW8bit,
-    "fusedadam": FusedAdam,
-    "cpuadam": DeepSpeedCPUAdam,
-    "deepspeedcpuadam": DeepSpeedCPUAdam,
-    "lamb": FusedLamb,
-    "fusedlamb": FusedLamb,
-    "muon": Muon,
-    **onebit.BY_TYPE,
-    "lion": FusedLion,
-    "fusedlion": FusedLion,
-    "cpulion": DeepSpeedCPULion,
-    "deepspeedcpulion": DeepSpeedCPULion,
-    "cpuadagrad": DeepSpeedCPUAdagrad,
-    "deepspeedcpuadagrad": DeepSpeedCPUAdagrad,
+_BY_TYPE = {
+    "adam8bit": "hf_zero.optim.adam8:Adam8bit",
+    "adamw8bit": "hf_zero.optim.adam8:AdamW8bit",
+    "fusedadam": "hf_zero.optim.adam:FusedAdam",
+    "cpuadam": "hf_zero.optim.adam:DeepSpeedCPUAdam",
+    "deepspeedcpuadam": "hf_zero.optim.adam:DeepSpeedCPUAdam",
+    "lamb": "hf_zero.optim.lamb:FusedLamb",
+    "fusedlamb": "hf_zero.optim.lamb:FusedLamb",
+    "muon": "hf_zero.optim.muon:Muon",
+    "lion": "hf_zero.optim.lion:FusedLion",
+    "fusedlion": "hf_zero.optim.lion:FusedLion",
+    "cpulion": "hf_zero.optim.lion:DeepSpeedCPULion",
+    "deepspeedcpulion": "hf_zero.optim.lion:DeepSpeedCPULion",
+    "cpuadagrad": "hf_zero.optim.adagrad:DeepSpeedCPUAdagrad",
+    "deepspeedcpuadagrad": "hf_zero.optim.adagrad:DeepSpeedCPUAdagrad",
 }
 
 
@@ -50,8 +44,8 @@ def build_optimizer(
         ConfigError: for a type that neither we nor torch.optim have, or parameters it does not take.
     """
     factory, params = _factory(policy)
-    if factory is Muon:
-        groups = muon_groups(groups, names or {})
+    if hasattr(factory, "groups_for"):
+        groups = factory.groups_for(groups, names or {})
     try:
         return factory(list(groups), **params)
     except (TypeError, ValueError) as error:
@@ -69,13 +63,16 @@ def _factory(policy: OptimizerPolicy) -> tuple[Callable[..., torch.optim.Optimiz
         if params.pop("torch_adam", False):
             return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
         return FusedAdam, {**_without_what_is_so_anyway(params), "adam_w_mode": decoupled}
-    ours = _BY_TYPE.get(kind)
-    if ours is not None:
+    if kind in _BY_TYPE:
+        ours = loaded(_BY_TYPE[kind])
         params = _without_what_is_so_anyway(params)
         if ours is DeepSpeedCPUAdam and "adam_w_mode" in params:
             params["adamw_mode"] = params.pop("adam_w_mode")
         return ours, params
     found = getattr(torch.optim, policy.type, None)
+    added = optimizer_type(policy.type) if found is None else None
+    if added is not None:
+        return loaded(added.made_by), params
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         return found, params
     raise ConfigError(

@@ -1,26 +1,22 @@
-"""What is known of an optimizer, described once: how it runs on shards, and what it needs for that."""
+"""What is known of an optimizer, described once: how it runs on shards, and what it needs for that.
+
+A class of ours says it itself: by `family`, its elementwise rule, or by a method `traits`. Only the class that says so
+is meant; one that is derived from it may do something else. What nobody uses is not imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
 
 import torch
 
 from hf_zero.config import OptimizerSees
-from hf_zero.config.choices.optimizer import highest_stage
-from hf_zero.optim import onebit
-from hf_zero.optim.adafactor import AdafactorUpdater
-from hf_zero.optim.adafactor_flavours import flavour_of
-from hf_zero.optim.adagrad import AdagradFamily, DeepSpeedCPUAdagrad
-from hf_zero.optim.adam import AdamFamily, DeepSpeedCPUAdam, FusedAdam
-from hf_zero.optim.adam8 import Adam8bit, Adam8Family, AdamW8bit
+from hf_zero.config.extras import loaded
+from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
-from hf_zero.optim.lamb import FusedLamb, LambUpdater
-from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion, LionFamily
-from hf_zero.optim.muon import Muon, MuonUpdater
-from hf_zero.optim.sgd import SgdFamily, has_no_dampening
 from hf_zero.optim.updater import Peers, Ranks, SubGroup, Updater, WholeStepUpdater
 from hf_zero.optim.whole_tensors import WholeTensorUpdater
 
@@ -85,14 +81,11 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
     sees = Sees.WHOLE_TENSORS if choice == "whole_tensors" else Sees.FLAT_SHARDS
     if choice is None and _needs_whole_tensors(optimizer):
         sees = Sees.WHOLE_TENSORS
-    flavour = flavour_of(optimizer)
-    if flavour is not None and choice != "flat_shards" and _is_plain(optimizer, ()):
-
-        def adafactor(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-            assert peers is not None, "where a rank has whole tensors Adafactor runs as itself"
-            return AdafactorUpdater(optimizer, sub_groups, flavour, peers)
-
-        return Traits(Sees.SHARDS_AND_PEERS, adafactor, serves_whole_buckets=False)
+    if type(optimizer).__name__ == "Adafactor" and choice != "flat_shards" and _is_plain(optimizer, ()):
+        # None for another class of this name.
+        ours = cast("Traits | None", loaded("hf_zero.optim.adafactor:adafactor_traits")(optimizer))
+        if ours is not None:
+            return ours
     unmet = next((_NEEDS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _NEEDS), None)
     return Traits(sees, unmet=unmet)
 
@@ -110,20 +103,19 @@ def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     """The elementwise rule of this optimizer. Exact classes only: a subclass may do something else."""
     kind = type(optimizer)
-    if kind in (FusedAdam, DeepSpeedCPUAdam):
-        return AdamFamily()
-    if kind in (AdamW8bit, Adam8bit):
-        return Adam8Family()
-    if kind in (FusedLion, DeepSpeedCPULion):
-        return LionFamily()
-    if kind is DeepSpeedCPUAdagrad:
-        return DeepSpeedCPUAdagrad.family
+    own = vars(kind).get("family")
+    if isinstance(own, Family):
+        return own
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         return AdamFamily() if _is_plain(optimizer, _ADAM_FLAGS) else None
-    if kind is torch.optim.Adagrad:
-        return AdagradFamily("sum") if _is_plain(optimizer, _OTHER_FLAGS) else None
-    if kind is torch.optim.SGD:
-        return SgdFamily() if _is_plain(optimizer, _OTHER_FLAGS) and has_no_dampening(optimizer) else None
+    if kind is torch.optim.Adagrad and _is_plain(optimizer, _OTHER_FLAGS):
+        from hf_zero.optim.adagrad import AdagradFamily
+
+        return AdagradFamily("sum")
+    if kind is torch.optim.SGD and _is_plain(optimizer, _OTHER_FLAGS):
+        from hf_zero.optim.sgd import SgdFamily, has_no_dampening
+
+        return SgdFamily() if has_no_dampening(optimizer) else None
     return None
 
 
@@ -158,33 +150,8 @@ def _built_in(optimizer: torch.optim.Optimizer) -> Traits | None:
             lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule),
             family=family,
         )
-    if type(optimizer) is FusedLamb:
-        return Traits(Sees.SHARDS_AND_PEERS, lambda sub_groups, peers, ranks: LambUpdater(optimizer, sub_groups, peers))
-    return _averaging(optimizer) or _muon(optimizer)
-
-
-def _muon(optimizer: torch.optim.Optimizer) -> Traits | None:
-    if type(optimizer) is not Muon:
-        return None
-
-    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-        assert peers is not None, "where a rank has whole tensors Muon runs as itself"
-        return MuonUpdater(optimizer, sub_groups, peers)
-
-    return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)
-
-
-def _averaging(optimizer: torch.optim.Optimizer) -> Traits | None:
-    """Of those that average gradients themselves, whole: not every stage has them so."""
-    updater = onebit.UPDATERS.get(type(optimizer))
-    if updater is None:
-        return None
-
-    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-        assert ranks is not None, "who averages needs to know the other ranks"
-        return updater(optimizer, sub_groups, ranks)
-
-    return Traits(Sees.BUCKETS, make, highest_stage=highest_stage(type(optimizer).__name__))
+    described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
+    return None if described is None else described(optimizer)
 
 
 def _needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:

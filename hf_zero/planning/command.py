@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from hf_zero.config import ConfigDict, ConfigError, Problem, load_config
+from hf_zero.config.extras import ExtraMissing, service
 from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import Training, check_sizes, training_of
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
 from hf_zero.planning.machine import GPUS, Hardware, hardware
-from hf_zero.planning.measure import Measured, measure, ranked, show_measured
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, config_text, show
@@ -76,24 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.longest:
             return _longest(arguments)
         found = plan_of(arguments)
-        measured: tuple[Measured, ...] = ()
+        measured = None
         if arguments.measure:
-            measured = measure(found, arguments.measure, Path(arguments.measure_dir))
-            found = ranked(found, measured)
+            measured = service("measure")(found, arguments.measure, Path(arguments.measure_dir))
+            found = measured.plan
         if arguments.html:
             _write(arguments.html, as_html(found), "--html")
         if arguments.write and found.chosen is not None:
             _write(arguments.write, config_text(found.chosen) + "\n", "--write")
-    except ConfigError as error:
+    except (ConfigError, ExtraMissing) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if arguments.json:
-        result = as_dict(found) | ({"measured": [each.as_dict() for each in measured]} if measured else {})
+        result = as_dict(found) | ({} if measured is None else {"measured": measured.as_list()})
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         show(found, everything=arguments.all)
-        if measured:
-            show_measured(found, measured)
+        if measured is not None:
+            measured.show()
     return 0 if found.chosen is not None else 1
 
 

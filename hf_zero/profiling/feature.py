@@ -18,9 +18,9 @@ from torch import nn
 
 from hf_zero.comm import local_device, watching_collectives
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config import CommsPolicy, ProfilingPolicy, Resolved
+from hf_zero.config import ProfilingPolicy, Resolved
 from hf_zero.device.registry import clock_of
-from hf_zero.features import EngineTools, Progress, TrainingFeature
+from hf_zero.features import ASKED, EngineTools, Progress, TrainingFeature
 from hf_zero.log import announce
 from hf_zero.profiling.breakdown import Breakdown, WallClock
 from hf_zero.profiling.comms_log import CommsLog
@@ -31,9 +31,6 @@ from hf_zero.profiling.memory import MemoryLog
 from hf_zero.profiling.monitors import Monitors
 from hf_zero.profiling.recorder import Recorder
 from hf_zero.profiling.trace import TraceFile
-
-# What a program has asked for before there is an engine (`deepspeed.comm.configure`).
-CONFIGURED: dict[str, CommsPolicy | None] = {"comms": None}
 
 
 class Profiling(TrainingFeature):
@@ -79,7 +76,7 @@ class Profiling(TrainingFeature):
             self.wall_clock = WallClock(watching_collectives(), every=policy.table_every)
         elif policy.flops is not None and rank == 0:
             self.wall_clock = WallClock(LoneCollectives(), every=None, prints=False)
-        comms = policy.comms or CONFIGURED["comms"]
+        comms = policy.comms or ASKED.get("comms")
         if comms is not None:
             self.comms = CommsLog(comms)
         if policy.trace is not None:
@@ -188,11 +185,9 @@ class Profiling(TrainingFeature):
         self._monitors.close()
 
 
-def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling | None:
-    """The feature, where the config wants to see anything."""
-    policy = resolved.profiling
-    is_wanted = policy != ProfilingPolicy(table_every=policy.table_every) or CONFIGURED["comms"] is not None
-    return Profiling(model, policy) if is_wanted else None
+def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
+    """The feature; for a config that wants to see anything, or a program that does."""
+    return Profiling(model, resolved.profiling)
 
 
 def dump_state(engine: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_zero.config import FilePolicy
-from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.failures import StorageError
 from hf_zero.report.availability import Feature, features
 from hf_zero.report.drive import probe
 from hf_zero.report.environment import Row, between_devices, devices, host, networks, software, variables

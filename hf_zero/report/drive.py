@@ -9,8 +9,8 @@ import torch
 
 from hf_zero.config import FilePolicy
 from hf_zero.device.limits import disk_available
+from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.drive import Drive
-from hf_zero.offload.nvme.requests import StorageError
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.vector import Vector
 from hf_zero.report.environment import GIB

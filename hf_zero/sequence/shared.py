@@ -53,6 +53,14 @@ class Sight:
     asks_for_documents: bool = False
 
 
+MODULES: WeakKeyDictionary[nn.Module, Shared] = WeakKeyDictionary()  # every module of an attached model
+
+
+def shares_sequences(model: nn.Module) -> bool:
+    """Whether it, or a part of it, is attached."""
+    return any(module in MODULES for module in model.modules())
+
+
 class _Running:
     """The forwards under way in this process, outermost first."""
 
@@ -64,7 +72,6 @@ class _Running:
         return self.sights[-1] if self.sights else None
 
 
-MODULES: WeakKeyDictionary[nn.Module, Shared] = WeakKeyDictionary()  # every module of an attached model
 RUNNING = _Running()
 
 

@@ -28,7 +28,6 @@ from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.optim.updater import Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
-from hf_zero.params.sharded import ShardedParameters
 from hf_zero.params.store import ParameterStore
 from hf_zero.params.unit_builder import Trained
 from hf_zero.precision import Precision
@@ -151,9 +150,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         _check_room(module, optimizer, trained, plan)
     store: ParameterStore
     if sharding.shards_parameters:
-        store = ShardedParameters(
-            module, trained, plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
-        )
+        store = _sharded(module, trained, plan, placements)
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
@@ -212,12 +209,18 @@ def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Tr
     check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 
 
+def _sharded(module: nn.Module, trained: Trained, plan: Plan, placements: Placements) -> ParameterStore:
+    """The store of stage 3, which no other stage imports."""
+    from hf_zero.params.sharded import ShardedParameters
+
+    wire = plan.zero.wire
+    return ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.groups, placements, wire)
+
+
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
     placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False)
-    store = ShardedParameters(
-        module, Trained((), ()), plan.precision, plan.zero.gather, plan.groups, placements, plan.zero.wire
-    )
+    store = _sharded(module, Trained((), ()), plan, placements)
     placements.check(plan.groups.world)
     return store
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.config import ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
+from hf_zero.config import ConfigError, FilePolicy, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
-from hf_zero.offload.nvme.drive import Drive
-from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.parameter_placement import store_of_parameters
 from hf_zero.offload.placement import (
     Placement,
@@ -27,6 +26,9 @@ from hf_zero.offload.placement import (
 )
 from hf_zero.optim import Updater
 from hf_zero.optim.stager import OffloadStager
+
+if TYPE_CHECKING:
+    from hf_zero.offload.nvme.drive import Drive
 
 
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
@@ -78,7 +80,7 @@ class _Drives:
             for policy in (zero.offload_optimizer, zero.offload_param)
             if policy is not None and policy.device == "nvme" and policy.folder is not None
         ]
-        self._open = {folder: Drive(folder, zero.files) for folder in dict.fromkeys(folders)}
+        self._open = {folder: _opened(folder, zero.files) for folder in dict.fromkeys(folders)}
 
     def of(self, policy: OptimizerOffload | ParameterOffload | None) -> Drive | None:
         return None if policy is None or policy.folder is None else self._open.get(policy.folder)
@@ -88,10 +90,18 @@ class _Drives:
         return tuple(self._open.values())
 
 
+def _opened(folder: str, files: FilePolicy) -> Drive:
+    from hf_zero.offload.nvme.drive import Drive
+
+    return Drive(folder, files)
+
+
 def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Placement:
     drive, pinned = drives.of(policy), pins(policy, device)
     if policy.device == "cpu" or drive is None:
         return beside_placement(device, policy)
+    from hf_zero.offload.nvme.swap_store import BufferPool
+
     stages = 1 + policy.reads_ahead + policy.writes_behind
     sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), sub_groups, writes_first=policy.writes_first)

@@ -26,6 +26,7 @@ from hf_zero.comm.tensor_parts import part_of
 from hf_zero.tensor import layers
 from hf_zero.tensor.exchange import summed
 from hf_zero.tensor.extents import Intervals, sizes_of
+from hf_zero.tensor.groups import model_in
 
 Keep = Callable[[nn.Parameter, int, Intervals], None]
 """Keeps this rank's intervals along a dimension of a parameter."""
@@ -35,12 +36,6 @@ _AROUND_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params", "replicate
 _OTHERWISE = "or remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
 _INNER = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
 _HANDLED = "_hf_zero_is_cut_with_its_layer"
-
-
-def model_in(model: nn.Module) -> nn.Module:
-    """The model that PEFT's stands around, or `model`."""
-    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    return found
 
 
 def layer_in(module: nn.Module) -> nn.Module:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, ProgramGroups, adopt
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
-from hf_zero.tensor.adapters import model_in
 
 _WANTED = "_hf_zero_tensor_wanted"
 _SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
@@ -78,6 +77,12 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
         raise WrongArgument(f"tp_model_init: tp_group has {group.size()} ranks, and tp_size is {tp_size}")
     vars(model)[_WANTED] = (tp_size, group)
     return model
+
+
+def model_in(model: nn.Module) -> nn.Module:
+    """The model that PEFT's stands around, or `model`."""
+    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return found
 
 
 def tensor_groups_given(model: nn.Module, mpu: Any = None) -> TensorGroups | None:

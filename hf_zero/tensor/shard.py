@@ -24,7 +24,6 @@ from hf_zero.tensor.adapters import (
     cut_outputs,
     cut_parameter,
     layer_in,
-    model_in,
     modules_in,
     note_handled,
     parameters_of,
@@ -32,6 +31,7 @@ from hf_zero.tensor.adapters import (
 )
 from hf_zero.tensor.exchange import enter, split
 from hf_zero.tensor.extents import Heads, Intervals, counts, even, heads, sizes_of
+from hf_zero.tensor.groups import model_in
 from hf_zero.tensor.plan import plan_of
 
 _SHARDED = "_hf_zero_tensor_size"

@@ -16,7 +16,7 @@ import hf_zero
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.engine_surface import SURFACE as ENGINE
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER
-from hf_zero.optim import FusedAdam
+from hf_zero.optim.adam import FusedAdam
 from hf_zero.step.optimizer import ZeroOptimizer
 from tests.support.ranks import run_ranks
 

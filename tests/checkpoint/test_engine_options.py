@@ -276,7 +276,7 @@ def test_a_failure_in_the_background_surfaces_at_the_next_step(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         engine.save_checkpoint(str(tmp_path))
-        engine._background_save._thread.join()  # type: ignore[union-attr]
+        engine._checkpoints().background._thread.join()  # type: ignore[union-attr]
     micro_steps = engine.micro_steps
     with pytest.raises(CheckpointError, match="global_step1: was not written: rank 0 could not write its files"):
         train(engine, 0, 1, range(1, 2))

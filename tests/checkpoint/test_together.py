@@ -15,7 +15,7 @@ import torch
 from hf_zero.checkpoint import consolidate, fp32, open_checkpoint, transaction
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.checkpoint.manifest import check_folder
-from hf_zero.data.indexed import IndexedRows, write_rows
+from hf_zero.extras.data_efficiency.indexed import IndexedRows, write_rows
 from hf_zero.staging import StagingFolder
 from tests.checkpoint.writer import Setting, example, write
 

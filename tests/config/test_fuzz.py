@@ -20,11 +20,11 @@ from hf_zero.config import (
     resolve,
 )
 from hf_zero.config.canonical import normalise
+from hf_zero.config.extras import whole_schema
 from hf_zero.config.fill import apply, drop_unfilled, fill, unfilled_autos
-from hf_zero.config.schema import Root
 from hf_zero.config.schema.names import all_paths
 
-PATHS = tuple(all_paths(Root))
+PATHS = tuple(all_paths(whole_schema()))
 
 scalars = st.one_of(
     st.none(),

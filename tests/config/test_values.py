@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import AutocastPolicy, CheckpointPolicy, ConfigError, LossScalePolicy, Resolved, resolve
-from hf_zero.config.schema import Root
+from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.names import all_paths, section_of, subsection, verdict_of
 
 from .test_autos import nested
@@ -273,9 +273,9 @@ def test_error_survives_pickling() -> None:
 
 
 def test_every_field_says_what_it_does() -> None:
-    for path in all_paths(Root):
+    for path in all_paths(whole_schema()):
         *parents, name = path.split(".")
-        section = section_of(Root, parents)
+        section = section_of(whole_schema(), parents)
         assert section is not None
         field, verdict = section.model_fields[name], verdict_of(section.model_fields[name])
         assert field.description, path

@@ -101,14 +101,14 @@ def test_the_tables_of_names_are_those_of_the_real_package(oracle: str) -> None:
 
 def test_names_are_the_objects_of_hf_zero(full: Site) -> None:
     code = """
-        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules, torch.distributed
+        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules.registry, torch.distributed
         from deepspeed import DeepSpeedEngine, comm
         from deepspeed.utils import logger
         answer = [
             deepspeed.initialize is hf_zero.initialize, DeepSpeedEngine is hf_zero.api.engine.ZeroEngine,
             isinstance(DeepSpeedEngine, type), deepspeed.init_distributed is comm.init_distributed,
             comm.all_reduce is torch.distributed.all_reduce, comm.get_rank is hf_zero.comm.get_rank,
-            deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.VALID_LR_SCHEDULES,
+            deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.registry.VALID_LR_SCHEDULES,
             logger.name == "hf_zero", comm.is_initialized() is False,
         ]
     """

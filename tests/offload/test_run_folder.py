@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.run_folder import RunFolder
 
 HOLDER = """

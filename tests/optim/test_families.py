@@ -12,15 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.optim import (
-    DeepSpeedCPUAdagrad,
-    DeepSpeedCPUAdam,
-    DeepSpeedCPULion,
-    FusedAdam,
-    FusedLamb,
-    FusedLion,
-    runs_natively,
-)
+from hf_zero.optim import runs_natively
+from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
+from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from hf_zero.optim.lamb import FusedLamb
+from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.traits import holds_whole_tensors
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.optim.shards import run_sharded

@@ -10,12 +10,12 @@ import pytest
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, load_config
-from hf_zero.planning import measure as measuring
+from hf_zero.extras.autotuning import measure as measuring
+from hf_zero.extras.autotuning.experiments import Experiment, Result
+from hf_zero.extras.autotuning.measure import measure
 from hf_zero.planning.candidates import Training, training_of
 from hf_zero.planning.choose import Plan, given_estimates, optimizer_size, plan
-from hf_zero.planning.experiments import Experiment, Result
 from hf_zero.planning.machine import hardware
-from hf_zero.planning.measure import measure
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.reasons import reasoning

@@ -20,17 +20,17 @@ from hf_zero.__main__ import main
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import TrainingView, resolve
-from hf_zero.planning import measure as measuring
+from hf_zero.extras.autotuning import measure as measuring
+from hf_zero.extras.autotuning.experiments import Experiment, Result
+from hf_zero.extras.autotuning.measure import measure
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
 from hf_zero.planning.choose import Plan
-from hf_zero.planning.experiments import Experiment, Result
-from hf_zero.planning.measure import measure
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, load_model, trace
 from hf_zero.planning.page import as_html
 from hf_zero.planning.reasons import reasoning
 from hf_zero.planning.show import as_dict, title
-from hf_zero.tensor import shard_model
+from hf_zero.tensor.shard import shard_model
 from tests.planning.material import config_folder, planned
 from tests.planning.test_memory import _sums, filled
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.__main__ import main
-from hf_zero.offload.nvme.requests import StorageError
+from hf_zero.offload.failures import StorageError
 from hf_zero.report import availability, drive, environment
 from hf_zero.report.availability import features
 from hf_zero.report.command import cli_main

@@ -13,7 +13,7 @@ from hf_zero import initialize
 from hf_zero.api.zero_init import Init
 from hf_zero.config import ConfigError, resolve
 from hf_zero.integration.compat import groups as answers
-from hf_zero.sequence import SequenceGroups, groups_given
+from hf_zero.sequence.groups import SequenceGroups, groups_given
 from tests.support.ranks import run_ranks
 
 BASE = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}

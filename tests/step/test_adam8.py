@@ -15,8 +15,7 @@ from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.kernels.dynamic8 import blocks_of, dequantize
 from hf_zero.offload.nvme.swap_store import SwappedVector
-from hf_zero.optim import AdamW8bit
-from hf_zero.optim.adam8 import Adam8Family
+from hf_zero.optim.adam8 import Adam8Family, AdamW8bit
 from tests.checkpoint.test_resume import run_resumed, run_uninterrupted
 from tests.checkpoint.training import new_engine, train
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train_run

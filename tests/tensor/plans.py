@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_zero.comm.tensor_parts import part_of, whole_shape
-from hf_zero.tensor import shard_model
+from hf_zero.tensor.shard import shard_model
 from tests.tensor.peculiar import CLASSES, INPUTS, MORE
 from tests.tensor.threads import ThreadCollectives, in_threads
 

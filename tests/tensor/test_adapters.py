@@ -23,9 +23,9 @@ from torch import nn
 
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.tensor_parts import part_of, whole_value
-from hf_zero.tensor import shard_model, tp_model_init
-from hf_zero.tensor.adapters import layer_in, model_in
-from hf_zero.tensor.groups import tensor_groups_given
+from hf_zero.tensor.adapters import layer_in
+from hf_zero.tensor.groups import model_in, tensor_groups_given, tp_model_init
+from hf_zero.tensor.shard import shard_model
 from tests.support.ranks import run_ranks
 from tests.tensor.lora import ATTENTION, adapted, lora, with_noise
 from tests.tensor.plans import build, compare_models, inputs_for, planned

@@ -11,15 +11,14 @@ from hf_zero.config.choices.arguments import (
     beta,
     betas,
     checked,
-    count,
     is_class_of,
     nearest,
     one_of,
     only,
-    steps,
     unknown_autos,
 )
 from hf_zero.config.errors import ABSENT, FEATURES_PAGE, Edit, Problem
+from hf_zero.config.extras import INSTALL, LAST_STAGE, ExtraMissing, OptimizerType, optimizer_names, optimizer_type
 from hf_zero.config.policies import OptimizerPolicy
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.schema.training import Optimizer
@@ -30,7 +29,6 @@ _TYPES = {
     for name in (
         "Adam", "AdamW", "Adam8bit", "AdamW8bit", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb",
         "Lion", "FusedLion", "CPULion", "DeepSpeedCPULion", "Muon", "Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad",
-        "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
     )
 }  # fmt: skip
 _UNSUPPORTED = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
@@ -41,9 +39,6 @@ _TORCH_TAKERS = {
     "eps": ("adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "sparseadam"),
 }
 _WITHOUT_DECAY = ("lbfgs", "rprop", "sparseadam")
-_LAST_STAGE = 3
-# The last stage that these work at; every other type works at all of them.
-_HIGHEST_STAGE = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
 
 
 def resolve_optimizer(
@@ -59,7 +54,7 @@ def resolve_optimizer(
     refusal = _optimizer_refusal(name)
     if refusal is not None:
         return None, [refusal]
-    canonical = _TYPES.get(name.lower(), name)
+    canonical = _canonical(name)
     table = _table(canonical, section.params or {})
     params, problems = checked("optimizer.params", section.params or {}, table)
     problems += unknown_autos("optimizer.params", autos, table)
@@ -68,7 +63,7 @@ def resolve_optimizer(
 
 def optimizer_takes(name: str, params: Mapping[str, object], argument: str) -> bool:
     """Whether the optimizer of this type, with these arguments beside it, takes lr, betas, eps or weight_decay."""
-    table = _table(_TYPES.get(name.lower(), name), params)
+    table = _table(_canonical(name), params)
     if table is not None:
         return argument in table
     if argument == "weight_decay":
@@ -81,6 +76,12 @@ def is_adam(name: str) -> bool:
     return _TYPES.get(name.lower(), name) in _PLAIN_ADAMS
 
 
+def _canonical(name: str) -> str:
+    """The type as it is spelled."""
+    added = _added(name)
+    return _TYPES.get(name.lower(), name) if added is None else added.name
+
+
 def _optimizer_refusal(name: str) -> Problem | None:
     known = _UNSUPPORTED.get(name.lower())
     if known is not None:
@@ -88,8 +89,12 @@ def _optimizer_refusal(name: str) -> Problem | None:
         return Problem("optimizer.type", name, f"the {known} optimizer is not supported yet", fix)
     if not name.isidentifier():
         return Problem("optimizer.type", name, "must be the name of an optimizer", 'for example "AdamW" or "SGD"')
-    if name.lower() not in _TYPES and not is_class_of("torch.optim", name, OPTIMIZERS):
-        right = nearest(name, (*_TYPES.values(), *OPTIMIZERS))
+    try:
+        is_there = _is_known(name) or optimizer_type(name) is not None
+    except ExtraMissing as error:
+        return Problem("optimizer.type", name, str(error), f"{INSTALL}, or use another optimizer")
+    if not is_there:
+        right = nearest(name, (*_TYPES.values(), *optimizer_names(), *OPTIMIZERS))
         rule = "is neither one of our optimizers nor a class of torch.optim"
         fix = f'did you mean "{right}"?' if right else 'write it exactly as torch.optim does, for example "SGD"'
         edit = Edit(("optimizer", "type"), value=right) if right else None
@@ -97,37 +102,34 @@ def _optimizer_refusal(name: str) -> Problem | None:
     return None
 
 
-def highest_stage(name: str) -> int:
-    """The last stage at which the optimizer of this type works."""
-    return _HIGHEST_STAGE.get(name.lower(), _LAST_STAGE)
+def _added(name: str) -> OptimizerType | None:
+    """The type, where it is one of an extra that is there."""
+    try:
+        return None if _is_known(name) else optimizer_type(name)
+    except ExtraMissing:
+        return None  # said where the section is resolved
+
+
+def _is_known(name: str) -> bool:
+    """To the core, or to torch."""
+    return name.lower() in _TYPES or is_class_of("torch.optim", name, OPTIMIZERS)
 
 
 def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
-    """The 1-bit optimizers average gradients themselves, whole: not every stage has them so."""
+    """Not every optimizer works at every stage: some average gradients themselves, whole."""
     name = section.type if section is not None else None
-    highest = highest_stage(name or "")
-    if stage <= highest or highest == _LAST_STAGE:  # a stage that does not exist is reported by itself
+    added = _added(name) if name is not None else None
+    highest = LAST_STAGE if added is None else added.highest_stage
+    if stage <= highest or highest == LAST_STAGE:  # a stage that does not exist is reported by itself
         return None
     rule = f"{name} works {'at stages 0 and 1' if highest else 'at stage 0'}, and this config has stage {stage}"
     return Problem("optimizer.type", name, rule, f'set zero_optimization.stage to {highest}, or use "AdamW"')
 
 
-_no_amsgrad = only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
+no_amsgrad = only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
 _not_by_head = only(False, "is not supported: a matrix is made orthogonal as a whole")
-_not_published = only(False, "is not part of the published algorithm; DeepSpeed ignores it")
 _always_true = only(True, "is always true here")
 _newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')
-_backend = one_of(
-    ("nccl", "mpi", "hccl", "compressed"),
-    'must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)',
-)
-
-
-def _above_zero(value: object) -> float:
-    number = at_least_zero(value)
-    if not number:
-        raise ValueError("must be above 0")
-    return number
 
 
 def _block_size(value: object) -> int:
@@ -147,7 +149,7 @@ _ADAM: dict[str, Check] = {
 _OUR_ADAM: dict[str, Check] = {
     **_ADAM,
     "bias_correction": as_flag,
-    "amsgrad": _no_amsgrad,
+    "amsgrad": no_amsgrad,
     "set_grad_none": _always_true,
     "fp32_optimizer_states": _always_true,
 }
@@ -171,12 +173,12 @@ _LAMB: dict[str, Check] = {
     "eps_inside_sqrt": as_flag,
     "max_coeff": at_least_zero,
     "min_coeff": at_least_zero,
-    "amsgrad": _no_amsgrad,
+    "amsgrad": no_amsgrad,
 }
 _LION: dict[str, Check] = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay")}
 _CPU_ADAGRAD: dict[str, Check] = {
     **{name: _ADAM[name] for name in ("lr", "eps", "weight_decay")},
-    "amsgrad": _no_amsgrad,
+    "amsgrad": no_amsgrad,
     "fp32_optimizer_states": _always_true,
 }
 _MUON: dict[str, Check] = {
@@ -186,25 +188,6 @@ _MUON: dict[str, Check] = {
     "adam_w_mode": as_flag,
     "ns_method": _newton_schulz,
     "per_head_muon": _not_by_head,
-}
-_ONE_BIT: dict[str, Check] = {
-    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay")},
-    **dict.fromkeys(("bias_correction", "eps_inside_sqrt"), _not_published),
-    "amsgrad": _no_amsgrad,
-    "cuda_aware": as_flag,
-    "comm_backend_name": _backend,
-}
-_ONE_BIT_LAMB: dict[str, Check] = {
-    **_ONE_BIT,
-    **dict.fromkeys(("max_coeff", "min_coeff"), at_least_zero),
-    **dict.fromkeys(("factor_max", "factor_min", "factor_threshold"), _above_zero),
-    "freeze_step": count,
-    "coeff_beta": beta,
-}
-_ZERO_ONE_ADAM: dict[str, Check] = {
-    **_ONE_BIT,
-    "var_freeze_step": count,
-    **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), steps),
 }
 _TABLES: dict[str, dict[str, Check]] = {
     "Adam8bit": _ADAM_8BIT,
@@ -219,16 +202,14 @@ _TABLES: dict[str, dict[str, Check]] = {
     "CPULion": {**_LION, "fp32_optimizer_states": _always_true},
     "DeepSpeedCPULion": {**_LION, "fp32_optimizer_states": _always_true},
     "Muon": _MUON,
-    "OneBitAdam": {**_ONE_BIT, "freeze_step": count},
-    "OneBitLamb": _ONE_BIT_LAMB,
-    "ZeroOneAdam": _ZERO_ONE_ADAM,
     "CPUAdagrad": _CPU_ADAGRAD,
     "DeepSpeedCPUAdagrad": _CPU_ADAGRAD,
 }
 
 
-def _table(name: str, params: Mapping[str, object]) -> dict[str, Check] | None:
+def _table(name: str, params: Mapping[str, object]) -> Mapping[str, Check] | None:
     """The arguments that a type takes; None: the class itself checks them."""
     if name in ("Adam", "AdamW"):
         return _TORCH_ADAM if params.get("torch_adam") in (True, "true") else _OUR_ADAM
-    return _TABLES.get(name)
+    added = _added(name)
+    return _TABLES.get(name) if added is None else added.arguments

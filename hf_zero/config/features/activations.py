@@ -1,4 +1,4 @@
-"""From the section `activation_checkpointing` to its policy."""
+"""From the sections of the core's training-time features to their policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.errors import ConfigError, Edit, Problem, Remark
-from hf_zero.config.features.policies import ActivationsPolicy
+from hf_zero.config.policies import ActivationsPolicy, FeaturesPolicy
+from hf_zero.config.schema import Root
+from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import ActivationCheckpointing
 from hf_zero.config.validate import validate
 
@@ -35,6 +37,13 @@ def activations_policy(section: ActivationCheckpointing) -> ActivationsPolicy:
         synchronize=section.synchronize_checkpoint_boundary,
         profile=section.profile,
     )
+
+
+def resolve_features(config: Root, remarks: list[Remark]) -> FeaturesPolicy:
+    """What has no effect is added to `remarks`."""
+    own = config.hf_zero or HfZero()
+    activations = resolve_activations(config.activation_checkpointing, remarks)
+    return FeaturesPolicy(activations=activations, tiled_mlp=own.tiled_mlp, tiled_loss=own.tiled_loss)
 
 
 def resolve_activations(section: ActivationCheckpointing | None, remarks: list[Remark]) -> ActivationsPolicy | None:

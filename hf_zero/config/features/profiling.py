@@ -94,6 +94,11 @@ class ProfilingPolicy:
     trace: TracePolicy | None = None
 
     @property
+    def is_on(self) -> bool:
+        """How often tables are printed asks for none."""
+        return self != ProfilingPolicy(table_every=self.table_every)
+
+    @property
     def has_monitors(self) -> bool:
         return any((self.tensorboard, self.csv, self.wandb, self.comet))
 

@@ -123,6 +123,11 @@ def _parsed(value: numbers.Real | str, rule: str) -> int | float:
         raise ValueError(rule) from None
 
 
+def as_lower(value: object) -> object:
+    """Text in lower case; anything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
 def as_flag(value: object) -> bool:
     """true and false, also as text in any case."""
     if isinstance(value, bool):

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from hf_zero.config.schema.compression import Compression, Distillation
-from hf_zero.config.schema.data import (
-    CurriculumLearning,
-    DataEfficiency,
-    Elasticity,
-    ProgressiveLayerDrop,
-    SparseAttention,
-)
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,
@@ -23,6 +15,7 @@ from hf_zero.config.schema.fields import (
     Positive,
     PositiveNumber,
     Section,
+    as_lower,
     as_whole,
     check,
     detail,
@@ -44,7 +37,6 @@ from hf_zero.config.schema.profiling import (
 from hf_zero.config.schema.training import (
     ActivationCheckpointing,
     Aio,
-    Autotuning,
     Checkpoint,
     Optimizer,
     Scheduler,
@@ -58,10 +50,6 @@ _NO_EXPERTS = "expert parallelism is not supported; stage 3 shards experts as it
 def _as_interval(value: object) -> object:
     # Accelerate writes float infinity for "never".
     return None if value is None or (isinstance(value, float) and value == math.inf) else as_whole(value)
-
-
-def _lowered(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _as_shard_group(value: object) -> object:
@@ -82,10 +70,10 @@ def _as_hops(value: object) -> object:
 
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
 GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
-Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(_lowered)]
+Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(as_lower)]
 Hops = Annotated[Literal["auto", 1, 2], BeforeValidator(_as_hops)]
 ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
-Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lowered)]
+Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(as_lower)]
 
 
 # Made by a call, because the key is a keyword of Python and cannot be written as a field of a class.
@@ -170,11 +158,12 @@ class HfZero(Section):
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
-    distillation: Distillation | None = detail(None, "A teacher's part in the loss.")
 
 
 class Root(Section):
-    """The whole config."""
+    """The whole config; with sections of extras it is one of the classes that `hf_zero.config.extras` makes of it."""
+
+    extras: ClassVar[tuple[Any, ...]] = ()  # those whose sections a config of this class may have
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
     train_micro_batch_size_per_gpu: Positive | None = supported(
@@ -205,7 +194,7 @@ class Root(Section):
     seq_parallel_communication_data_type: Dtype | None = supported(
         None, "The same where several ranks share a sequence; unset: as `communication_data_type` says."
     )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lowered)] = supported(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(as_lower)] = supported(
         "mean", "Mean or sum of the ranks' gradients."
     )
     prescale_gradients: Flag = supported(
@@ -257,14 +246,6 @@ class Root(Section):
     csv_monitor: CsvMonitor | None = detail(None, "Monitor.")
     wandb: WandB | None = detail(None, "Monitor.")
     comet: Comet | None = detail(None, "Monitor.")
-
-    autotuning: Autotuning | None = detail(None, "Search for the fastest stage and batch (docs/planning.md).")
-    data_efficiency: DataEfficiency | None = detail(None, "Sampling and token dropping (docs/data_efficiency.md).")
-    curriculum_learning: CurriculumLearning | None = detail(None, "Short sequences first (docs/data_efficiency.md).")
-    sparse_attention: SparseAttention | None = detail(None, "Sparse attention (docs/sparse_attention.md).")
-    compression_training: Compression | None = detail(None, "Quantisation, pruning and layer reduction.")
-    elasticity: Elasticity | None = detail(None, "Batch sizes for many numbers of ranks (docs/elasticity.md).")
-    progressive_layer_drop: ProgressiveLayerDrop | None = detail(None, "Layers left out (docs/data_efficiency.md).")
     eigenvalue: Free | None = unsupported(
         None,
         "Eigenvalues of the Hessian.",

@@ -16,7 +16,7 @@ from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.config.features.activations import read_activations
-from hf_zero.config.features.policies import ActivationsPolicy
+from hf_zero.config.policies import ActivationsPolicy
 from hf_zero.config.reading.load import load_config
 from hf_zero.integration.compat.logs import warning_once
 from hf_zero.integration.compat.random_states import with_named_states

@@ -10,9 +10,9 @@ from hf_zero.config import CommsPolicy
 from hf_zero.config.features.profiling import comms_policy
 from hf_zero.config.objects import ConfigView
 from hf_zero.config.schema.profiling import CommsLogger as Section
+from hf_zero.features import ASKED
 from hf_zero.log import announce, log_dist
 from hf_zero.profiling.comms_log import CommsLog, straggler_table, stragglers, summary, table
-from hf_zero.profiling.feature import CONFIGURED
 from hf_zero.profiling.recorder import Recorder
 from hf_zero.spans import SPANS
 
@@ -39,7 +39,7 @@ def configure(
         section = ConfigView(given_config, this_process().size).comms_logger
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     changed = {name: value for name, value in given.items() if value is not None}
-    CONFIGURED["comms"] = comms_policy((section or Section()).model_copy(update=changed))
+    ASKED["comms"] = comms_policy((section or Section()).model_copy(update=changed))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

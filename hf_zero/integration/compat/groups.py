@@ -30,8 +30,8 @@ def _given(name: str) -> Any:
     """A function of the mpu that a program has assigned, else of our own sequence groups; None: neither has it."""
     if mpu is not None:
         return getattr(mpu, name, None)
-    from hf_zero.sequence import current_groups
-    from hf_zero.tensor import current_tensor_groups
+    from hf_zero.sequence.groups import current_groups
+    from hf_zero.tensor.groups import current_tensor_groups
 
     return getattr(current_groups() or current_tensor_groups(), name, None)
 

@@ -25,9 +25,13 @@ _BUILDERS = "ops.op_builder"  # every module below it has all builders
 
 @functools.cache
 def all_homes() -> Mapping[str, Homes]:
-    """homes.json, by module path without `deepspeed.`."""
-    table = json.loads(Path(__file__).with_name("homes.json").read_text(encoding="utf-8"))
-    return {module: dict(_entries(row)) for module, row in table.items()}
+    """homes.json, and that of every extra that is there, by module path without `deepspeed.`."""
+    here = Path(__file__)
+    found: dict[str, Homes] = {}
+    for path in (here.with_name("homes.json"), *sorted(here.parents[2].glob("extras/*/homes.json"))):
+        for module, row in json.loads(path.read_text(encoding="utf-8")).items():
+            found.setdefault(module, {}).update(_entries(row))
+    return found
 
 
 def _entries(row: Mapping[str, str]) -> list[tuple[str, str]]:

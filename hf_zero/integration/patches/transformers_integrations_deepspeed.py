@@ -21,6 +21,7 @@ from hf_zero.comm import collectives_for, local_device, set_timeout, this_proces
 from hf_zero.config import ConfigError, Problem, Views, examine
 from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
+from hf_zero.config.extras import schema_for
 from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.device.host_heap import trim
 from hf_zero.integration.huggingface.packed_experts import in_one_go
@@ -52,7 +53,7 @@ def around_process(original: Callable[..., None]) -> Callable[..., None]:
     """Instead of the first phase of Trainer's filling: all contradictions at once, before weights load."""
 
     def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
-        _take_elastic_sizes(self.config, args)
+        _take_decided_sizes(self.config, args)
         try:
             views = Views(
                 world_size=args.world_size,
@@ -80,19 +81,19 @@ def _sequence_size(args: Any) -> int | None:
     return sequence_size(getattr(args, "parallelism_config", None), os.environ)
 
 
-def _take_elastic_sizes(config: dict[str, Any], args: Any) -> None:
-    """With elasticity in ds.json, Trainer's batch sizes are those that go with this number of ranks."""
-    section = config.get("elasticity")
-    if not isinstance(section, Mapping) or not section.get("enabled"):
-        return
+def _take_decided_sizes(config: dict[str, Any], args: Any) -> None:
+    """Where a section of ds.json decides batch sizes (elasticity), Trainer's are those."""
     world = getattr(args, "world_size", 1)
-    batch = examine({"elasticity": section}, Views(world_size=world), complete=False).batch
+    sections = {own.path for extra in schema_for(config)[0].extras if extra.sizes is not None for own in extra.sections}
+    alone = {path: config[path] for path in sections & config.keys()}
+    batch = examine(alone, Views(world_size=world), complete=False).batch if alone else None
     if batch is None:
         return  # what is wrong with it is said with everything else
     args.per_device_train_batch_size = batch.micro_batch_size
     args.gradient_accumulation_steps = batch.accumulation_steps
     logger.info(
-        "elasticity: %d ranks make %d x %d x %d = %d samples per update",
+        "%s: %d ranks make %d x %d x %d = %d samples per update",
+        ", ".join(alone),
         world,
         batch.micro_batch_size,
         batch.accumulation_steps,

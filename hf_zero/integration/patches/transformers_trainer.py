@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.loading import load_whole
-from hf_zero.data.sampling import sampler_for
+from hf_zero.config.extras import services_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
 from hf_zero.integration.huggingface.samples import ranks_per_sample
 from hf_zero.integration.huggingface.update_tokens import (
@@ -156,7 +156,9 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, train_dataset)
         args = self.args
         total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
-        sampler = sampler_for(plugin.deepspeed_config, len(dataset), total)
+        makers = services_for(plugin.deepspeed_config, "train_sampler")
+        made = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
+        sampler = next((sampler for sampler in made if sampler is not None), None)
         if sampler is None:
             return original(self, train_dataset)
         strategy = getattr(args, "train_sampling_strategy", "random")

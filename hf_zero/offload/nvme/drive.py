@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from hf_zero.config import FilePolicy
-from hf_zero.offload.nvme.requests import FileAccess, Requests, StorageError
+from hf_zero.offload.failures import StorageError
+from hf_zero.offload.nvme.requests import FileAccess, Requests
 from hf_zero.offload.nvme.run_folder import RunFolder
 from hf_zero.offload.nvme.swap_file import SwapFile
 from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore

@@ -21,13 +21,10 @@ from queue import SimpleQueue
 
 from hf_zero.config import FilePolicy
 from hf_zero.device.pinned import round_to_page
+from hf_zero.offload.failures import StorageError
 from hf_zero.spans import SPANS
 
 _Job = Callable[[], None]
-
-
-class StorageError(RuntimeError):
-    """A file that training lives on cannot be read or written."""
 
 
 class FileAccess:

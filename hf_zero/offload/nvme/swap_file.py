@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hf_zero.device.pinned import round_to_page
 from hf_zero.log import logger
-from hf_zero.offload.nvme.requests import Completion, Piece, Requests, StorageError
+from hf_zero.offload.failures import StorageError
+from hf_zero.offload.nvme.requests import Completion, Piece, Requests
 from hf_zero.offload.nvme.run_folder import RunFolder
 
 

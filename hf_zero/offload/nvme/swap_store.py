@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import host_empty, round_to_page
-from hf_zero.offload.nvme.requests import Completion, StorageError
+from hf_zero.offload.failures import StorageError
+from hf_zero.offload.nvme.requests import Completion
 from hf_zero.offload.nvme.swap_file import SwapFile
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector

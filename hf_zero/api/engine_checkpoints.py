@@ -1,0 +1,101 @@
+"""An engine's checkpoints: what is asked of `hf_zero.checkpoint.service`, and where training goes on from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from hf_zero.api.engine_gradients import MicroBatches
+from hf_zero.checkpoint import service as checkpoint
+from hf_zero.checkpoint.background import BackgroundSave
+from hf_zero.checkpoint.subject import ModelSubject, Subject
+from hf_zero.checkpoint.view import CheckpointView
+
+
+class EngineCheckpoints:
+    """Saves and loads for one engine; `ZeroEngine` says what the arguments mean.
+
+    Attributes:
+        background: the save that goes on beside training.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.background = BackgroundSave()
+        self._engine: Any = weakref.proxy(engine)
+
+    def save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen: bool,
+    ) -> None:
+        """Collective."""
+        engine = self._engine
+        request = checkpoint.SaveRequest(
+            save_dir, tag or f"global_step{engine.global_steps}", save_latest, exclude_frozen
+        )
+        run = checkpoint.RunState(
+            stage=engine.settings.resolved.zero.stage,
+            world=engine.groups.shard.size,
+            global_steps=engine.global_steps,
+            skipped_steps=engine.skipped_steps,
+            global_samples=engine.global_samples,
+            lr_scheduler=engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+            config=engine.config,
+            client_state=client_state or {},
+            features=engine.training_features.state_dict(),
+            tensor_size=engine.groups.tensor.size,
+        )
+        with engine.phases.phase("save"):
+            policy = engine.settings.resolved.checkpoint
+            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self.background)
+
+    def load(
+        self,
+        load_dir: str,
+        tag: str | None,
+        *,
+        strict: bool,
+        with_optimizer: bool,
+        with_run: bool,
+        with_schedule: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Collective. `with_run`: counters, loss scale, features and schedule, too."""
+        self.background.wait()
+        request = checkpoint.LoadRequest(load_dir, tag, strict, with_optimizer)
+        policy = self._engine.settings.resolved.checkpoint
+        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, policy)
+        if view is None:
+            return None, None
+        if with_run:
+            self._continue_from(view, with_schedule=with_schedule)
+        return str(view.folder.path), view.client_state()
+
+    def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
+        engine = self._engine
+        counters = checkpoint.Counters.of(view, engine.settings.samples_per_update())
+        engine.global_steps, engine.skipped_steps = counters.global_steps, counters.skipped_steps
+        engine.global_samples = counters.global_samples
+        engine.gradients.micro_batches = MicroBatches(
+            engine.global_steps * engine.settings.gradient_accumulation_steps()
+        )
+        if view.scaler and engine.gradients.assembly is not None:
+            engine.gradients.assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
+        state = checkpoint.scheduler_state(view)
+        if with_schedule and engine.lr_scheduler is not None and state is not None:
+            engine.lr_scheduler.load_state_dict(state)
+        engine.training_features.load_state_dict(checkpoint.feature_states(view), engine.training_progress)
+
+    def _subject(self, caller: str) -> ModelSubject:
+        engine = self._engine
+        engine.gradients.bring_back()
+        if engine.is_destroyed:
+            raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
+        engine.gradients.settle()
+        assembly, store = engine.gradients.assembly, engine.module_view.store
+        if assembly is None:
+            return ModelSubject(engine.module, store, engine.groups, engine.settings.resolved)
+        return Subject(engine.module, store, engine.groups, engine.settings.resolved, assembly)

@@ -1,1 +1,0 @@
-"""Smaller models: fewer bits, fewer weights, fewer layers."""

@@ -1,1 +1,0 @@
-"""What becomes of a compressed model after training: cut, counted, saved."""

@@ -1,0 +1,281 @@
+"""Extras: what few configs ask for, each with sections, rules, policy and code of its own, imported when asked for.
+
+An extra is a package that has an `EXTRA`. `ASKED_BY` names ours by what in a config asks for them: the path of a
+section, or an optimizer's type. Those of other packages are named the same way, by entry points of one group:
+
+    [project.entry-points."hf_zero.extras"]
+    my_section = "my_package.extra:EXTRA"
+    "optimizer.MyOptimizer" = "my_package.extra:EXTRA"
+
+Nothing else of hf_zero names an extra: whoever needs one asks here, and gets it or an error that says which is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydantic import create_model
+
+from hf_zero.config.choices.arguments import Check
+from hf_zero.config.errors import Problem, Remark
+from hf_zero.config.policies import BatchPolicy
+from hf_zero.config.schema.fields import Section, detail
+from hf_zero.config.schema.root import HfZero, Root
+
+_PACKAGE = "hf_zero.extras"
+_GROUP = "hf_zero.extras"
+_OPTIMIZER = "optimizer."
+LAST_STAGE = 3
+INSTALL = "install it (hf_zero's own come with the whole package)"
+
+# What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order. What begins with
+# "service." is asked for by a command.
+ASKED_BY: dict[str, str] = {
+    "curriculum_learning": "data_efficiency",
+    "data_efficiency": "data_efficiency",
+    "progressive_layer_drop": "data_efficiency",
+    "sparse_attention": "sparse_attention",
+    "compression_training": "compression",
+    "hf_zero.distillation": "compression",
+    "elasticity": "elasticity",
+    "autotuning": "autotuning",
+    "optimizer.OneBitAdam": "one_bit",
+    "optimizer.OneBitLamb": "one_bit",
+    "optimizer.ZeroOneAdam": "one_bit",
+    "service.tune": "autotuning",
+    "service.measure": "autotuning",
+}
+
+
+class ExtraMissing(ImportError):
+    """An extra that is asked for is not there."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the extra {name!r} is not installed ({reason})")
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSection:
+    """A section of ds.json; `path` is a key of the top level, or `hf_zero.KEY`."""
+
+    path: str
+    kind: type[Section]
+    doc: str
+
+
+@dataclass(slots=True)
+class Examined:
+    """What there is to say of an extra's sections; no policy where they ask for nothing, or have problems."""
+
+    problems: list[Problem] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    policy: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The batch sizes of a config whose extra decides them; none where it has problems."""
+
+    batch: BatchPolicy | None = None
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerType:
+    """A type of the optimizer section.
+
+    Attributes:
+        name: as it is spelled; found in any case.
+        arguments: what `params` may have, with what checks each.
+        highest_stage: the last ZeRO stage at which it works.
+        made_by: "module:class" of the torch optimizer.
+    """
+
+    name: str
+    arguments: Mapping[str, Check]
+    made_by: str
+    highest_stage: int = LAST_STAGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extra:
+    """What an extra tells the core. Its package is imported by those who only look at a config: without torch.
+
+    Attributes:
+        sections: of ds.json.
+        examine: looks at a whole config; a section that is not there, or wrong as a whole, is None. Features are made
+            where there is a policy.
+        features: "module:function" of model and `Resolved`, which returns a TrainingFeature or None.
+        sizes: decides batch sizes by config, number of data ranks, whether the author has written the value at a path,
+            and ranks per tensor group; None where the config leaves them alone.
+        optimizers: types of the optimizer section.
+        services: what else the core calls by a name of its own -> "module:function".
+    """
+
+    name: str
+    sections: tuple[OwnSection, ...] = ()
+    examine: Callable[[Root], Examined] | None = None
+    features: tuple[str, ...] = ()
+    sizes: Callable[[Root, int, Callable[[str], bool], int], Sizes | None] | None = None
+    optimizers: tuple[OptimizerType, ...] = ()
+    services: Mapping[str, str] = field(default_factory=dict)
+
+
+def loaded(target: str) -> Any:
+    """The object at "module:name"."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+def extra_named(name: str) -> Extra:
+    """One of ours.
+
+    Raises:
+        ExtraMissing: its package is not there.
+    """
+    try:
+        found: Extra = import_module(f"{_PACKAGE}.{name}").EXTRA
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{_PACKAGE}.{name}".startswith(error.name):
+            raise  # something that it needs is missing, which is another matter
+        raise ExtraMissing(name, f"there is no {_PACKAGE}.{name}") from None
+    return found
+
+
+def extra_asked_by(key: str) -> Extra | None:
+    """The extra that has this section or `optimizer.TYPE`; None: none has.
+
+    Raises:
+        ExtraMissing: it is not there.
+    """
+    known = next((asking for asking in ASKED_BY if asking.lower() == key.lower()), None)
+    if known is not None:
+        return extra_named(ASKED_BY[known])
+    entry = _others().get(key.lower())
+    if entry is None:
+        return None
+    try:
+        found: Extra = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ExtraMissing(entry.name, f"{entry.value}: {error}") from error
+    return found
+
+
+@functools.cache
+def _others() -> dict[str, EntryPoint]:
+    """Those of other packages; looking takes milliseconds, and is done for a key that nobody else knows."""
+    return {entry.name.lower(): entry for entry in entry_points(group=_GROUP)}
+
+
+def service(name: str) -> Any:
+    """What an extra does for a command.
+
+    Raises:
+        ExtraMissing: it is not there.
+    """
+    extra = extra_asked_by(f"service.{name}")
+    assert extra is not None, "the table says whose it is"
+    return loaded(extra.services[name])
+
+
+def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
+    """What the extras that a config asks for do under this name."""
+    for extra in schema_for(tree)[0].extras:
+        if name in extra.services:
+            yield loaded(extra.services[name])
+
+
+def is_section(key: str) -> bool:
+    """Whether an extra, there or not, has this key of the top level."""
+    return key in ASKED_BY or key.lower() in _others()  # no service: those have a dot, keys of the top level none
+
+
+def section_names() -> tuple[str, ...]:
+    """Keys of the top level that our extras have."""
+    return tuple(key for key in ASKED_BY if "." not in key)
+
+
+def optimizer_type(name: str) -> OptimizerType | None:
+    """The type that an extra adds; None: none does.
+
+    Raises:
+        ExtraMissing: the extra is not there.
+    """
+    extra = extra_asked_by(_OPTIMIZER + name)
+    types = () if extra is None else extra.optimizers
+    return next((each for each in types if each.name.lower() == name.lower()), None)
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Of the types that our extras add, whether they are there or not."""
+    return tuple(key.removeprefix(_OPTIMIZER) for key in ASKED_BY if key.startswith(_OPTIMIZER))
+
+
+def installed() -> tuple[Extra, ...]:
+    """Those of ours that are there."""
+    return tuple(_installed(dict.fromkeys(ASKED_BY.values())))
+
+
+def _installed(names: Iterable[str]) -> Iterator[Extra]:
+    for name in names:
+        try:
+            yield extra_named(name)
+        except ExtraMissing:
+            continue
+
+
+def sections_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every section in a config that only an extra can know."""
+    own = tree.get("hf_zero")
+    for path, value in tree.items():
+        if isinstance(path, str) and path not in Root.model_fields and is_section(path):
+            yield path, value
+    for key, value in own.items() if isinstance(own, Mapping) else ():
+        if isinstance(key, str) and key not in HfZero.model_fields and is_section(f"hf_zero.{key}"):
+            yield f"hf_zero.{key}", value
+
+
+def schema_for(tree: Mapping[str, Any]) -> tuple[type[Root], list[Problem]]:
+    """The schema with the sections that `tree` asks for, and a problem for each whose extra is missing."""
+    asked: set[Extra | None] = set()
+    problems = []
+    for path, value in sections_in(tree):
+        if value is None:
+            continue
+        try:
+            asked.add(extra_asked_by(path))
+        except ExtraMissing as error:
+            problems.append(Problem(path, value, str(error), f"{INSTALL}, or remove the section"))
+    ours = [name for name in dict.fromkeys(ASKED_BY.values()) if name in {extra.name for extra in asked if extra}]
+    extras = tuple(extra_named(name) for name in ours)
+    others = sorted((extra for extra in asked if extra and extra not in extras), key=lambda extra: extra.name)
+    return schema_with((*extras, *others)), problems
+
+
+def whole_schema() -> type[Root]:
+    """With the sections of all our extras that are there: for pages, and for what a wrong key may have meant."""
+    return schema_with(installed())
+
+
+@functools.cache
+def schema_with(extras: tuple[Extra, ...]) -> type[Root]:
+    """The core's sections and those of `extras`, which every config of this class has in `extras`."""
+    if not extras:
+        return Root
+    fields: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
+    for section in (section for extra in extras for section in extra.sections):
+        parent, _, key = section.path.rpartition(".")
+        (ours if parent == "hf_zero" else fields)[key] = (section.kind | None, detail(None, section.doc))
+    if ours:
+        own = create_model("HfZero", __base__=HfZero, __doc__=HfZero.__doc__, **ours)
+        fields["hf_zero"] = (own | None, detail(None, Root.model_fields["hf_zero"].description or ""))
+    schema = create_model("Root", __base__=Root, __doc__=Root.__doc__, **fields)
+    schema.extras = extras
+    return schema

@@ -1,1 +1,0 @@
-"""What a training sees when: curricula, samplers, analysis of data sets, batches by tokens."""

@@ -1,0 +1,124 @@
+"""`plan --measure N`: the N most promising candidates, a few steps each, through the real launcher."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_zero.config import ConfigError, Problem
+from hf_zero.extras.autotuning.experiments import Experiment, Result, run_experiment
+from hf_zero.planning.choose import Estimate, Plan
+
+PROFILE = (2, 5)  # updates before and after which a trial is timed
+MODULE = "hf_zero.extras.autotuning.trial_run"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One candidate, estimated and run."""
+
+    estimate: Estimate
+    result: Result
+    tokens_per_s: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.estimate.candidate.name,
+            "outcome": self.result.outcome,
+            "reason": self.result.reason,
+            "tokens_per_second": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """A plan whose choice is the fastest that was run."""
+
+    plan: Plan
+    found: tuple[Measured, ...]
+
+    def as_list(self) -> list[dict[str, Any]]:
+        return [each.as_dict() for each in self.found]
+
+    def show(self) -> None:
+        if self.found:
+            show_measured(self.plan, self.found)
+
+
+def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
+    """`measure`, and what follows from it."""
+    found = measure(plan, number, folder)
+    return MeasuredPlan(ranked(plan, found), found)
+
+
+def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
+    """Run the `number` fastest by estimate of those that fit (and the user's own before them), on this machine, and
+    leave all of it in `folder`.
+
+    Raises:
+        ConfigError: for a plan of several hosts.
+    """
+    if plan.hardware.hosts > 1:
+        rule = "runs happen on this host alone"
+        fix = "leave out --nodes, or use hf-zero launch --autotuning with a hostfile"
+        raise ConfigError(Problem("--measure", number, rule, fix))
+    fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: each.seconds)
+    chances = [*(each for each in plan.yours if each.fits), *fitting[:number]]
+    return tuple(_measured(plan, each, folder) for each in chances)
+
+
+def _measured(plan: Plan, each: Estimate, folder: Path) -> Measured:
+    result = run_experiment(experiment_of(plan, each, folder), folder, profile=PROFILE)
+    rate = result.metrics.get("throughput")
+    return Measured(each, result, None if rate is None else rate * plan.training.length)
+
+
+def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
+    """The trial of a candidate: all "auto" filled in, since no Trainer does it."""
+    training = plan.training
+    config: dict[str, Any] = {key: value for key, value in each.config.items() if key != "scheduler"}
+    config |= {"train_micro_batch_size_per_gpu": training.micro_batch, "train_batch_size": "auto"}
+    config |= {"gradient_accumulation_steps": training.accumulation, "gradient_clipping": training.clip}
+    if training.precision != "fp32":
+        config[training.precision] = {"enabled": True}
+    config["optimizer"] = {"type": training.optimizer, "params": {"lr": 1e-5}}
+    config["train_batch_size"] = training.micro_batch * training.accumulation
+    config["train_batch_size"] *= plan.hardware.ranks // training.sequence_parallel
+    folder.mkdir(parents=True, exist_ok=True)
+    model = (folder / "model.json").resolve()
+    model.write_text(json.dumps(plan.model.config.to_dict(), default=str), encoding="utf-8")
+    words = ["--num_gpus", str(plan.hardware.per_host), "--module", MODULE, "--deepspeed", "ds.json"]
+    place = len(words) - 1
+    words += ["--model", str(model), "--length", str(training.length), "--lora-rank", str(plan.model.lora_rank)]
+    words += ["--updates", str(PROFILE[1])] + ["--checkpointing"] * each.candidate.checkpointing
+    return Experiment(each.candidate.short, config, tuple(words), place)
+
+
+def ranked(plan: Plan, found: Sequence[Measured]) -> Plan:
+    """The plan with the fastest measured one as its choice."""
+    known = [each for each in found if each.tokens_per_s is not None]
+    if not known:
+        return replace(plan, chosen=None, refused=(*plan.refused, "no trial has run to its end"))
+    return replace(plan, chosen=max(known, key=lambda each: each.tokens_per_s or 0.0).estimate)
+
+
+def show_measured(plan: Plan, found: Sequence[Measured]) -> None:
+    """The table, for people."""
+    table = Table(title="measured on this machine", title_justify="left")
+    for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
+        table.add_column(name)
+    for each in found:
+        style = "bold green" if each.estimate is plan.chosen else ""
+        rate = "" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}"
+        said = f"{each.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"
+        row = (each.estimate.candidate.name, each.result.outcome, rate, said, escape(each.result.reason))
+        table.add_row(*row, style=style)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(table)

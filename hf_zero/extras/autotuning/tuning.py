@@ -1,0 +1,280 @@
+"""`hf-zero launch --autotuning tune|run`: finds stage and micro-batch by short runs of the user's own script.
+
+    for each stage, in order:   micro-batch m, 2m, 4m ...      until memory ends, or a larger one gains less than 5%
+    the best of all             summary.txt, ds_config_optimal.json, cmd_optimal.txt; with `run` it then trains
+
+Learning rate and accumulation stay as given. A trial that runs out of memory ends its stage, and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hf_zero.config import ConfigError, Problem, examine, load_config
+from hf_zero.config.views import Views
+from hf_zero.extras.autotuning.experiments import Experiment, Result, run_experiment, with_config
+from hf_zero.extras.autotuning.section import Autotuning
+
+GAIN = 1.05  # of a larger micro-batch, below which no larger one is tried
+_MICRO = "train_micro_batch_size_per_gpu"
+_FLAGS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file")
+_BUCKETS = (50_000_000, 500_000_000)
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is searched.
+
+    Attributes:
+        raw: the user's ds.json, lists of candidates in it.
+        command: words behind `hf-zero launch`, `--autotuning` left out.
+        place: where in them the config stands.
+        batch_flag: the script's flag for the micro-batch, if any.
+    """
+
+    raw: Mapping[str, Any]
+    section: Autotuning
+    command: tuple[str, ...]
+    place: int
+    batch_flag: str | None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.section.results_dir)
+
+
+def tune(words: Sequence[str], num_script_words: int, *, then_run: bool) -> int:
+    """Search, and with `then_run` train with what was found; the exit status.
+
+    Args:
+        words: behind `hf-zero launch`, without `--autotuning`.
+        num_script_words: how many of them, at the end, are the script and its arguments.
+
+    Raises:
+        ConfigError: for a config that asks for no search, or one that cannot be made.
+    """
+    search = read_search(words, num_script_words)
+    if search.section.overwrite and search.folder.exists():
+        shutil.rmtree(search.folder)
+    search.folder.mkdir(parents=True, exist_ok=True)
+    results = [*run_search(search)]
+    best = best_of(results, search.section.metric)
+    write_results(search, results, best)
+    show_results(results, best, search.section.metric)
+    if best is None:
+        return 1
+    if not then_run:
+        return 0
+    command = with_config(best[0].command, search.place, str(search.folder / "ds_config_optimal.json"))
+    return subprocess.run([sys.executable, "-m", "hf_zero", "launch", *command]).returncode
+
+
+def read_search(words: Sequence[str], num_script_words: int) -> Search:
+    """The search that command line and ds.json ask for."""
+    place = _place_of_config(words, len(words) - num_script_words)
+    path = words[place].partition("=")[2] if words[place].startswith("--") else words[place]
+    raw = dict(load_config(path))
+    found = examine({"train_batch_size": 1, "autotuning": raw.get("autotuning") or {}}, Views(world_size=1))
+    problems = [problem for problem in found.problems if problem.path.startswith("autotuning")]
+    section: Autotuning | None = vars(found.config)["autotuning"]
+    if problems or section is None or not section.enabled:
+        rule = "a search has to be switched on there, too"
+        asked = Problem("autotuning.enabled", False, rule, 'write "autotuning": {"enabled": true} into the config')
+        raise ConfigError(problems or [asked])
+    flag = (section.arg_mappings or {}).get(_MICRO)
+    known = "--per_device_train_batch_size"
+    if flag is None and (raw.get(_MICRO) == "auto" or any(word.startswith(known) for word in words)):
+        flag = known
+    return Search(raw, section, tuple(words), place, None if flag is None else str(flag))
+
+
+def _place_of_config(words: Sequence[str], start: int) -> int:
+    for index in range(start, len(words)):
+        flag, equals, value = words[index].partition("=")
+        if flag in _FLAGS and equals and value.endswith(".json"):
+            return index
+        if words[index] in _FLAGS and index + 1 < len(words) and words[index + 1].endswith(".json"):
+            return index + 1
+    rule = f"the script's arguments name no config: one of {', '.join(_FLAGS)} with a .json"
+    raise ConfigError(Problem("--autotuning", "tune or run", rule, "add --deepspeed ds.json behind the script"))
+
+
+def run_search(search: Search) -> Iterator[tuple[Experiment, Result]]:
+    """Trial by trial, until the section's limits are reached."""
+    section, best, since = search.section, None, 0
+    stages = stages_of(search.raw)
+    if section.tuner_type == "random":
+        random.Random(_SEED).shuffle(stages)
+    done: list[tuple[Experiment, Result]] = []
+    for experiment, result in _all_trials(search, stages):
+        done.append((experiment, result))
+        yield experiment, result
+        value = score(result, section.metric)
+        is_better = value is not None and (best is None or value > best)
+        best, since = (value, 0) if is_better else (best, since + 1)
+        if len(done) >= section.tuner_num_trials or since >= section.tuner_early_stopping:
+            return
+    top = best_of(done, section.metric)
+    if section.fast or top is None:
+        return
+    for numel in _BUCKETS:
+        config = copy.deepcopy(dict(top[0].config))
+        config.setdefault("zero_optimization", {})["reduce_bucket_size"] = numel
+        variant = Experiment(f"{top[0].name}_rbs{numel:.0e}", config, top[0].command, top[0].place)
+        yield variant, _run(search, variant)
+
+
+def _all_trials(search: Search, stages: Sequence[int]) -> Iterator[tuple[Experiment, Result]]:
+    for stage in stages:
+        last: float | None = None
+        for micro in micro_batches(search):
+            experiment = experiment_of(search, stage, micro)
+            result = _run(search, experiment)
+            yield experiment, result
+            rate = result.metrics.get("throughput")
+            if rate is None or (last is not None and rate < last * GAIN and not _fixed(search)):
+                break
+            last = rate
+
+
+def _run(search: Search, experiment: Experiment) -> Result:
+    section = search.section
+    profile = max(1, section.start_profile_step), section.end_profile_step
+    return run_experiment(experiment, search.folder, profile=profile, again=section.overwrite)
+
+
+def stages_of(raw: Mapping[str, Any]) -> list[int]:
+    """`zero_optimization.stage`: a number, a list, or "all"; without it all of them."""
+    stage = (raw.get("zero_optimization") or {}).get("stage", "all")
+    found = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
+    return [int(each) for each in found]
+
+
+def micro_batches(search: Search) -> Sequence[int | None]:
+    """Sizes to try, ascending; [None]: the user's own, which nobody can change."""
+    section, given = search.section, search.raw.get(_MICRO)
+    if _fixed(search):
+        return sorted(int(size) for size in given)  # type: ignore[union-attr]
+    if search.batch_flag is None and not isinstance(given, int):
+        return [None]
+    sizes = [section.min_train_micro_batch_size_per_gpu * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
+    if section.min_train_micro_batch_size_per_gpu == 1:
+        start = int(given) if isinstance(given, int) else _flag_value(search) or 1
+        sizes = [start * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
+    most = section.max_train_micro_batch_size_per_gpu
+    if section.max_train_batch_size is not None:
+        most = min(most, section.max_train_batch_size)
+    return [size for size in sizes if size <= most] or [most]
+
+
+def _fixed(search: Search) -> bool:
+    return isinstance(search.raw.get(_MICRO), list)
+
+
+def _flag_value(search: Search) -> int | None:
+    words = search.command
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        text = value if equals else words[index + 1] if index + 1 < len(words) else ""
+        if flag == search.batch_flag and text.isdigit():
+            return int(text)
+    return None
+
+
+def experiment_of(search: Search, stage: int, micro: int | None) -> Experiment:
+    """The user's config and command with this stage and this micro-batch."""
+    config = copy.deepcopy(dict(search.raw))
+    config.pop("autotuning", None)
+    config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
+    command, place, name = list(search.command), search.place, f"z{stage}"
+    if micro is not None:
+        name += f"_tmbspg{micro}"
+        if config.get(_MICRO) != "auto":
+            config[_MICRO] = micro
+            if config.get("train_batch_size") != "auto":
+                config.pop("train_batch_size", None)  # it follows from the micro-batch; accumulation stays
+        if search.batch_flag is not None:
+            command = with_flag(command, search.batch_flag, str(micro))
+    return Experiment(name, config, tuple(command), place)
+
+
+def with_flag(command: Sequence[str], flag: str, value: str) -> list[str]:
+    """The words with the flag's value changed, or the flag added at the end."""
+    words = list(command)
+    for index, word in enumerate(words):
+        if word == flag and index + 1 < len(words):
+            words[index + 1] = value
+            return words
+        if word.startswith(f"{flag}="):
+            words[index] = f"{flag}={value}"
+            return words
+    return [*words, flag, value]
+
+
+def score(result: Result, metric: str) -> float | None:
+    """More is better; None without a result."""
+    value = result.metrics.get(metric)
+    return None if value is None else -value if metric == "latency" else value
+
+
+def best_of(results: Sequence[tuple[Experiment, Result]], metric: str) -> tuple[Experiment, Result] | None:
+    """The first of the best; None when nothing has run."""
+    scored = [(score(result, metric), (experiment, result)) for experiment, result in results]
+    known = [(value, pair) for value, pair in scored if value is not None]
+    return max(known, key=lambda entry: entry[0])[1] if known else None
+
+
+def write_results(
+    search: Search, results: Sequence[tuple[Experiment, Result]], best: tuple[Experiment, Result] | None
+) -> None:
+    """summary.txt; of the best ds_config_optimal.json and cmd_optimal.txt."""
+    folder, metric = search.folder, search.section.metric
+    rows = [
+        f"| {result.name} | {result.outcome} | {_amount(result.metrics.get(metric))} | {result.reason} |"
+        for _, result in results
+    ]
+    text = "\n".join([f"| trial | outcome | {metric} | reason |", "| --- | --- | --- | --- |", *rows])
+    (folder / "summary.txt").write_text(f"{text}\n\nbest: {best[1].name if best else 'none'}\n", encoding="utf-8")
+    if best is None:
+        return
+    config = folder / "ds_config_optimal.json"
+    config.write_text(json.dumps(best[0].config, indent=4) + "\n", encoding="utf-8")
+    command = with_config(best[0].command, best[0].place, str(config))
+    (folder / "cmd_optimal.txt").write_text(shlex.join(["hf-zero", "launch", *command]) + "\n", encoding="utf-8")
+
+
+def show_results(
+    results: Sequence[tuple[Experiment, Result]], best: tuple[Experiment, Result] | None, metric: str
+) -> None:
+    """The table, for people."""
+    table = Table(title="autotuning", title_justify="left")
+    for name in ("trial", "outcome", "samples/s", "s per update", "reason"):
+        table.add_column(name)
+    for pair in results:
+        result = pair[1]
+        numbers = (_amount(result.metrics.get(key)) for key in ("throughput", "latency"))
+        table.add_row(
+            result.name, result.outcome, *numbers, escape(result.reason), style="bold green" if pair is best else ""
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console.print(table)
+    console.print(f"best by {metric}: {best[1].name}" if best else "no trial has run to its end")
+
+
+def _amount(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

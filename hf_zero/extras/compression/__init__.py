@@ -1,0 +1,18 @@
+"""Compression makes models smaller: quantisation, pruning, layer reduction, and a teacher's part in the loss."""
+
+from __future__ import annotations
+
+from hf_zero.config.extras import Extra, OwnSection
+from hf_zero.extras.compression.rules import examine
+from hf_zero.extras.compression.section import Compression, Distillation
+
+EXTRA = Extra(
+    name="compression",
+    sections=(
+        OwnSection(path="compression_training", kind=Compression, doc="Quantisation, pruning and layer reduction."),
+        OwnSection(path="hf_zero.distillation", kind=Distillation, doc="A teacher's part in the loss."),
+    ),
+    examine=examine,
+    features=("hf_zero.extras.compression.feature:compression_feature",),
+    services={"explain": "hf_zero.extras.compression.explain:compression_words"},
+)

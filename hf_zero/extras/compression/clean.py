@@ -1,0 +1,328 @@
+"""redundancy_clean: masks and bits become part of the weights, and what masks drop leaves the model.
+
+    rows       the layer's outputs            related: the inputs of what reads them (a gate's partner: its outputs)
+    heads      the layer's inputs             related: the outputs of Q, K and V, also packed in one projection
+    channels   the layer's filters            related: the inputs of the next convolution; a batch norm's channels
+
+Only plain tensors are cut: the model has left its engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.errors import WrongArgument
+from hf_zero.extras.compression.compressed_model import CompressedModel
+from hf_zero.extras.compression.matching import Layer, Match, layers_of
+from hf_zero.extras.compression.rebuilding import Change, describe, difference, follow, save_with_code
+from hf_zero.log import logger
+
+
+@torch.no_grad()
+def clean(compressed: CompressedModel) -> CleaningReport:
+    """Make the compression of a model of plain tensors permanent, whatever its schedules say, and end it.
+
+    Raises:
+        WrongArgument: related modules do not fit what is pruned.
+    """
+    model = compressed.model
+    _drop_ignored(compressed)
+    before = size_of(_Without(model, compressed).model)
+    compressed.advance(max(compressed.updates, _end(compressed)))
+    masks = _bake(compressed)
+    _remove_scores(compressed)
+    bits = _packed_bits(compressed)
+    compressed.close()
+    before_cut, changes = describe(model), list[Change]()
+    for technique in ("rows", "channels", "heads"):
+        for match in compressed.matches.get(technique, ()):
+            if match.related:
+                changes.append(_cut(model, technique, match, masks[technique, match.layer.name]))
+    _tell_config(model, before_cut, changes)
+    report = CleaningReport(before, size_of(model, bits))
+    logger.info("%s", report)
+    return report
+
+
+class _Without:
+    """The model as it would be counted without scores: they are no part of what is saved."""
+
+    def __init__(self, model: nn.Module, compressed: CompressedModel) -> None:
+        self.model = nn.Module()
+        own = {id(scores) for scores in compressed.scores()}
+        for number, module in enumerate(model.modules()):
+            kept = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in own}
+            if kept:
+                copied = type(module).__new__(type(module))
+                copied.__dict__.update({**vars(module), "_parameters": kept, "_modules": {}})
+                self.model.add_module(str(number), copied)
+
+
+def _end(compressed: CompressedModel) -> int:
+    """The update at which every schedule has come to its end."""
+    policy, ends = compressed.policy, [0]
+    if policy.weights is not None:
+        for rule in policy.weights.rules:
+            steps = rule.start_bits - rule.bits
+            last = rule.period * 2 ** (steps - 1) if steps else 0
+            soft = 0 if policy.weights.change_ratio is None else int(1 / policy.weights.change_ratio) + 1
+            ends.append(policy.weights.offset + last + soft)
+    for name in ("activations", "sparse", "rows", "channels", "heads"):
+        wanted = getattr(policy, name)
+        if wanted is not None:
+            ends.append(max(wanted.offset, getattr(wanted, "end", 0)))
+    return max(ends)
+
+
+def _bake(compressed: CompressedModel) -> dict[tuple[str, str], torch.Tensor]:
+    """Write what forward sees into the weights; returns the masks by technique and layer."""
+    masks, written = {}, dict[int, torch.Tensor]()
+    for layer in compressed.layers:
+        weight, bias = layer.layer.parameter, layer.layer.bias
+        new_weight, new_bias = layer.effective(weight, bias)
+        written[id(weight)] = new_weight.detach().clone()
+        if bias is not None and new_bias is not None:
+            written[id(bias)] = new_bias.detach().clone()
+        for technique, pruned in layer.pruned.items():
+            masks[technique, layer.layer.name] = pruned.final_mask().clone()
+    for layer in compressed.layers:
+        for parameter in (layer.layer.parameter, layer.layer.bias):
+            if parameter is not None and id(parameter) in written:
+                parameter.copy_(written[id(parameter)])
+    return masks
+
+
+def _remove_scores(compressed: CompressedModel) -> None:
+    for pruned in compressed.pruned():
+        pruned.layer.module._parameters.pop(pruned.scores_name, None)
+
+
+def _drop_ignored(compressed: CompressedModel) -> None:
+    model: Any = compressed.model
+    ignored = getattr(model, "_keys_to_ignore_on_save", None)
+    if ignored:
+        model._keys_to_ignore_on_save = set(ignored) - set(compressed.score_names())
+
+
+def _packed_bits(compressed: CompressedModel) -> dict[int, tuple[int, int]]:
+    """Of every quantised weight its bits and scales; empty for those that are cut afterwards, which are new tensors."""
+    found = {}
+    for layer in compressed.layers:
+        if layer.weight_bits is not None:
+            found[id(layer.layer.parameter)] = (layer.weight_bits.rule.bits, layer.weight_bits.num_groups)
+    return found
+
+
+def _cut(model: nn.Module, technique: str, match: Match, mask: torch.Tensor) -> Change:
+    total, kept = mask.numel(), int(mask.sum())
+    if technique == "heads":
+        cut_heads(model, match, mask)
+        return Change(total, kept, is_heads=True)
+    cut_rows(match, mask)
+    return Change(total, kept)
+
+
+def _tell_config(model: nn.Module, before_cut: dict[str, Any], changes: list[Change]) -> None:
+    if not changes or not hasattr(model, "config") or follow(model, changes):
+        return
+    if hasattr(model, "save_pretrained"):
+        save_with_code(model, difference(before_cut, describe(model)))
+        logger.info(
+            "no config of %s can say these shapes: save_pretrained adds modeling_compressed.py to the folder, which "
+            "AutoModel....from_pretrained(folder, trust_remote_code=True) uses",
+            type(model).__name__,
+        )
+
+
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+_HEAD_WIDTHS = ("all_head_size", "split_size", "inner_dim")
+_INTERLEAVED = ("query_key_value",)  # Q, K and V of one head lie together; elsewhere all of Q, then K, then V
+
+
+def cut(tensor: nn.Parameter, dim: int, kept: Tensor) -> nn.Parameter:
+    """A parameter with only these slices of `dim`."""
+    values = tensor.detach().index_select(dim, kept.to(tensor.device)).clone()
+    return nn.Parameter(values, requires_grad=tensor.requires_grad)
+
+
+def cut_outputs(module: nn.Module, kept: Tensor) -> None:
+    """Leave only these outputs of a linear layer, a convolution or a batch norm."""
+    layer = _layer(module)
+    if layer is None:
+        _cut_norm(module, kept)
+        return
+    before = layer.num_out
+    module.register_parameter("weight", cut(layer.parameter, layer.out_dim, kept))
+    if layer.bias is not None:
+        module.register_parameter("bias", cut(layer.bias, 0, kept))
+    _rename(module, ("out_features", "out_channels", "nf"), before, len(kept))
+
+
+def cut_inputs(module: nn.Module, kept: Tensor) -> None:
+    """Leave only these inputs of a linear layer or a convolution."""
+    layer = _layer(module)
+    assert layer is not None
+    if getattr(module, "groups", 1) != 1:
+        raise WrongArgument(f"{type(module).__name__} with groups={module.groups}: its inputs cannot be cut one by one")
+    before = layer.num_in
+    module.register_parameter("weight", cut(layer.parameter, layer.in_dim, kept))
+    _rename(module, ("in_features", "in_channels", "nx"), before, len(kept))
+
+
+def _layer(module: nn.Module) -> Layer | None:
+    found = [layer for layer in layers_of(module) if layer.module is module]
+    return found[0] if found and found[0].kind in ("linear", "conv") else None
+
+
+def _rename(module: nn.Module, names: Sequence[str], before: int, after: int) -> None:
+    for name in names:
+        if vars(module).get(name) == before:
+            setattr(module, name, after)
+
+
+def _cut_norm(module: nn.Module, kept: Tensor) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, cut(parameter, 0, kept))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if buffer.dim() == 1:
+            module.register_buffer(name, buffer.index_select(0, kept.to(buffer.device)).clone())
+    if "num_features" in vars(module):
+        vars(module)["num_features"] = len(kept)
+
+
+def cut_rows(match: Match, mask: Tensor) -> None:
+    """Take out the outputs that a mask drops, and what belongs to them."""
+    kept, total = _kept(mask), mask.numel()
+    for name, module in match.related:
+        related = _layer(module)
+        if related is None or (related.num_in != total and related.num_out == total):
+            _check(name, total, related.num_out if related else len(next(module.parameters(recurse=False))))
+            cut_outputs(module, kept)
+        else:
+            _check(name, total, related.num_in)
+            cut_inputs(module, kept)
+    cut_outputs(match.layer.module, kept)
+
+
+def cut_heads(model: nn.Module, match: Match, mask: Tensor) -> None:
+    """Take out the heads that a mask drops: the projection's inputs, and the outputs of Q, K and V."""
+    num_heads, kept = mask.numel(), _kept(mask)
+    inputs = match.layer.num_in
+    cut_inputs(match.layer.module, _elements(kept, inputs // num_heads))
+    for name, module in match.related:
+        related = _layer(module)
+        if related is None or related.num_out % num_heads:
+            raise WrongArgument(
+                f"compression_training.head_pruning: {name} does not have {num_heads} equal heads; where keys and "
+                "values have fewer heads than queries, set num_heads to their number (num_key_value_heads)"
+            )
+        segments = 1
+        if related.num_out % inputs == 0 and not name.endswith(_INTERLEAVED):
+            segments = related.num_out // inputs
+        cut_outputs(module, _packed(kept, num_heads, related.num_out, segments))
+    for module in _attention_modules(model, match):
+        _count_heads(module, num_heads, len(kept))
+
+
+def _packed(kept: Tensor, num_heads: int, num_out: int, segments: int) -> Tensor:
+    segment = num_out // segments
+    own = _elements(kept, segment // num_heads)
+    return torch.cat([own + number * segment for number in range(segments)])
+
+
+def _attention_modules(model: nn.Module, match: Match) -> Iterator[nn.Module]:
+    """The parents of the projections, each once: they count heads."""
+    names = [match.layer.name, *(name for name, _ in match.related)]
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        yield model.get_submodule(parent)
+
+
+def _count_heads(module: nn.Module, before: int, after: int) -> None:
+    for name, value in list(vars(module).items()):
+        is_count = name in (*_HEAD_COUNTS, *_HEAD_WIDTHS) and isinstance(value, int)
+        if is_count and value % before == 0:
+            setattr(module, name, value // before * after)
+
+
+def _kept(mask: Tensor) -> Tensor:
+    return mask.reshape(-1).nonzero().view(-1).cpu()
+
+
+def _elements(kept: Tensor, size: int) -> Tensor:
+    """Numbers of the elements of blocks of `size`."""
+    return (kept.view(-1, 1) * size + torch.arange(size)).view(-1)
+
+
+def _check(name: str, wanted: int, found: int) -> None:
+    if wanted != found:
+        raise WrongArgument(
+            f"compression_training: related module {name} has {found} where the pruned layer has {wanted} outputs; "
+            "name the modules that read the pruned layer's outputs in related_modules"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a model is.
+
+    Attributes:
+        num_parameters: each tied one once.
+        num_nonzero: those that are not zero.
+        num_bytes: of the tensors as they are.
+        num_packed_bytes: with quantised weights as so many bits and fp32 scales.
+        num_flops: of linear layers, per token, and of convolutions, per output position: two for each weight.
+    """
+
+    num_parameters: int
+    num_nonzero: int
+    num_bytes: int
+    num_packed_bytes: int
+    num_flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class CleaningReport:
+    """A model before and after `redundancy_clean`."""
+
+    before: Size
+    after: Size
+
+    def __str__(self) -> str:
+        lines = ["redundancy_clean:         before          after   ratio"]
+        for name, words in (
+            ("num_parameters", "parameters"),
+            ("num_nonzero", "not zero"),
+            ("num_bytes", "bytes"),
+            ("num_packed_bytes", "bytes, packed"),
+            ("num_flops", "FLOPs per token"),
+        ):
+            old, new = getattr(self.before, name), getattr(self.after, name)
+            lines.append(f"  {words:<16}{old:>14,}{new:>15,}{new / max(1, old):>8.3f}")
+        return "\n".join(lines)
+
+
+def size_of(model: nn.Module, bits: dict[int, tuple[int, int]] | None = None) -> Size:
+    """The size of a model of plain tensors.
+
+    Args:
+        bits: id of a quantised weight -> (bits, number of scales).
+    """
+    packed = 0
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        num_bits, num_scales = (bits or {}).get(id(parameter), (8 * parameter.element_size(), 0))
+        packed += math.ceil(parameter.numel() * num_bits / 8) + 4 * num_scales
+    worked = {id(x.parameter): x.parameter for x in layers_of(model) if x.kind in ("linear", "conv", "packed")}
+    return Size(
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_nonzero=sum(int(parameter.count_nonzero()) for parameter in parameters),
+        num_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        num_packed_bytes=packed,
+        num_flops=2 * sum(parameter.numel() for parameter in worked.values()),
+    )

@@ -1,0 +1,217 @@
+"""Which layers of a model can be compressed, and which of them each rule means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from hf_zero.config import ConfigError, Problem
+from hf_zero.extras.compression.policy import EVERYTHING, CompressionPolicy, PruningPolicy, Rule
+
+LayerKind = Literal["linear", "conv", "embedding", "packed"]
+_ADAPTERS = (".lora_", "lora_embedding")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A weight and the module that reads it.
+
+    Attributes:
+        name: of the module; of the parameter, where a module has several weights of its own (experts packed in one).
+        out_dim, in_dim: of the weight; -1 where rows and columns have no meaning.
+        host: around whose forward the weight is read; another module than its owner in torch's MultiheadAttention.
+    """
+
+    name: str
+    module: nn.Module
+    weight: str
+    kind: LayerKind
+    out_dim: int
+    in_dim: int
+    host: nn.Module
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight; at stage 3 its true shape, whatever it shows."""
+        found = dict.__getitem__(self.module._parameters, self.weight)
+        assert found is not None
+        return found
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return dict.get(self.module._parameters, "bias") if self.kind in ("linear", "conv") else None
+
+    @property
+    def num_out(self) -> int:
+        return int(self.parameter.shape[self.out_dim])
+
+    @property
+    def num_in(self) -> int:
+        return int(self.parameter.shape[self.in_dim])
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether its inputs come as the first argument of its own forward."""
+        return self.kind in ("linear", "conv") and self.host is self.module
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """All weights that can be compressed, in the order of registration, each module once. Adapters are left alone."""
+    found: list[Layer] = []
+    hosts = {id(module.out_proj): module for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    for name, module in model.named_modules():
+        if not any(adapter in f".{name}" for adapter in _ADAPTERS):
+            found += _layers_in(name, module, hosts.get(id(module), module))
+    return found
+
+
+def _layers_in(name: str, module: nn.Module, host: nn.Module) -> Iterator[Layer]:
+    if isinstance(module, nn.Linear):
+        yield Layer(name, module, "weight", "linear", 0, 1, host)
+    elif is_transposed(module):
+        yield Layer(name, module, "weight", "linear", 1, 0, host)
+    elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        yield Layer(name, module, "weight", "conv", 0, 1, host)
+    elif isinstance(module, nn.Embedding):
+        yield Layer(name, module, "weight", "embedding", -1, -1, host)
+    elif not isinstance(module, nn.RNNBase):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2 and parameter.is_floating_point() and parameter_name != "bias_k":
+                path = f"{name}.{parameter_name}" if name else parameter_name
+                yield Layer(path, module, parameter_name, "packed", -1, -1, host)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
+
+
+KINDS: Mapping[str, tuple[LayerKind, ...]] = {
+    "weights": ("linear", "conv", "embedding", "packed"),
+    "activations": ("linear", "conv"),
+    "sparse": ("linear", "conv", "packed"),
+    "rows": ("linear",),
+    "heads": ("linear",),
+    "channels": ("conv",),
+}
+_NUM_NEAREST = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """A layer, the group that it belongs to, and what is cut with it.
+
+    Attributes:
+        related: modules, by the expressions of the group, that belong to this layer by their position.
+    """
+
+    layer: Layer
+    rule: Rule
+    related: tuple[tuple[str, nn.Module], ...] = ()
+
+
+def match_all(model: nn.Module, policy: CompressionPolicy) -> dict[str, list[Match]]:
+    """By technique, in the order of the model.
+
+    Raises:
+        ConfigError: with all expressions that match nothing, modules in two groups, and related modules that do not
+            pair up.
+    """
+    layers, problems = layers_of(model), list[Problem]()
+    found: dict[str, list[Match]] = {}
+    for technique, kinds in KINDS.items():
+        wanted = getattr(policy, technique)
+        if wanted is None:
+            continue
+        spared = wanted.excluded if isinstance(wanted, PruningPolicy) else ()
+        usable = [x for x in layers if x.kind in kinds and (technique != "activations" or x.takes_inputs)]
+        usable = [x for x in usable if not any(_is_meant(pattern, x.name) for pattern in spared)]
+        if isinstance(wanted, PruningPolicy) and wanted.method == "snip_momentum":
+            usable = [x for x in usable if x.kind == "linear"]
+        found[technique] = _match(model, wanted.rules, usable, problems)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def listing(matches: Mapping[str, Sequence[Match]]) -> dict[str, list[str]]:
+    """Names of the modules that each rule means, by the rule's path."""
+    found: dict[str, list[str]] = {}
+    for match in (match for each in matches.values() for match in each):
+        found.setdefault(match.rule.path, []).append(match.layer.name)
+    return found
+
+
+def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], problems: list[Problem]) -> list[Match]:
+    found: dict[str, Match] = {}
+    for rule in rules:
+        for index, pattern in enumerate(rule.modules):
+            meant = [layer for layer in usable if _is_meant(pattern, layer.name)]
+            if not meant:
+                problems.append(_nothing(f"{rule.path}.modules", pattern, [layer.name for layer in usable]))
+            expressions = rule.related[index] if rule.related else ()
+            related = list(_related(model, rule, meant, expressions, problems))
+            for position, layer in enumerate(meant):
+                if layer.name in found:
+                    problems.append(_twice(rule, pattern, found[layer.name]))
+                    break
+                partners = tuple(partner[position] for partner in related)
+                found[layer.name] = Match(layer, rule, partners)
+    order = {layer.name: position for position, layer in enumerate(usable)}
+    return sorted(found.values(), key=lambda match: order[match.layer.name])
+
+
+def _related(
+    model: nn.Module, rule: Rule, meant: Sequence[Layer], expressions: Sequence[str], problems: list[Problem]
+) -> Iterator[list[tuple[str, nn.Module]]]:
+    """For each expression as many modules as there are layers."""
+    named = [(name, module) for name, module in model.named_modules() if any(True for _ in _own(module))]
+    for expression in expressions:
+        partners = [(name, module) for name, module in named if _is_meant(expression, name)]
+        path = f"{rule.path}.related_modules"
+        if not partners:
+            problems.append(_nothing(path, expression, [name for name, _ in named]))
+        elif len(partners) != len(meant):
+            words = f"matches {len(partners)} modules, and there are {len(meant)} that they belong to"
+            shown = ", ".join(name for name, _ in partners[:_NUM_NEAREST])
+            problems.append(Problem(path, expression, words, f"make it as narrow as modules; it matches {shown} ..."))
+        else:
+            yield partners
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def _is_meant(pattern: str, name: str) -> bool:
+    return pattern == EVERYTHING or re.search(pattern, name) is not None
+
+
+def _twice(rule: Rule, pattern: str, other: Match) -> Problem:
+    words = f"matches {other.layer.name}, which {other.rule.path} has already"
+    return Problem(f"{rule.path}.modules", pattern, words, "let each module be in one group")
+
+
+def _nothing(path: str, pattern: str, names: Sequence[str]) -> Problem:
+    near = nearest(pattern, names)
+    fix = f"nearest: {', '.join(near)}" if near else "this model has no such layers; remove the group"
+    return Problem(path, pattern, "matches no module that can be compressed so", fix)
+
+
+def nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names, or parts of names of as many words, that look most like a pattern."""
+    plain = re.sub(r"[\\^$*+?()\[\]{}|]", "", pattern).strip(".") or pattern
+    length = plain.count(".") + 1
+    parts: dict[str, None] = {}
+    for name in names:
+        words = name.split(".")
+        for start in range(max(1, len(words) - length + 1)):
+            part = ".".join(words[start : start + length])
+            if not part.isdecimal():
+                parts[part] = None
+    return difflib.get_close_matches(plain, parts, n=_NUM_NEAREST, cutoff=0.3) or list(dict.fromkeys(names))[:3]

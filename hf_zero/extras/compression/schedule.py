@@ -1,0 +1,125 @@
+"""What holds after how many updates: bits, ratios, and the masks that follow from them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.extras.compression.policy import PruningPolicy, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class BitsNow:
+    """Bits of a weight, and the update since which it has had them."""
+
+    bits: int
+    since: int
+
+
+def bits_at(rule: Rule, since_start: int) -> BitsNow:
+    """Bits after so many updates of the technique: one less after `period`, the next after twice as long, ...
+
+    12 to 8 bits with period 10: 11 bits from update 10 on, 10 from 20, 9 from 40, 8 from 80.
+    """
+    bits, due, since = rule.start_bits, rule.period, 0
+    while bits > rule.bits and since_start >= due:
+        bits, since, due = bits - 1, due, 2 * due
+    return BitsNow(bits, since)
+
+
+def exact_share(change_ratio: float | None, since_change: int) -> float:
+    """Share of the exact weight in a soft transition: 1 at a change of bits, less by `change_ratio` every update."""
+    return 0.0 if change_ratio is None else max(0.0, 1.0 - change_ratio * since_change)
+
+
+def number_kept(dense_ratio: float, total: int) -> int:
+    """The smallest whole number that is at least dense_ratio * total, of the ratio as it is written in decimals."""
+    return math.ceil(Fraction(str(dense_ratio)) * total)
+
+
+def is_pruning_due(policy: PruningPolicy, updates: int) -> bool:
+    """Whether snip_momentum prunes after so many updates."""
+    if updates < policy.offset or updates > policy.end:
+        return False
+    return updates == policy.end or (updates - policy.offset) % policy.stride == 0
+
+
+def ratio_at(policy: PruningPolicy, dense_ratio: float, updates: int) -> float:
+    """snip_momentum: what is kept falls from all to `dense_ratio` by the same factor every update."""
+    if updates >= policy.end:
+        return dense_ratio
+    return float(dense_ratio ** ((updates - policy.offset) / (policy.end - policy.offset)))
+
+
+def top_mask(scores: Tensor, dense_ratio: float) -> Tensor:
+    """Where the ceil(dense_ratio * n) largest of all n scores are, as booleans; of equal ones the first."""
+    flat = scores.detach().reshape(-1)
+    keep = number_kept(dense_ratio, flat.numel())
+    if keep >= flat.numel():
+        return torch.ones_like(scores, dtype=torch.bool)
+    least = flat.kthvalue(flat.numel() - keep + 1).values
+    kept = flat > least
+    is_tied = flat == least
+    kept |= is_tied & (is_tied.cumsum(0) <= keep - kept.sum())
+    return kept.view(scores.shape)
+
+
+class _TopMask(torch.autograd.Function):
+    """forward: the mask; backward: all scores get the mask's gradient, also those that were not chosen."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dense_ratio: float) -> Tensor:
+        return top_mask(scores, dense_ratio).to(scores.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def trained_mask(scores: Tensor, dense_ratio: float) -> Tensor:
+    """The mask of the largest scores, through which they are trained."""
+    found: Tensor = _TopMask.apply(scores, dense_ratio)
+    return found
+
+
+def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:
+    """Scores to begin with: as many uniform numbers as Kaiming's initialisation (a = sqrt 5) draws, the larger ones for
+    what is larger, so that the first mask is that of l1.
+
+    Args:
+        sizes: what l1 goes by, in the order of the scores.
+        name: of the module; the same numbers on all ranks.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(max(1, shape[-1] if len(shape) == 2 else math.prod(shape[1:])))
+    drawn = (2 * torch.rand(sizes.numel(), generator=generator) - 1) * bound
+    order = sizes.detach().reshape(-1).cpu().float().argsort(stable=True)
+    scores = torch.empty_like(drawn)
+    scores[order] = drawn.sort().values
+    return scores.view(shape)
+
+
+def block_sums(values: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """Sums over blocks of (rows, columns); `values` is (rows, columns), both divisible."""
+    rows, columns = blocks
+    return values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns).sum(dim=(1, 3))
+
+
+def spread_blocks(mask: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """The mask of elements from that of blocks."""
+    return mask.repeat_interleave(blocks[0], dim=0).repeat_interleave(blocks[1], dim=1)
+
+
+def n_of_m_mask(scores: Tensor, num_pruned: int, of: int) -> Tensor:
+    """In each run of `of` elements of a row, all but the `num_pruned` smallest; of equal ones the first stay."""
+    runs = scores.reshape(-1, of)
+    order = runs.argsort(dim=1, descending=True, stable=True)
+    mask = torch.zeros_like(runs, dtype=torch.bool)
+    mask.scatter_(1, order[:, : of - num_pruned], True)
+    return mask.view(scores.shape)

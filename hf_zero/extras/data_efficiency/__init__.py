@@ -1,0 +1,33 @@
+"""Data efficiency: which samples a training sees when, and what of them passes through which layers."""
+
+from __future__ import annotations
+
+from hf_zero.config.extras import Extra, OwnSection
+from hf_zero.extras.data_efficiency.rules import examine
+from hf_zero.extras.data_efficiency.section import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+
+_HERE = "hf_zero.extras.data_efficiency"
+EXTRA = Extra(
+    name="data_efficiency",
+    sections=(
+        OwnSection(
+            path="data_efficiency", kind=DataEfficiency, doc="Sampling and token dropping (docs/data_efficiency.md)."
+        ),
+        OwnSection(
+            path="curriculum_learning", kind=CurriculumLearning, doc="Short sequences first (docs/data_efficiency.md)."
+        ),
+        OwnSection(
+            path="progressive_layer_drop",
+            kind=ProgressiveLayerDrop,
+            doc="Layers left out (docs/data_efficiency.md).",
+        ),
+    ),
+    examine=examine,
+    features=(
+        f"{_HERE}.curriculum:length_curriculum_of",
+        f"{_HERE}.sampling:sampled_curriculum_of",
+        f"{_HERE}.random_ltd:random_ltd_of",
+        f"{_HERE}.layer_drop:layer_drop_of",
+    ),
+    services={"train_sampler": f"{_HERE}.sampling:sampler_for"},
+)

@@ -1,0 +1,279 @@
+"""DeepSpeed's DataAnalyzer: metrics of all samples, and the indexes by which a curriculum chooses among them.
+
+run_map       every worker measures its range of the samples                   SAVE/NAME/worker{w}.npz
+run_reduce    one process joins them:                                          SAVE/NAME/NAME_...
+                  sample_to_metric                     per sample its value
+                  index_to_metric                      the distinct values, ascending
+                  index_to_sample                      per distinct value its samples
+                  index_to_sample_percentile_merged    the same, joined into about a hundred rows
+                  metric_value                         what was summed over all samples
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_zero.comm import Collectives, collectives_for, is_initialized
+from hf_zero.extras.data_efficiency.indexed import fitting_dtype, write_rows
+from hf_zero.staging import staging_file
+
+PER_SAMPLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
+Metric = Callable[[Any], Any]
+Values = NDArray[Any]
+_POINTS = 100  # rows of a percentile index, about
+
+
+class DataAnalyzer:
+    """Measures a data set.
+
+    Args:
+        dataset: anything with a length and numbers for keys.
+        num_workers: how many processes each call `run_map`, this one being number `worker_id`.
+        num_threads: threads of this worker, each with a part of its samples.
+        batch_size: samples that a metric sees at once, as `collate_fn` puts them together.
+        metric_functions: from a batch to a vector of integers: one per sample, or what is summed.
+        metric_types: of each, "single_value_per_sample" or "accumulate_value_over_samples".
+        metric_dtypes: of each, the integer type that its values must have; may be left out.
+        sample_indices: number of every sample, where it is not its position.
+
+    Raises:
+        ValueError: the lists about metrics are of different lengths, or a type is unknown.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int = 1,
+        worker_id: int = 0,
+        num_threads: int = 1,
+        num_threads_reduce: int = 1,
+        specific_threads: Sequence[int] = (),
+        batch_size: int = 1,
+        metric_names: Sequence[str] = (),
+        metric_functions: Sequence[Metric] = (),
+        metric_types: Sequence[str] = (),
+        metric_dtypes: Sequence[Any] = (),
+        save_path: str = "./",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        custom_map_init: Any = None,
+        custom_map_update: Any = None,
+        custom_map_finalize: Any = None,
+        custom_reduce: Any = None,
+        sample_indices: Sequence[int] | None = None,
+    ) -> None:
+        if custom_map_init or custom_map_update or custom_map_finalize or custom_reduce:
+            raise NotImplementedError(
+                "DataAnalyzer(custom_map_init=, custom_map_update=, custom_map_finalize=, custom_reduce=): write the "
+                "metric as a function of a batch in metric_functions"
+            )
+        if not len(metric_names) == len(metric_functions) == len(metric_types):
+            raise ValueError(
+                f"DataAnalyzer: {len(metric_names)} metric_names, {len(metric_functions)} metric_functions and "
+                f"{len(metric_types)} metric_types: give one of each for every metric"
+            )
+        for kind in metric_types:
+            if kind not in (PER_SAMPLE, ACCUMULATED):
+                raise ValueError(f"DataAnalyzer(metric_types=[{kind!r}]): must be {PER_SAMPLE} or {ACCUMULATED}")
+        self._dataset = dataset
+        self._workers, self._worker = num_workers, worker_id
+        self._threads = num_threads
+        self._only = tuple(specific_threads)
+        self._batch_size = batch_size
+        self._metrics = list(zip(metric_names, metric_functions, metric_types))
+        self._dtypes = list(metric_dtypes)
+        self._folder = Path(save_path)
+        self._collate = collate_fn or list
+        self._numbers = sample_indices
+
+    def run_map(self) -> None:
+        """Measure this worker's samples."""
+        for (name, _, _), (values, numbers) in zip(self._metrics, self._measured()):
+            folder = self._folder / name
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"worker{self._worker}.npz"
+            partial = staging_file(path)
+            with open(partial, "wb") as file:
+                np.savez(file, values=values, numbers=numbers)
+            os.replace(partial, path)
+
+    def run_reduce(self) -> None:
+        """Join what all workers have measured.
+
+        Raises:
+            FileNotFoundError: a worker has not run.
+        """
+        workers = []
+        for worker in range(self._workers):
+            parts = [np.load(self._folder / name / f"worker{worker}.npz") for name, _, _ in self._metrics]
+            workers.append([(part["values"], part["numbers"]) for part in parts])
+        self._write(workers)
+
+    def run_map_reduce(self, comm_group: Any = None) -> None:
+        """Both, in one process that is all workers; or, with several workers in a process group, by all its ranks."""
+        if self._workers > 1 and is_initialized():
+            self._run_together(collectives_for(torch.device("cpu")))
+            return
+        mine = self._worker
+        for worker in range(self._workers):
+            self._worker = worker
+            self.run_map()
+        self._worker = mine
+        self.run_reduce()
+
+    def _run_together(self, world: Collectives) -> None:
+        """Every rank is a worker, and rank 0 writes. Collective; returns when the files are there."""
+        self._workers, self._worker = world.size, world.rank
+        parts = world.gather_objects(self._measured())
+        if world.rank == 0:
+            self._write(parts)
+        world.gather_objects("written")
+
+    def _measured(self) -> list[tuple[Values, Values]]:
+        """Of every metric, what this worker's samples have, and their numbers."""
+        first, last = _range(len(self._dataset), self._workers, self._worker)
+        threads = self._only or range(self._threads)
+        ranges = [_range(last - first, self._threads, thread) for thread in threads]
+        with ThreadPoolExecutor(len(ranges)) as pool:
+            parts = list(pool.map(lambda part: self._measure(first + part[0], first + part[1]), ranges))
+        numbers = np.concatenate([self._ids(first + start, first + stop) for start, stop in ranges])
+        found = []
+        for number, (_, _, kind) in enumerate(self._metrics):
+            mine = [part[number] for part in parts if len(part[number])]
+            found.append((_joined(mine, summed=kind == ACCUMULATED), numbers))
+        return found
+
+    def _write(self, workers: Sequence[Any]) -> None:
+        """The index files; `workers`: what each of them has measured."""
+        for number, (name, _, kind) in enumerate(self._metrics):
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+            parts = [worker[number] for worker in workers]
+            values = [found for found, _ in parts if len(found)]
+            if kind == PER_SAMPLE:
+                write_metric(self._folder, name, np.concatenate(values), np.concatenate([ids for _, ids in parts]))
+            else:
+                write_total(self._folder, name, np.sum(values, axis=0))
+
+    def _measure(self, first: int, last: int) -> list[Values]:
+        found: list[list[Values]] = [[] for _ in self._metrics]
+        for start in range(first, last, self._batch_size):
+            rows = range(start, min(last, start + self._batch_size))
+            batch = self._collate([self._dataset[row] for row in rows])
+            for number, (name, function, kind) in enumerate(self._metrics):
+                values = self._checked(number, name, function(batch))
+                if kind == PER_SAMPLE and len(values) != len(rows):
+                    raise ValueError(
+                        f"metric {name!r} gave {len(values)} values for a batch of {len(rows)} samples: a "
+                        f"{PER_SAMPLE} metric gives one for each"
+                    )
+                found[number].append(values)
+        return [_joined(parts, summed=kind == ACCUMULATED) for parts, (_, _, kind) in zip(found, self._metrics)]
+
+    def _checked(self, number: int, name: str, given: Any) -> Values:
+        values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(
+                f"metric {name!r} must give a vector of integers, not {values.dtype} of shape {values.shape}"
+            )
+        if self._dtypes:
+            wanted = np.dtype(
+                str(self._dtypes[number]).removeprefix("torch.").removeprefix("<class 'numpy.").rstrip("'>")
+            )
+            if values.dtype != wanted:
+                raise ValueError(f"metric {name!r} gave {values.dtype}, and metric_dtypes says {wanted}")
+        return values
+
+    def _ids(self, first: int, last: int) -> Values:
+        if self._numbers is None:
+            return np.arange(first, last)
+        return np.asarray([self._numbers[row] for row in range(first, last)], np.int64)
+
+
+class DistributedDataAnalyzer(DataAnalyzer):
+    """The same by all ranks of a process group at once: each measures its part, rank 0 writes.
+
+    Args:
+        comm_group: accepted as DeepSpeed's; all ranks take part.
+        device: accepted, without effect: metrics are computed where their function does it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_workers: int = 1,
+        num_threads: int = 1,
+        worker_id: int = 0,
+        batch_size: int = 1,
+        metric_names: Sequence[str] = (),
+        metric_functions: Sequence[Metric] = (),
+        metric_types: Sequence[str] = (),
+        save_path: str = "./",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        device: Any = None,
+        comm_group: Any = None,
+        sample_indices: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            num_workers,
+            worker_id,
+            num_threads,
+            batch_size=batch_size,
+            metric_names=metric_names,
+            metric_functions=metric_functions,
+            metric_types=metric_types,
+            save_path=save_path,
+            collate_fn=collate_fn,
+            sample_indices=sample_indices,
+        )
+
+    def run_map_reduce(self, comm_group: Any = None) -> None:
+        """Collective over all ranks; returns when the files are there."""
+        self._run_together(comm_group if isinstance(comm_group, Collectives) else collectives_for(torch.device("cpu")))
+
+
+def _joined(parts: list[Values], *, summed: bool) -> Values:
+    if not parts:
+        return np.zeros(0, np.int64)
+    return np.sum(parts, axis=0) if summed else np.concatenate(parts)
+
+
+def _range(number: int, parts: int, part: int) -> tuple[int, int]:
+    bounds = np.linspace(0, number, parts + 1, dtype=np.int64)
+    return int(bounds[part]), int(bounds[part + 1])
+
+
+def write_metric(folder: Path, name: str, values: Values, numbers: Values) -> None:
+    """All index files of a metric with one value per sample."""
+    prefix = folder / name / name
+    order = np.argsort(numbers, kind="stable")
+    values, numbers = values[order], numbers[order]
+    rows = samples_by_value(values, numbers)
+    kind, number_kind = fitting_dtype(int(values.min()), int(values.max())), fitting_dtype(0, int(numbers.max()))
+    write_rows(f"{prefix}_sample_to_metric", values[:, None], kind)
+    write_rows(f"{prefix}_index_to_metric", [[value] for value in rows], kind)
+    write_rows(f"{prefix}_index_to_sample", rows.values(), number_kind)
+    lists = list(rows.values())
+    step = max(1, len(lists) // _POINTS)
+    merged = [np.concatenate(lists[start : start + step]) for start in range(0, len(lists), step)]
+    write_rows(f"{prefix}_index_to_sample_percentile_merged", merged, number_kind)
+
+
+def samples_by_value(values: Values, numbers: Values) -> Mapping[int, Values]:
+    """Distinct values, ascending -> their samples, ascending."""
+    order = np.argsort(values, kind="stable")
+    distinct, starts = np.unique(values[order], return_index=True)
+    return {int(value): part for value, part in zip(distinct, np.split(numbers[order], starts[1:]))}
+
+
+def write_total(folder: Path, name: str, total: Values) -> None:
+    """The file of a metric that is summed over all samples."""
+    write_rows(folder / name / f"{name}_metric_value", [total], fitting_dtype(int(total.min()), int(total.max())))

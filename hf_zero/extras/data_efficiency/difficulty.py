@@ -1,0 +1,115 @@
+"""How a difficulty grows with the number of the update: pure functions, and DeepSpeed's CurriculumScheduler.
+
+    fixed_root, degree r    x = floor((n / T)^(1/r) * (max - min) + min), down to a multiple of d,
+                            at least the first multiple of d from min on, at most max        (n: the update, from 1)
+    fixed_linear            the same with r = 1
+    fixed_discrete          the difficulty whose last update is the first not before n; after all of them the last
+    custom                  a function of n
+
+A difficulty that has reached max stays there. Source: deepspeed/runtime/data_pipeline/curriculum_scheduler.py, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_zero.config import ConfigError
+from hf_zero.extras.data_efficiency.policy import DifficultyPolicy
+from hf_zero.extras.data_efficiency.rules import difficulty_of
+
+Custom = Callable[[int], int]
+
+
+def difficulty(policy: DifficultyPolicy, step: int) -> int:
+    """The difficulty of update `step` (the first is 1), of all schedules but custom."""
+    if policy.schedule == "fixed_discrete":
+        return _discrete(policy, step)
+    assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has a function of its own"
+    share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
+    found: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
+    found -= found % policy.multiple
+    first = -(-policy.minimum // policy.multiple) * policy.multiple
+    return min(max(found, first), policy.maximum)
+
+
+def _discrete(policy: DifficultyPolicy, step: int) -> int:
+    for last, value in zip(policy.last_steps, policy.difficulties):
+        if step <= last or value >= policy.maximum:
+            return value
+    return policy.difficulties[-1]
+
+
+class Difficulty:
+    """The schedule of one training: a policy and, for custom ones, the function. Asked in any order."""
+
+    def __init__(self, policy: DifficultyPolicy, custom: Custom | None = None) -> None:
+        self.policy = policy
+        self.custom = custom
+
+    def at(self, step: int) -> int:
+        """Of update `step`, from 1.
+
+        Raises:
+            RuntimeError: a custom schedule without its function.
+        """
+        if self.policy.schedule != "custom":
+            return difficulty(self.policy, step)
+        if self.custom is None:
+            raise RuntimeError(
+                'schedule_type "custom" needs its function: engine.set_custom_curriculum_learning_schedule({metric: '
+                "function of the update's number}) before the first batch"
+            )
+        return min(int(self.custom(step)), self.policy.maximum)
+
+
+class CurriculumScheduler:
+    """DeepSpeed's: keeps the current difficulty.
+
+    Args:
+        config: min_difficulty, max_difficulty, schedule_type, schedule_config.
+
+    Raises:
+        ConfigError: naming what is missing or wrong.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        policy, problems = difficulty_of(config)
+        if policy is None:
+            raise ConfigError(problems)
+        self._difficulty = Difficulty(policy)
+        self.first_step = True
+        self.state: dict[str, Any] = {
+            "min_difficulty": policy.minimum,
+            "max_difficulty": policy.maximum,
+            "current_difficulty": policy.minimum,
+            "schedule_type": policy.schedule,
+            "schedule_config": dict(config.get("schedule_config") or {}),
+        }
+
+    def get_current_difficulty(self) -> int:
+        return int(self.state["current_difficulty"])
+
+    def set_current_difficulty(self, value: int) -> None:
+        self.state["current_difficulty"] = value
+
+    def set_custom_get_difficulty(self, function: Custom) -> None:
+        """The schedule's function, for schedule_type custom."""
+        self._difficulty.custom = function
+
+    def get_state(self) -> dict[str, Any]:
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def get_difficulty(self, global_steps: int) -> int:
+        """Of an update, whatever is current."""
+        return self._difficulty.at(global_steps)
+
+    def update_difficulty(self, global_steps: int) -> int:
+        """Of an update, which becomes the current one; at the maximum it stays."""
+        if self.get_current_difficulty() < self.state["max_difficulty"]:
+            self.state["current_difficulty"] = self.get_difficulty(global_steps)
+        return self.get_current_difficulty()

@@ -1,0 +1,315 @@
+"""From the sections of data efficiency to their policies, or to what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from hf_zero.config.errors import ABSENT, Problem, Remark, key_path
+from hf_zero.config.extras import Examined
+from hf_zero.extras.data_efficiency.policy import (
+    DataPolicy,
+    DifficultyPolicy,
+    LayerDropPolicy,
+    MetricPolicy,
+    PackingPolicy,
+    RandomLTDPolicy,
+    SamplingPolicy,
+)
+from hf_zero.extras.data_efficiency.section import (
+    CurriculumLearning,
+    CurriculumMetric,
+    DataEfficiency,
+    DataRouting,
+    DataSampling,
+    LtdSchedule,
+    LtdScheduleConfig,
+    ProgressiveLayerDrop,
+    RandomLTD,
+    ScheduleConfig,
+)
+
+_SCHEDULE_KEYS = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+# Metrics that change batches: their difficulty is a length.
+TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
+
+
+def examine(config: Any) -> Examined:
+    """Look at all sections; a feature with problems has no policy."""
+    found = Examined()
+    efficiency = config.data_efficiency or DataEfficiency()
+    sampling, routing = _switched_on(efficiency, found)
+    policy = DataPolicy(
+        sequence_length=_sequence_length(config.curriculum_learning, found),
+        sampling=_sampling(sampling, efficiency.seed, found),
+        packing=packing_of(sampling, efficiency.seed, found.problems),
+        random_ltd=_random_ltd(routing, efficiency.seed, found),
+        layer_drop=_layer_drop(config.progressive_layer_drop),
+    )
+    if policy.random_ltd is not None and policy.layer_drop is not None:
+        rule = "both decide what passes through which layer"
+        paths = "progressive_layer_drop, data_efficiency.data_routing.random_ltd"
+        found.problems.append(Problem(paths, True, rule, "switch one off"))
+    found.policy = None if policy == DataPolicy() else policy
+    return found
+
+
+def _switched_on(section: DataEfficiency, found: Examined) -> tuple[DataSampling | None, DataRouting | None]:
+    """An outer switch that says false switches off; one that says nothing does not."""
+    sampling, routing = section.data_sampling, section.data_routing
+    inner: list[tuple[str, Any]] = []
+    if sampling is not None:
+        inner += [("data_sampling.curriculum_learning", sampling.curriculum_learning)]
+        inner += [("data_sampling.dynamic_batching", sampling.dynamic_batching)]
+    if routing is not None:
+        inner += [("data_routing.random_ltd", routing.random_ltd)]
+    for path, part in inner:
+        outer: dict[str, Any] = {"data_efficiency": section.enabled}
+        outer["data_efficiency.data_sampling"] = sampling and sampling.enabled
+        outer["data_efficiency.data_routing"] = routing and routing.enabled
+        whole = f"data_efficiency.{path}"
+        off = [name for name, is_on in outer.items() if is_on is False and whole.startswith(name)]
+        if off and part is not None and part.enabled:
+            text = f"no effect, {off[0]}.enabled is false"
+            found.remarks.append(Remark(f"{whole}.enabled", text, True, ignored=True))
+    if section.enabled is False:
+        return None, None
+    return (
+        None if sampling is None or sampling.enabled is False else sampling,
+        None if routing is None or routing.enabled is False else routing,
+    )
+
+
+def _sequence_length(section: CurriculumLearning | None, found: Examined) -> DifficultyPolicy | None:
+    path = "curriculum_learning"
+    if section is None or not section.model_fields_set:
+        return None
+    if section.enabled is None:
+        rule = "the switch must be given, as in DeepSpeed"
+        found.problems.append(Problem(f"{path}.enabled", ABSENT, rule, "write true or false"))
+    if not section.enabled:
+        return None
+    if section.curriculum_type is None:
+        found.problems.append(_missing(f"{path}.curriculum_type", "seqlen is the only one"))
+    elif section.curriculum_type != "seqlen":
+        rule = "seqlen is the only difficulty that this section acts on, in DeepSpeed too"
+        fix = "write seqlen, or choose samples by other metrics in data_efficiency.data_sampling"
+        found.problems.append(Problem(f"{path}.curriculum_type", section.curriculum_type, rule, fix))
+    return _difficulty(section, path, found)
+
+
+def _missing(path: str, fix: str) -> Problem:
+    return Problem(path, ABSENT, "must be given where the feature is switched on", fix)
+
+
+def _difficulty(section: CurriculumLearning | CurriculumMetric, path: str, found: Examined) -> DifficultyPolicy | None:
+    numbers = section.schedule_config or ScheduleConfig()
+    missing = [name for name in ("min_difficulty", "max_difficulty") if getattr(section, name) is None]
+    kind = section.schedule_type
+    inner = [f"schedule_config.{name}" for name in _SCHEDULE_KEYS[kind or "custom"] if getattr(numbers, name) is None]
+    problems = [_missing(f"{path}.{name}", "write a number, or a list of them") for name in (*missing, *inner)]
+    if kind is None:
+        problems.append(_missing(f"{path}.schedule_type", "fixed_linear is usual"))
+    low, high = section.min_difficulty, section.max_difficulty
+    if low is not None and high is not None and low > high:
+        problems.append(Problem(f"{path}.min_difficulty", low, f"is more than max_difficulty = {high}", "swap them"))
+    if not problems and kind == "fixed_discrete":
+        problems += _discrete_problems(numbers, f"{path}.schedule_config")
+    found.problems += problems
+    if problems or kind is None or low is None or high is None:
+        return None
+    return DifficultyPolicy(
+        schedule=kind,
+        minimum=low,
+        maximum=high,
+        total_steps=numbers.total_curriculum_step or 1,
+        multiple=numbers.difficulty_step or 1,
+        degree=(numbers.root_degree or 1) if kind == "fixed_root" else 1,
+        difficulties=tuple(numbers.difficulty or ()),
+        last_steps=tuple(numbers.max_step or ()),
+    )
+
+
+def difficulty_of(config: Mapping[str, Any]) -> tuple[DifficultyPolicy | None, list[Problem]]:
+    """The schedule in a dict of min_difficulty, max_difficulty, schedule_type and schedule_config; others are passed
+    over."""
+    found = Examined()
+    known = {str(key): value for key, value in config.items() if key in CurriculumMetric.model_fields}
+    try:
+        policy = _difficulty(CurriculumMetric.model_validate(known), "curriculum", found)
+    except ValidationError as error:
+        return None, list(_worded(error, known, "curriculum"))
+    return policy, found.problems
+
+
+def _discrete_problems(numbers: ScheduleConfig, path: str) -> Iterator[Problem]:
+    steps, values = numbers.max_step or [], numbers.difficulty or []
+    if not steps or len(values) != len(steps) + 1:
+        rule = f"must have one entry less than difficulty ({len(values)}), and at least one"
+        yield Problem(f"{path}.max_step", steps, rule, "the last difficulty has no last update")
+    elif steps != sorted(steps):
+        yield Problem(f"{path}.max_step", steps, "must ascend", "sort it, with its difficulties")
+
+
+def _sampling(section: DataSampling | None, seed: int, found: Examined) -> SamplingPolicy | None:
+    path = "data_efficiency.data_sampling.curriculum_learning"
+    if section is None or section.curriculum_learning is None or not section.curriculum_learning.enabled:
+        return None
+    given = section.curriculum_learning.curriculum_metrics
+    if not given:
+        found.problems.append(_missing(f"{path}.curriculum_metrics", "write at least one metric"))
+        return None
+    before = len(found.problems)
+    metrics = [_metric(str(name), value, f"{path}.curriculum_metrics", found) for name, value in given.items()]
+    lengths = [metric for metric in (TRUNCATE, RESHAPE) if metric in given]
+    if len(lengths) > 1:
+        rule = "both change the length of the same batches"
+        found.problems.append(Problem(f"{path}.curriculum_metrics", lengths, rule, "keep one of them"))
+    if len(found.problems) > before:
+        return None
+    return SamplingPolicy(
+        seed=seed,
+        num_epochs=section.num_epochs,
+        num_workers=section.num_workers,
+        metrics=tuple(metric for metric in metrics if metric is not None),
+    )
+
+
+def _metric(name: str, value: object, around: str, found: Examined) -> MetricPolicy | None:
+    path = key_path(around, name)
+    if not isinstance(value, Mapping):
+        found.problems.append(Problem(path, value, "must be an object {...}", "write the metric's settings"))
+        return None
+    try:
+        metric = CurriculumMetric.model_validate({str(key): entry for key, entry in value.items()})
+    except ValidationError as error:
+        found.problems += _worded(error, value, path)
+        return None
+    difficulty = _difficulty(metric, path, found)
+    chooses = metric.clustering_type != "single_cluster"
+    wanted = ["clustering_type"] + (["difficulty_type", "index_to_sample_path"] if chooses else [])
+    if chooses and metric.difficulty_type == "value":
+        wanted.append("index_to_metric_path")
+    missing = [_missing(f"{path}.{key}", "see docs/data_efficiency.md") for key in wanted if not getattr(metric, key)]
+    found.problems += missing
+    if difficulty is None or missing:
+        return None
+    return MetricPolicy(
+        name=name,
+        difficulty=difficulty,
+        by_percentile=metric.difficulty_type == "percentile",
+        chooses_samples=chooses,
+        index_to_sample=metric.index_to_sample_path or "",
+        index_to_metric=metric.index_to_metric_path or "",
+    )
+
+
+def _worded(error: ValidationError, value: Mapping[Any, Any], path: str) -> Iterator[Problem]:
+    for entry in error.errors(include_url=False, include_context=True, include_input=False):
+        place, given = path, value
+        for step in entry["loc"]:
+            place = key_path(place, str(step)) if isinstance(step, str) else f"{place}[{step}]"
+            given = given.get(step, ABSENT) if isinstance(given, Mapping) else given
+        unknown = entry["type"] == "extra_forbidden"
+        rule = "a metric has no such key" if unknown else str(entry["msg"]).removeprefix("Value error, ")
+        names = ", ".join(CurriculumMetric.model_fields)
+        yield Problem(place, given, rule, f"a metric has {names}" if unknown else "correct it")
+
+
+def _random_ltd(section: DataRouting | None, seed: int, found: Examined) -> RandomLTDPolicy | None:
+    path = "data_efficiency.data_routing.random_ltd"
+    if section is None or section.random_ltd is None or not section.random_ltd.enabled:
+        return None
+    own: RandomLTD = section.random_ltd
+    schedule = own.random_ltd_schedule or LtdSchedule()
+    numbers = schedule.schedule_config or LtdScheduleConfig()
+    required: dict[str, Any] = {
+        name: getattr(own, name) for name in "total_layer_num random_ltd_layer_id model_type hidden_state_order".split()
+    }
+    inner = {name: getattr(schedule, name) for name in ("min_value", "max_value", "schedule_type")}
+    inner |= {f"schedule_config.{name}": getattr(numbers, name) for name in ("require_steps", "seq_per_step")}
+    required |= {f"random_ltd_schedule.{name}": value for name, value in inner.items()}
+    problems = [_missing(f"{path}.{name}", "see docs/data_efficiency.md") for name, v in required.items() if v is None]
+    problems += _ltd_problems(own, schedule, path)
+    found.problems += problems
+    if problems:
+        return None
+    assert own.total_layer_num and own.random_ltd_layer_id is not None, "asked for above"
+    assert schedule.min_value and schedule.max_value and numbers.require_steps and numbers.seq_per_step
+    return RandomLTDPolicy(
+        num_layers=own.total_layer_num,
+        layer_ids=tuple(sorted(own.random_ltd_layer_id)),
+        mask_name=own.model_mask_name,
+        is_decoder=own.model_type == "decoder",
+        sequence_first=own.hidden_state_order == "seq_batch_dim",
+        min_tokens=schedule.min_value,
+        max_tokens=schedule.max_value,
+        total_steps=numbers.require_steps,
+        multiple=numbers.seq_per_step,
+        scales_schedule=own.layer_token_lr_schedule is not None and own.layer_token_lr_schedule.enabled,
+        seed=seed,
+    )
+
+
+def _ltd_problems(own: RandomLTD, schedule: LtdSchedule, path: str) -> Iterator[Problem]:
+    ids, total = own.random_ltd_layer_id, own.total_layer_num
+    if ids is not None and own.random_ltd_layer_num not in (None, len(ids)):
+        rule = f"random_ltd_layer_id lists {len(ids)} layers"
+        yield Problem(f"{path}.random_ltd_layer_num", own.random_ltd_layer_num, rule, f"write {len(ids)}, or remove it")
+    if ids is not None and len(set(ids)) < len(ids):
+        yield Problem(f"{path}.random_ltd_layer_id", ids, "lists a layer twice", "list every layer once")
+    if ids and total is not None and max(ids) >= total:
+        rule = f"layers are numbered from 0 to {total - 1} (total_layer_num = {total})"
+        yield Problem(f"{path}.random_ltd_layer_id", ids, rule, "correct the list")
+    low, high = schedule.min_value, schedule.max_value
+    if low is not None and high is not None and low > high:
+        rule = f"is more than max_value = {high}"
+        yield Problem(f"{path}.random_ltd_schedule.min_value", low, rule, "swap them")
+
+
+def _layer_drop(own: ProgressiveLayerDrop | None) -> LayerDropPolicy | None:
+    if own is None or not own.enabled:
+        return None
+    return LayerDropPolicy(theta=own.theta, gamma=own.gamma)
+
+
+_PATH = "data_efficiency.data_sampling.dynamic_batching"
+
+
+def packing_of(section: DataSampling | None, seed: int, problems: list[Problem]) -> PackingPolicy | None:
+    """None where it is off; `problems` gets what keeps it from being on."""
+    given = None if section is None else section.dynamic_batching
+    if section is None or given is None or not given.enabled:
+        return None
+    if given.max_tokens is None:
+        rule, fix = "is needed where dynamic_batching is on", "write the most tokens that one pack may have"
+        problems.append(Problem(f"{_PATH}.max_tokens", ABSENT, rule, fix))
+        return None
+    if given.max_batch_size is not None and given.max_batch_size < given.min_batch_size:
+        rule = f"must be at least min_batch_size ({given.min_batch_size})"
+        problems.append(Problem(f"{_PATH}.max_batch_size", given.max_batch_size, rule, "raise it"))
+        return None
+    if section.curriculum_learning is not None and section.curriculum_learning.enabled:
+        rule = "both choose the samples of a batch"
+        paths = "data_efficiency.data_sampling.dynamic_batching, data_efficiency.data_sampling.curriculum_learning"
+        problems.append(Problem(paths, True, rule, "switch one off"))
+        return None
+    return PackingPolicy(
+        max_tokens=given.max_tokens,
+        min_samples=given.min_batch_size,
+        max_samples=given.max_batch_size,
+        order=given.sequence_picking_order,
+        scaling=given.lr_scaling_method,
+        seed=seed,
+        metrics_path=given.metrics_path,
+        num_workers=section.num_workers,
+        pin_memory=section.pin_memory,
+        verbose=given.verbose,
+    )

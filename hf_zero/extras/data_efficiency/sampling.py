@@ -1,0 +1,213 @@
+"""The section data_sampling: samplers for Trainer's loader and for our own, and what becomes of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Sampler
+
+from hf_zero.config import Resolved, resolve
+from hf_zero.extras.data_efficiency.curriculum import reshape, truncate
+from hf_zero.extras.data_efficiency.difficulty import Custom, Difficulty
+from hf_zero.extras.data_efficiency.policy import SamplingPolicy, data_policy
+from hf_zero.extras.data_efficiency.rules import RESHAPE, TRUNCATE
+from hf_zero.extras.data_efficiency.stream import SampleStream, rank_part
+from hf_zero.features import Draw, Progress, TrainingFeature
+
+PostProcess = Callable[[Any, Mapping[str, Any]], Any]
+
+
+class SampledCurriculumFeature(TrainingFeature):
+    """Difficulties of the metrics, batches cut or folded by them, and the streams that choose samples by them."""
+
+    name = "data_sampler"
+
+    def __init__(self, policy: SamplingPolicy) -> None:
+        self.policy = policy
+        self.schedules = {metric.name: Difficulty(metric.difficulty) for metric in policy.metrics}
+        self.streams: list[SampleStream] = []
+        self.post_process: PostProcess | None = None
+        self.next_step = 0  # where a loader of ours begins
+
+    def current(self, progress: Progress) -> dict[str, int]:
+        """Difficulty of every metric in the update that is being made."""
+        return {name: schedule.at(progress.step + 1) for name, schedule in self.schedules.items()}
+
+    def set_custom(self, functions: Mapping[str, Custom]) -> None:
+        """Functions of custom schedules, by metric."""
+        unknown = sorted(set(functions) - set(self.schedules))
+        if unknown:
+            raise ValueError(f"no such metric: {', '.join(unknown)}; there are {', '.join(self.schedules)}")
+        for name, function in functions.items():
+            self.schedules[name].custom = function
+        for stream in self.streams:
+            stream.set_custom(functions)
+
+    def stream(self, num_samples: int, batch_size: int) -> SampleStream:
+        """A stream of the section's, with this training's functions."""
+        made = SampleStream(self.policy, num_samples, batch_size)
+        custom = {name: s.custom for name, s in self.schedules.items() if s.custom is not None}
+        if custom:
+            made.set_custom(custom)
+        self.streams.append(made)
+        return made
+
+    def loader_options(self, draw: Draw) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_workers": self.policy.num_workers}
+        if draw.num_samples is not None and self.policy.chooses_samples:
+            stream = self.stream(draw.num_samples, draw.per_update)
+            size, world, rank = draw.micro_batch_size, draw.world, draw.rank
+            options["batch_sampler"] = RankBatches(stream, size, world, rank, lambda: self.next_step)
+        return options
+
+    def on_batch(self, progress: Progress, batch: Any) -> Any:
+        """What the metrics of lengths, and then the user's function, make of a training batch."""
+        now = self.current(progress)
+        if TRUNCATE in now and isinstance(batch, Mapping):
+            batch = truncate(batch, now[TRUNCATE])
+        if RESHAPE in now and isinstance(batch, Mapping):
+            batch = reshape(batch, now[RESHAPE])
+        if self.post_process is not None:
+            return self.post_process(batch, {"current_difficulties": now})
+        return batch
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Loops of one's own get cut batches, too; only the loader can fold them or call the user's function."""
+        if progress.training and TRUNCATE in self.schedules:
+            return truncate(keywords, self.current(progress)[TRUNCATE])
+        return keywords
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        self.next_step = progress.step
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"curriculum_step": self.next_step, "seed": self.policy.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
+        """A stream is a function of the update's number, which is all that has to be known."""
+        self.next_step = progress.step
+
+
+class StreamSampler(Sampler[int]):
+    """Sample by sample, for a loader that deals batches to ranks in turn (Trainer's, through Accelerate).
+
+    An epoch is as many whole updates as the data set has samples for, at least one.
+    """
+
+    def __init__(self, stream: SampleStream) -> None:
+        self.stream = stream
+        self.epoch = 0
+        self._updates = max(1, stream.num_samples // stream.batch_size)
+
+    def __len__(self) -> int:
+        return self._updates * self.stream.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.epoch * self._updates
+        for step in range(first, first + self._updates):
+            self.stream.seek(step)
+            yield from self.stream.batch().tolist()
+        self.epoch += 1  # who never says which epoch it is goes on with the next
+
+
+class RankBatches(Sampler[list[int]]):
+    """Micro-batches of one rank, from the update that training has come to."""
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        micro_size: int,
+        world: int,
+        rank: int,
+        first_step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.stream = stream
+        self._micro_size, self._world, self._rank = micro_size, world, rank
+        self._first_step = first_step
+        self._per_update = stream.batch_size // (micro_size * world)
+
+    def __len__(self) -> int:
+        return self.stream.num_updates * self._per_update
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self._first_step(), self.stream.num_updates):
+            self.stream.seek(step)
+            batch = self.stream.batch()
+            for micro_step in range(self._per_update):
+                yield rank_part(batch, micro_step, self._micro_size, self._world, self._rank)
+
+
+class DeepSpeedDataSampler(RankBatches):
+    """DeepSpeed's batch sampler, by its arguments.
+
+    Args:
+        data_efficiency_config: the section data_efficiency.
+    """
+
+    def __init__(
+        self,
+        data_efficiency_config: Mapping[str, Any],
+        one_epoch_total_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        data_parallel_group: Any,
+        gradient_accumulation_steps: int,
+        global_rank: int,
+        drop_last: bool = True,
+    ) -> None:
+        config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": dict(data_efficiency_config)}
+        policy = data_policy(resolve(config, world_size=1)).sampling
+        if policy is None:
+            raise ValueError(
+                "DeepSpeedDataSampler: data_sampling.curriculum_learning is not switched on in the section; without it "
+                "torch.utils.data.DistributedSampler draws"
+            )
+        self._step = 0
+        total = micro_batch_size * data_parallel_size * gradient_accumulation_steps
+        stream = SampleStream(policy, one_epoch_total_samples, total)
+        super().__init__(stream, micro_batch_size, data_parallel_size, data_parallel_rank, lambda: self._step)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Custom]) -> None:
+        self.stream.set_custom(schedule_func_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: after the update whose batches were drawn last."""
+        step = self.stream.step
+        return {"curriculum_step": step, "consumed_samples": step * self.stream.batch_size}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._step = int(state_dict["curriculum_step"])
+
+
+def sampled_curriculum_of(_model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it."""
+    policy = data_policy(resolved).sampling
+    return None if policy is None else SampledCurriculumFeature(policy)
+
+
+def sampler_for(raw: Mapping[str, Any], num_samples: int, batch_size: int) -> StreamSampler | None:
+    """What a loader of the training data draws by; None where the config leaves it alone.
+
+    Raises:
+        ConfigError: of the section; ValueError: the analyzer's files do not go with the data, or the loader is one of
+            a number of samples and the section asks for batches by tokens.
+    """
+    config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": raw.get("data_efficiency") or {}}
+    asked = data_policy(resolve(config, world_size=1))
+    if asked.packing is not None:
+        raise ValueError(
+            "data_efficiency.data_sampling.dynamic_batching.enabled = True: Trainer's loader makes batches of a number "
+            "of samples. Switch it off and set TrainingArguments(train_sampling_strategy='group_by_length'), or train "
+            "in a loop of your own with get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed "
+            "(docs/data_efficiency.md)"
+        )
+    policy = asked.sampling
+    if policy is None or not policy.chooses_samples:
+        return None
+    return StreamSampler(SampleStream(policy, num_samples, batch_size))

@@ -1,0 +1,184 @@
+"""Sections of training-time features: sparse attention, curricula, sampling, token and layer dropping, elasticity."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.schema.fields import (
+    Count,
+    Flag,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Whole,
+    check,
+    detail,
+    ignored,
+    supported,
+)
+
+_MEMORY = "clusters are worked out from the index files by every rank, in memory"
+
+
+def _lowered(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _scaling(value: object) -> object:
+    return "none" if value is None else _lowered(value)
+
+
+def _as_metrics(value: object) -> object:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object {...} of metrics by name")
+    return value
+
+
+Schedule = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+Scaling = Annotated[Literal["linear", "sqrt", "none"], BeforeValidator(_scaling)]
+PickingOrder = Annotated[Literal["dataloader", "random", "seqlen"], BeforeValidator(_lowered)]
+Metrics = Annotated[dict[str, Any], BeforeValidator(_as_metrics)]
+
+
+class ScheduleConfig(Section):
+    """How a difficulty grows."""
+
+    total_curriculum_step: Positive | None = supported(None, "fixed_linear, fixed_root: until the maximum.")
+    difficulty_step: Positive | None = supported(None, "The same: difficulties are multiples of it.")
+    root_degree: Positive | None = supported(None, "fixed_root: the degree.")
+    difficulty: list[Count] | None = supported(None, "fixed_discrete: the difficulties.")
+    max_step: list[Count] | None = supported(None, "fixed_discrete: the last update of each but the last.")
+
+
+class CurriculumLearning(Section):
+    """Sequences begin short and grow."""
+
+    enabled: Flag | None = supported(None, "Cut training batches to the difficulty of the update; must be given.")
+    curriculum_type: str | None = supported(None, "seqlen is the only one.")
+    min_difficulty: Positive | None = supported(None, "Length to begin with.", unit="tokens")
+    max_difficulty: Positive | None = supported(None, "Length in the end.", unit="tokens")
+    schedule_type: Schedule | None = supported(None, "How it grows.")
+    schedule_config: ScheduleConfig | None = detail(None, "Its numbers.")
+
+
+class CurriculumMetric(Section):
+    """One metric in curriculum_metrics."""
+
+    difficulty_type: Literal["value", "percentile"] | None = supported(
+        None, "value: samples up to the difficulty; percentile: the first difficulty/max of all samples."
+    )
+    clustering_type: str | None = supported(
+        None, "single_cluster: chooses no samples, the difficulty is for the batch only; else schedule_based."
+    )
+    index_to_sample_path: PathText | None = supported(None, "The analyzer's file, without its suffix.")
+    index_to_metric_path: PathText | None = supported(None, "The same; only for value.")
+    min_difficulty: Count | None = supported(None, "Difficulty to begin with.")
+    max_difficulty: Positive | None = supported(None, "Difficulty in the end.")
+    schedule_type: Schedule | None = supported(None, "How it grows.")
+    schedule_config: ScheduleConfig | None = detail(None, "Its numbers.")
+
+
+class SampledCurriculum(Section):
+    """Easy samples first, by any metrics."""
+
+    enabled: Flag = supported(False, "Choose samples by their metrics.")
+    data_cluster_path: PathText | None = ignored(None, "Folder for cluster files.", why=_MEMORY)
+    curriculum_metrics: Metrics | None = supported(
+        None,
+        "By name: difficulty_type, clustering_type, index_to_sample_path, index_to_metric_path, min_difficulty, "
+        "max_difficulty, schedule_type, schedule_config. seqlen_truncate and seqlen_reshape also act on batches.",
+    )
+
+
+class DynamicBatching(Section):
+    """Batches of about as many tokens, in loops of one's own: docs/data_efficiency.md names the call."""
+
+    enabled: Flag = supported(False, "Make batches by tokens.")
+    max_tokens: Positive | None = supported(None, "Most tokens of a pack; needed.", unit="tokens")
+    metrics_path: PathText | None = supported(None, "Folder with the analyzer's metric seqlen.")
+    lr_scaling_method: Scaling = supported("linear", "Of the learning rate, with an update's samples.")
+    min_batch_size: Positive = supported(1, "Fewest samples of a pack.", unit="samples")
+    max_batch_size: Positive | None = supported(None, "Most samples of a pack.", unit="samples")
+    sequence_picking_order: PickingOrder = supported("dataloader", "Of the samples; random draws anew per epoch.")
+    verbose: Flag = supported(False, "Log the learning rate of every update.")
+
+
+class DataSampling(Section):
+    """Which samples are seen when."""
+
+    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    num_epochs: Positive = supported(1000, "A loader of ours ends after so many times the data.", unit="epochs")
+    num_workers: Count = supported(0, "Workers of a loader of ours.")
+    pin_memory: Flag = supported(False, "Of the loader of dynamic_batching; others decide by the device.")
+    curriculum_learning: SampledCurriculum | None = detail(None, "By metrics.")
+    dynamic_batching: DynamicBatching | None = detail(None, "Batches by tokens.")
+
+
+class LtdScheduleConfig(Section):
+    """Numbers of the schedule of random-LTD."""
+
+    require_steps: Positive | None = supported(None, "Updates until all tokens are kept.")
+    seq_per_step: Positive | None = supported(None, "Kept tokens are multiples of it.", unit="tokens")
+
+
+class LtdSchedule(Section):
+    """How many tokens the layers keep."""
+
+    min_value: Positive | None = supported(None, "Tokens in the beginning.", unit="tokens")
+    max_value: Positive | None = supported(None, "Tokens in the end.", unit="tokens")
+    schedule_type: Literal["fixed_linear"] | None = supported(None, "fixed_linear.")
+    schedule_config: LtdScheduleConfig | None = detail(None, "Its numbers.")
+
+
+class LayerTokenLr(Section):
+    """The learning rate by layer tokens."""
+
+    enabled: Flag = supported(
+        False, "The schedule advances by the share of layer tokens that an update has computed (DeepSpeed refuses it)."
+    )
+
+
+class RandomLTD(Section):
+    """Random layerwise token dropping."""
+
+    enabled: Flag = supported(False, "Leave tokens out of the listed layers.")
+    total_layer_num: Positive | None = supported(None, "Layers of the model.")
+    random_ltd_layer_num: Count | None = check(None, "Must be the number of random_ltd_layer_id.")
+    random_ltd_layer_id: list[Count] | None = supported(None, "The layers, from 0.")
+    model_mask_name: str | None = supported(None, "Keyword of a layer's mask; null: none.")
+    model_type: Literal["decoder", "encoder"] | None = supported(None, "decoder or encoder.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = supported(
+        None, "Dimensions of hidden states."
+    )
+    random_ltd_schedule: LtdSchedule | None = detail(None, "Its schedule.")
+    layer_token_lr_schedule: LayerTokenLr | None = detail(None, "The learning rate.")
+    micro_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
+    global_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
+
+
+class DataRouting(Section):
+    """What passes through which layers."""
+
+    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    random_ltd: RandomLTD | None = detail(None, "Tokens left out of layers.")
+
+
+class DataEfficiency(Section):
+    """Sampling and token dropping."""
+
+    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    seed: Count = supported(1234, "Of all that is drawn by chance here.")
+    data_sampling: DataSampling | None = detail(None, "Which samples.")
+    data_routing: DataRouting | None = detail(None, "Which layers.")
+
+
+class ProgressiveLayerDrop(Section):
+    """Layers left out by chance (arXiv 2010.13369)."""
+
+    enabled: Flag = supported(False, "Leave layers out, deeper ones more often, and more of them as training goes on.")
+    theta: Fraction = supported(1.0, "Share of layers that is kept in the end.")
+    gamma: NonNegative = supported(0.001, "How fast it gets there.")

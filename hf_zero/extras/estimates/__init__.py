@@ -1,0 +1,1 @@
+"""DeepSpeed's estimates of memory, by its formulas and its tables; found by its names alone."""

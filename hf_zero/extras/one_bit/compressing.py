@@ -1,0 +1,216 @@
+"""What the 1-bit optimizers share: a phase that is counted in updates, and momentum that travels at one bit.
+
+Until a given update they are an ordinary optimizer on reduced gradients. From then on ranks no longer reduce gradients:
+each adds its own to the momentum, and the momentum is averaged by `hf_zero.comm.CompressedMean`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.collectives import own_shard
+from hf_zero.comm.compressed_mean import CompressedMean
+from hf_zero.config.extras import optimizer_type
+from hf_zero.kernels.vectors import Vectors, fp32_chunks
+from hf_zero.layout import Bucket, Interval, Slot
+from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
+from hf_zero.optim.traits import Sees, Traits
+from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
+
+MOMENT, VARIANCE, ERROR_FEEDBACK = "exp_avg", "exp_avg_sq", "error_feedback"
+UPDATES = "num_updates"
+_UNUSED_KEYS = ("exp_avg_mask", "non_freeze")
+
+
+class CompressingOptimizer(torch.optim.Optimizer):
+    """A 1-bit optimizer. It needs the engine, which brings gradients that are not reduced.
+
+    How many updates there have been stands in every group, so that it travels with checkpoints.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        eps_inside_sqrt: bool = False,
+        bias_correction: bool = False,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        """`cuda_aware` and `comm_backend_name` are DeepSpeed's and change nothing: messages go where all others go."""
+        name = type(self).__name__
+        refuse_amsgrad(name, amsgrad)
+        if eps_inside_sqrt or bias_correction:
+            given = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
+            raise ValueError(f"{name}({given}=True): the published algorithm has none; leave it out")
+        if max_grad_norm:
+            raise ValueError(f"{name}(max_grad_norm={max_grad_norm}): set gradient_clipping in ds.json instead")
+        rates = {key: defaults[key] for key in ("lr", "eps", "weight_decay")}
+        check_rates(name, defaults["betas"], **rates)
+        super().__init__(params, {**defaults, "betas": tuple(defaults["betas"]), UPDATES: 0})
+        for group in self.param_groups:
+            for key in _UNUSED_KEYS:
+                if key in group:
+                    raise ValueError(f"{name}: a group with {key!r} is not supported; leave it out")
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        raise RuntimeError(
+            f"{type(self).__name__} runs inside the engine only: give it to initialize(), or name it there"
+        )
+
+
+class CompressingUpdater(Updater):
+    """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
+
+    stays = "keeps the momentum of all ranks at hand, so there would be little to offload"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+        super().__init__(optimizer, sub_groups)
+        self.ranks = ranks
+        self._means: dict[SubGroup, CompressedMean] = {}
+        self._moments: dict[SubGroup, Tensor] = {}
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, the same on all ranks."""
+        return int(self.optimizer.param_groups[0][UPDATES])
+
+    @property
+    def compresses(self) -> bool:
+        return self.ranks.collectives.size > 1
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (MOMENT, VARIANCE, ERROR_FEEDBACK)
+
+    def state_replaced(self) -> None:
+        self._means.clear()
+        self._moments.clear()
+
+    @torch.no_grad()
+    def collect_state(self) -> None:
+        for sub_group in self.sub_groups:
+            if sub_group in self._means:
+                error = self.own_part(sub_group, self._means[sub_group].error_feedback())
+                self.state_of(sub_group)[ERROR_FEEDBACK] = error
+
+    @torch.no_grad()
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group[UPDATES] += 1
+        for sub_group in self.update_all(gradients):
+            self.state_of(sub_group)["step"] += 1
+            yield sub_group
+
+    @abstractmethod
+    def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        """Update number `num_updates` of all sub-groups; yields each that is done."""
+
+    def state_of(self, sub_group: SubGroup) -> dict[str, Any]:
+        """The sub-group's state, made at its first update."""
+        parameter = sub_group.tensors[0].parameter
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        for name in (MOMENT, VARIANCE):
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        if not isinstance(state.get("step"), Tensor):
+            state["step"] = torch.tensor(float(state.get("step", 0)))
+        return state
+
+    def bucket(self, sub_group: SubGroup) -> Bucket:
+        return self.ranks.buckets[sub_group.bucket]
+
+    def slots(self, sub_group: SubGroup, gradients: StepGradients) -> list[Slot]:
+        """Where in the whole bucket the tensors lie that this step updates."""
+        return [slot for slot in self.bucket(sub_group).slots if slot.parameter in gradients.used]
+
+    def runs(self, sub_group: SubGroup, gradients: StepGradients) -> list[Interval]:
+        """Maximal intervals of the sub-group to update, padding included."""
+        runs = Counters().advance(sub_group.pieces, gradients.used)
+        return [interval for interval, _ in with_padding(runs, sub_group)]
+
+    def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
+        """What a kernel gets for one sub-group."""
+        state = self.state_of(sub_group)
+        return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
+
+    def moment(self, sub_group: SubGroup) -> Tensor:
+        """The momentum of the whole bucket, which every rank needs from the first compressed message on."""
+        if sub_group not in self._moments:
+            state = self.state_of(sub_group)
+            whole = self.gather(state[MOMENT].view(-1))
+            state[MOMENT] = self.own_part(sub_group, whole)  # a view: one update serves both
+            self._moments[sub_group] = whole
+        return self._moments[sub_group]
+
+    def own_part(self, sub_group: SubGroup, whole: Tensor) -> Tensor:
+        """The sub-group's interval of the whole bucket."""
+        owned = self._owned(sub_group)
+        return whole.narrow(0, owned.start, owned.numel)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The whole bucket from every rank's part (which is the whole where nothing is sharded)."""
+        collectives = self.ranks.collectives
+        if not self.ranks.is_sharded:
+            return own
+        whole = own.new_empty(own.numel() * collectives.size)
+        own_shard(whole, collectives.rank, collectives.size).copy_(own)
+        collectives.all_gather(whole).wait()
+        return whole
+
+    def average(self, sub_group: SubGroup, flat: Tensor, slots: Sequence[Slot]) -> None:
+        """Replace these tensors of `flat`, a whole bucket, by their compressed mean over ranks."""
+        if self.compresses:
+            positions = {slot.parameter: position for position, slot in enumerate(self.bucket(sub_group).slots)}
+            self.mean(sub_group, flat).average(flat, {positions[slot.parameter] for slot in slots})
+
+    def mean(self, sub_group: SubGroup, flat: Tensor) -> CompressedMean:
+        if sub_group not in self._means:
+            intervals = [slot.interval for slot in self.bucket(sub_group).slots]
+            self._means[sub_group] = CompressedMean(self.ranks.collectives, flat, intervals)
+            error = self.state_of(sub_group).get(ERROR_FEEDBACK)
+            if error is not None:
+                self._means[sub_group].worker_error.copy_(self.gather(error.view(-1)))
+        self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
+        return self._means[sub_group]
+
+    def reset_error_feedback(self) -> None:
+        """Start the error feedback anew."""
+        self._means.clear()
+        for sub_group in self.sub_groups:
+            self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
+
+    def _owned(self, sub_group: SubGroup) -> Interval:
+        bucket = self.bucket(sub_group)
+        whole = Interval(0, bucket.numel)
+        return bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else whole
+
+
+def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
+    """Of an optimizer that averages gradients itself, whole: not every stage has them so."""
+
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+        assert ranks is not None, "who averages needs to know the other ranks"
+        return updater(optimizer, sub_groups, ranks)
+
+    kind = optimizer_type(type(optimizer).__name__)
+    assert kind is not None, "declared by this extra"
+    return Traits(Sees.BUCKETS, make, highest_stage=kind.highest_stage)
+
+
+def add_own_gradient(
+    moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float
+) -> None:
+    """m = m + rest * (scale * gradient - m) for these tensors of two buckets."""
+    for slot in slots:
+        part = Vectors(moment, gradient).part(slot.offset, slot.numel)
+        for chunk in fp32_chunks(part, scale):
+            chunk.weight.lerp_(chunk.gradient, rest)

@@ -1,0 +1,190 @@
+"""0/1 Adam: 1-bit gradients while the variance is still learned, then updates that ranks make alone for a while.
+
+    up to var_freeze_step, every k-th update:   exact mean of gradients; m, v as in Adam
+    ... the updates between:                    m = beta1 * m + (1 - beta1) * C(g_own), v stays
+        k = 1 at first, doubled after every `var_update_scaler` changes of v
+    afterwards, every update:                   m = beta1 * m + (1 - beta1) * g_own;  B = B - lr * u, L = L + lr
+    ... and every h-th:                         p = p - B;  B = C(B * (sqrt(v) + eps));  m = -B / L
+                                                p = p + B / (sqrt(v) + eps);  B = L = 0
+        h = 1 at first, doubled every `local_step_scaler` updates up to `local_step_clipper`
+    always:                                     p = p - lr * u,  u = m / (sqrt(v) + eps) + weight_decay * p
+
+What is kept is not B but p - B, the last weights that all ranks had in common: so they are the same bits everywhere.
+No bias correction; C is hf_zero.comm.compressed_mean. Between two h-th updates every rank has weights of its own, so
+whole weights are needed on each: stage 0. Source: Lu et al. 2022 (arXiv 2202.06009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.extras.one_bit.adam import exact_update
+from hf_zero.extras.one_bit.compressing import (
+    MOMENT,
+    VARIANCE,
+    CompressingOptimizer,
+    CompressingUpdater,
+    add_own_gradient,
+    averaging,
+)
+from hf_zero.kernels.frozen_adam import frozen_adam
+from hf_zero.optim.traits import Traits
+from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
+
+COMMON = "last_common_weights"
+RATES, VARIANCE_EVERY, VARIANCE_CHANGES, LOCAL_STEPS, LOCAL_COUNT = (
+    "lrs",
+    "var_interval",
+    "var_counter",
+    "local_step_interval",
+    "local_step_counter",
+)
+
+
+class ZeroOneAdam(CompressingOptimizer):
+    """The intervals k and h and their counters stand in every group, so that they travel with checkpoints."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        **options: Any,
+    ) -> None:
+        self.var_freeze_step = var_freeze_step
+        self.var_update_scaler = var_update_scaler
+        self.local_step_scaler = local_step_scaler
+        self.local_step_clipper = local_step_clipper
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, RATES: 0.0}
+        counters = {VARIANCE_EVERY: 1, VARIANCE_CHANGES: 0, LOCAL_STEPS: 1, LOCAL_COUNT: 0}
+        super().__init__(params, {**defaults, **counters}, **options)
+
+    def traits(self) -> Traits:
+        return averaging(self, ZeroOneAdamUpdater)
+
+
+class ZeroOneAdamUpdater(CompressingUpdater):
+    """ZeroOneAdam on whole buckets."""
+
+    optimizer: ZeroOneAdam
+
+    @property
+    def takes_local_gradients(self) -> bool:
+        return self.compresses and not self._is_exact(self.num_updates + 1)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+        super().__init__(optimizer, sub_groups, ranks)
+        self._all = frozenset(slot.parameter for bucket in ranks.buckets for slot in bucket.slots)
+        self._moved: set[int] = set()
+
+    def state_replaced(self) -> None:
+        super().state_replaced()
+        self._moved = set(self._all)  # nobody has kept which ones had; too many do no harm
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (*super().state_names(group), COMMON)
+
+    def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        number = self.num_updates
+        if number == self.optimizer.var_freeze_step + 1:
+            self.reset_error_feedback()
+        for sub_group in gradients.wanted:
+            gradient = gradients.of(sub_group)
+            if number > self.optimizer.var_freeze_step:
+                self._alone(sub_group, gradient, gradients)
+            elif self._is_exact(number):
+                exact_update(self, sub_group, gradient, gradients)
+            else:
+                self._one_bit(sub_group, gradient, gradients)
+            yield sub_group
+        if number > self.optimizer.var_freeze_step and self.compresses:
+            self._moved |= gradients.used
+            if number % self._counter(LOCAL_STEPS) == 0:
+                self._synchronise_all()
+        self._count(number)
+
+    def _is_exact(self, number: int) -> bool:
+        """Whether update `number` changes the variance; without compression every one does until the freeze."""
+        if number > self.optimizer.var_freeze_step:
+            return False
+        return not self.compresses or number % self._counter(VARIANCE_EVERY) == 0
+
+    def _one_bit(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        slots, moment = self.slots(sub_group, gradients), self.moment(sub_group)
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
+        mean = torch.zeros_like(moment)
+        add_own_gradient(mean, gradient, slots, 1.0, gradients.scale)
+        self.average(sub_group, mean, slots)
+        add_own_gradient(moment, mean, slots, 1 - beta1, 1.0)
+        self._move(sub_group, gradients)
+
+    def _move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        group = self.optimizer.param_groups[sub_group.group]
+        vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE,))
+        for run in self.runs(sub_group, gradients):
+            frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
+
+    def _alone(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        slots = self.slots(sub_group, gradients)
+        if self.compresses:
+            self.state_of(sub_group).setdefault(COMMON, sub_group.master.clone())
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
+        add_own_gradient(self.moment(sub_group), gradient, slots, 1 - beta1, gradients.scale)
+        self._move(sub_group, gradients)
+
+    def _synchronise_all(self) -> None:
+        for sub_group in self.sub_groups:
+            if COMMON in self.state_of(sub_group):
+                self._synchronise(sub_group)
+        self._moved.clear()
+
+    def _synchronise(self, sub_group: SubGroup) -> None:
+        """All ranks at the same weights again: from the last common ones by the mean of what each has moved."""
+        state = self.state_of(sub_group)
+        group, bucket = self.optimizer.param_groups[sub_group.group], self.bucket(sub_group)
+        common, root = state[COMMON].view(-1), state[VARIANCE].view(-1).sqrt()
+        moved = (sub_group.master - common).mul_(root + group["eps"])
+        slots = [slot for slot in bucket.slots if slot.parameter in self._moved]
+        self.average(sub_group, moved, slots)
+        rates = group[RATES] + float(group["lr"])
+        for slot in slots if rates else ():
+            part = moved.narrow(0, slot.offset, slot.numel)
+            state[MOMENT].view(-1).narrow(0, slot.offset, slot.numel).copy_(part).div_(-rates)
+        moved.div_(root + group["eps"]).masked_fill_(root == 0, 0.0)
+        common.add_(moved)
+        sub_group.master.copy_(common)
+        if sub_group.lp_param is not None:
+            sub_group.lp_param.copy_(sub_group.master)
+
+    def _counter(self, name: str) -> int:
+        return int(self.optimizer.param_groups[0][name])
+
+    def _count(self, number: int) -> None:
+        is_alone = number > self.optimizer.var_freeze_step
+        synchronises = is_alone and number % self._counter(LOCAL_STEPS) == 0
+        is_exact = self._is_exact(number)
+        for group in self.optimizer.param_groups:
+            if is_alone:
+                group[RATES] = 0.0 if synchronises else group[RATES] + float(group["lr"])
+                _advance(group, LOCAL_COUNT, self.optimizer.local_step_scaler, LOCAL_STEPS)
+                group[LOCAL_STEPS] = min(group[LOCAL_STEPS], self.optimizer.local_step_clipper)
+            elif is_exact:
+                _advance(group, VARIANCE_CHANGES, self.optimizer.var_update_scaler, VARIANCE_EVERY)
+
+
+def _advance(group: dict[str, Any], counter: str, limit: int, interval: str) -> None:
+    """Count one more; at the limit start over and double the interval."""
+    group[counter] += 1
+    if group[counter] == limit:
+        group[counter] = 0
+        group[interval] *= 2

@@ -1,0 +1,215 @@
+"""Sparse attention as one of transformers' attention implementations, for every model that takes one by name.
+
+    model.set_attn_implementation("hf_zero_sparse")      transformers asks us for a mask (once per forward) and for
+    attach(model, FixedSparsityConfig(num_heads=12))     attention (once per layer); the pattern is the modules' own
+
+Attention to another sequence, and decoding with a cache, stay dense.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.extras.sparse_attention import flex
+from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
+from hf_zero.extras.sparse_attention.masks import MaskFunction, SparseMask, causal
+from hf_zero.extras.sparse_attention.sparsity import SparsityConfig
+
+NAME = "hf_zero_sparse"
+_SPARSITY = "_hf_zero_sparsity"
+_CROSS = re.compile(r"cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
+_UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "cache")
+
+
+def register() -> None:
+    """`attn_implementation="hf_zero_sparse"` is known to transformers from now on, in this process."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, sparse_attention_forward)
+    AttentionMaskInterface.register(NAME, sparse_mask)
+
+
+def attach(model: nn.Module, sparsity: SparsityConfig) -> None:
+    """Every self-attention in `model` has this pattern from now on."""
+    for name, module in model.named_modules():
+        vars(module)[_SPARSITY] = None if _CROSS.search(name) else sparsity
+
+
+def detach(model: nn.Module) -> None:
+    """As before `attach`."""
+    for module in model.modules():
+        vars(module).pop(_SPARSITY, None)
+
+
+def switch_on(model: nn.Module, sparsity: SparsityConfig) -> Callable[[], None]:
+    """`model`, one of transformers', attends sparsely; returns what undoes it.
+
+    Raises:
+        ValueError: the model does not take attention implementations by name.
+    """
+    takes = getattr(model, "_can_set_attn_implementation", None)
+    if takes is None or not takes():
+        raise ValueError(
+            f"{type(model).__name__} does not take an attention implementation by name (attn_implementation=...): use "
+            "SparseSelfAttention in the model instead"
+        )
+    register()
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    attach(model, sparsity)
+
+    def undo() -> None:
+        detach(model)
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+    return undo
+
+
+def sparse_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    **more: Any,
+) -> Any:
+    """transformers' question for the mask of a forward; arguments are its own (transformers.masking_utils)."""
+    from transformers.masking_utils import and_masks, padding_mask_function, prepare_padding_mask, sdpa_mask
+
+    def dense(**changes: Any) -> Tensor | None:
+        told = {**more, **changes}
+        answer: Tensor | None = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            device=device,
+            **told,
+        )
+        return answer
+
+    if q_length != kv_length or q_offset != kv_offset:
+        return dense()  # decoding with a cache, or attention to another sequence
+    if more.get("use_vmap"):  # a function that cannot be asked at positions
+        table = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        assert table is not None, "transformers was told not to skip the mask"
+        return SparseMask(_looks_up(table), batch_size, q_length, torch.device(device))
+    function = _shifted(mask_function, int(q_offset))
+    if attention_mask is not None and not bool(attention_mask.all()):
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        assert padding is not None, "made of a mask"
+        function = and_masks(function, padding_mask_function(padding))
+    return SparseMask(function, batch_size, q_length, torch.device(device))
+
+
+def _shifted(function: MaskFunction, offset: int) -> MaskFunction:
+    if not offset:
+        return function
+    return lambda sample, head, query, key: function(sample, head, query + offset, key + offset)
+
+
+def _looks_up(table: Tensor) -> MaskFunction:
+    """Of bool [B or 1, 1, S, S]."""
+    shared = table.shape[0] == 1
+    return lambda sample, head, query, key: table[sample * 0 if shared else sample, head * 0, query, key]
+
+
+def sparse_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' call for attention: query [B, H, S, D], key and value [B, K, S, D] -> ([B, S, H, D], None)."""
+    _refuse(module, more)
+    sparsity: SparsityConfig | None = vars(module)[_SPARSITY]
+    mask = _mask_of(module, query, key, attention_mask, is_causal)
+    if sparsity is None or mask is None:
+        return _dense(module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, more)
+    heads = query.shape[1]
+    if query.device.type not in ("cpu", "meta") and not dropout and position_bias is None and flex.fits(sparsity.block):
+        found = flex.flex(query, key, value, mask.flex(sparsity, heads), scaling)
+    else:
+        rules = Rules(
+            allowed=mask.allowed,
+            added=None if position_bias is None else _entries(position_bias),
+            scale=scaling,
+            dropout=dropout,
+            kept=mask.kept if position_bias is None else None,
+        )
+        found = gathered_attention(query, key, value, mask.plan(sparsity, heads), rules)
+    return found.transpose(1, 2).contiguous(), None
+
+
+def _refuse(module: nn.Module, arguments: dict[str, Any]) -> None:
+    if _SPARSITY not in vars(module):
+        raise RuntimeError(
+            f'{type(module).__name__} has attn_implementation="{NAME}" and no pattern: write a sparse_attention '
+            "section in the config, or call "
+            "hf_zero.extras.sparse_attention.registered.attach(model, FixedSparsityConfig(num_heads=...))"
+        )
+    given = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
+    if given:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks attention for {', '.join(given)}, which sparse attention does not have: "
+            'remove the sparse_attention section and take attn_implementation="eager"'
+        )
+
+
+def _mask_of(module: nn.Module, query: Tensor, key: Tensor, given: Any, is_causal: bool | None) -> SparseMask | None:
+    """None: this call stays dense."""
+    if isinstance(given, SparseMask):
+        return given
+    batch, _, length, _ = query.shape
+    if key.shape[2] != length or length == 1:
+        return None
+    if given is None:
+        causes = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        return SparseMask(causal if causes else None, batch, length, query.device)
+    if isinstance(given, Tensor) and given.dim() == 4 and given.shape[1] == 1:
+        table = given if given.dtype == torch.bool else given > torch.finfo(given.dtype).min / 2
+        return SparseMask(_looks_up(table.expand(-1, -1, length, -1)), batch, length, query.device)
+    return None
+
+
+def _entries(table: Tensor) -> Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]:
+    """Of scores [B or 1, H or 1, S, S], or with fewer dimensions in front."""
+    full = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
+
+    def entries(queries: Tensor, keys: Tensor, heads: Iterable[int]) -> Tensor:
+        mine = full if full.shape[1] == 1 else full[:, list(heads)]
+        return mine[:, :, queries, keys]
+
+    return entries
+
+
+def _dense(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query, key, value, mask, dropout, scaling, is_causal, position_bias, more = arguments
+    if isinstance(mask, SparseMask):
+        mask = mask.dense()
+    if position_bias is not None:
+        more = {**more, "position_bias": position_bias}
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
+    )
+    return found

@@ -1,0 +1,176 @@
+"""redundancy_clean: a smaller model with the logits of the masked one, which loads without hf_zero."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import WrongArgument
+from hf_zero.extras.compression.compressed_model import compression_of
+from hf_zero.extras.compression.entry import init_compression, redundancy_clean
+from tests.extras.compression.models import (
+    EIGHT_BITS,
+    HEADS,
+    ROWS,
+    SPARSE,
+    bert_batches,
+    ds_config,
+    group,
+    technique,
+    tiny_bert,
+    tiny_gpt2,
+)
+from tests.support.models import tiny_llama
+
+IDS = torch.arange(1, 21).view(2, 10)
+
+LLAMA_HEADS = technique(
+    group(
+        {"dense_ratio": 0.5}, "o_proj", related=[["q_proj", "k_proj", "v_proj"]]
+    ),
+    num_heads=2,
+)
+LLAMA_ROWS = technique(group({"dense_ratio": 0.5}, "gate_proj", related=[["up_proj", "down_proj"]]), method="l1")
+GPT2_HEADS = technique(group({"dense_ratio": 0.5}, "attn.c_proj", related=[["attn.c_attn"]]), num_heads=4, method="l1")
+GPT2_ROWS = technique(group({"dense_ratio": 0.25}, "mlp.c_fc", related=[["mlp.c_proj"]]), method="topk")
+
+# Script in a fresh interpreter, where hf_zero cannot be imported.
+LOAD = """
+import sys, torch
+sys.modules["hf_zero"] = None
+import transformers
+auto = getattr(transformers, sys.argv[2])
+model = auto.from_pretrained(sys.argv[1], trust_remote_code=sys.argv[3] == "code").eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(1, 21).view(2, 10)).logits, sys.argv[1] + "/logits.pt")
+"""
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("make", "techniques", "auto", "code", "smaller"),
+    [
+        pytest.param(tiny_bert, {"row_pruning": ROWS}, "AutoModelForSequenceClassification", "plain", 0.9, marks=SLOW),
+        pytest.param(tiny_bert, {"head_pruning": HEADS}, "AutoModelForSequenceClassification", "code", 0.9, marks=SLOW),
+        (tiny_bert, {"row_pruning": ROWS, "weight_quantization": EIGHT_BITS, "head_pruning": HEADS},
+         "AutoModelForSequenceClassification", "code", 0.8),
+        (tiny_llama, {"head_pruning": LLAMA_HEADS, "row_pruning": LLAMA_ROWS}, "AutoModelForCausalLM", "plain", 0.75),
+        (tiny_gpt2, {"row_pruning": GPT2_ROWS}, "AutoModelForCausalLM", "plain", 0.75),
+        pytest.param(tiny_gpt2, {"head_pruning": GPT2_HEADS}, "AutoModelForCausalLM", "code", 0.95, marks=SLOW),
+    ],
+    ids=["bert rows", "bert heads", "bert all", "llama heads and rows", "gpt2 rows", "gpt2 heads"],
+)  # fmt: skip
+def test_smaller_with_the_same_logits(
+    make: Callable[[], Any], techniques: dict[str, Any], auto: str, code: str, smaller: float, tmp_path: Path
+) -> None:
+    model = make().eval()
+    before = sum(parameter.numel() for parameter in model.parameters())
+    init_compression(model, ds_config(**techniques))
+    with torch.no_grad():
+        masked = model(IDS).logits
+    redundancy_clean(model, ds_config(**techniques))
+    assert compression_of(model) is None and not any(module._forward_pre_hooks for module in model.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, masked, rtol=0, atol=1e-5)
+    assert sum(parameter.numel() for parameter in model.parameters()) < smaller * before
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "modeling_compressed.py").exists() == (code == "code")
+    environment = {**os.environ, "HF_ZERO": "0", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    subprocess.run([sys.executable, "-c", LOAD, str(tmp_path), auto, code], check=True, env=environment, timeout=200)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), masked, rtol=0, atol=1e-5)
+
+
+def test_config_says_what_the_model_is() -> None:
+    model = tiny_llama()
+    techniques = {"head_pruning": LLAMA_HEADS, "row_pruning": LLAMA_ROWS}
+    redundancy_clean(init_compression(model, ds_config(**techniques)), ds_config(**techniques))
+    config = model.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (3, 1, 6)
+    assert config.intermediate_size == 35
+
+
+def test_sizes_are_as_expected(caplog: pytest.LogCaptureFixture) -> None:
+    """Half the rows of an MLP: half of its weights, on disk as well."""
+    model: Any = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    config = ds_config(row_pruning=technique(group({"dense_ratio": 0.5}, "^0$", related=[["^2$"]])))
+    init_compression(model, config)
+    x = torch.randn(4, 8)
+    masked = model(x)
+    redundancy_clean(model, config)
+    torch.testing.assert_close(model(x), masked, rtol=0, atol=1e-5)
+    assert model[0].weight.shape == (16, 8) and model[2].weight.shape == (8, 16) and model[0].out_features == 16
+
+
+def test_channels_with_batch_norm() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    model[1].running_mean.normal_()
+    model[1].bias.data.zero_()
+    model[1].running_mean.zero_()  # a dropped channel stays zero through the norm
+    config = ds_config(channel_pruning=technique(group({"dense_ratio": 0.5}, "^0$", related=[["^1$", "^3$"]])))
+    init_compression(model, config)
+    x = torch.randn(1, 3, 9, 9)
+    with torch.no_grad():
+        masked = model(x)
+        redundancy_clean(model, config)
+        torch.testing.assert_close(model(x), masked, rtol=0, atol=1e-5)
+    assert model[0].weight.shape[0] == 4 and model[1].num_features == 4 and model[3].in_channels == 4
+
+
+def test_without_related_modules_zeros_stay() -> None:
+    model = tiny_bert()
+    config = ds_config(sparse_pruning=SPARSE)
+    redundancy_clean(init_compression(model, config), config)
+    weight = model.bert.pooler.dense.weight
+    assert int(weight.count_nonzero()) == weight.numel() // 2
+
+
+def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_bert()
+    config = ds_config(row_pruning=ROWS, weight_quantization=EIGHT_BITS)
+    from hf_zero.extras.compression.clean import clean
+
+    init_compression(model, config)
+    compressed = compression_of(model)
+    assert compressed is not None
+    report = clean(compressed)
+    dropped = 2 * (12 * 16 + 12 + 16 * 12)  # rows, their biases, the columns that read them; two layers
+    assert report.before.num_parameters - report.after.num_parameters == dropped
+    assert report.before.num_bytes == 4 * report.before.num_parameters
+    assert report.after.num_flops == report.before.num_flops - 2 * 2 * 2 * 12 * 16
+    assert report.after.num_packed_bytes < report.after.num_bytes
+    assert "parameters" in str(report) and "FLOPs per token" in str(report)
+
+
+def test_heads_that_keys_do_not_have() -> None:
+    section = technique(group({"dense_ratio": 0.5}, "o_proj", related=[["q_proj", "k_proj"]]), num_heads=6)
+    section["different_groups"]["only"]["related_modules"] = [["q_proj", "k_proj"]]
+    model = tiny_llama()
+    init_compression(model, ds_config(head_pruning=section))
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight = nn.Parameter(torch.zeros(10, 36))
+    with pytest.raises(WrongArgument, match="num_key_value_heads"):
+        redundancy_clean(model, ds_config(head_pruning=section))
+
+
+def test_a_fresh_model_with_loaded_weights() -> None:
+    trained, fresh = tiny_bert(seed=1), tiny_bert(seed=2)
+    fresh.load_state_dict(trained.state_dict())
+    config = ds_config(row_pruning=ROWS)
+    redundancy_clean(init_compression(trained, config), config)
+    redundancy_clean(fresh, config)
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), fresh.parameters(), strict=True))
+    batch = bert_batches(1)[0]
+    torch.testing.assert_close(fresh.eval()(**batch).logits, trained.eval()(**batch).logits)
+    assert json.dumps(fresh.config.to_dict()) == json.dumps(trained.config.to_dict())

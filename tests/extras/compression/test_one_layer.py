@@ -1,0 +1,165 @@
+"""One layer's weights, inputs and masks: what each technique makes of them, told by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_zero.comm import collectives_for
+from hf_zero.config import ConfigError
+from hf_zero.extras.compression.bits import ActivationBits, WeightBits, check_groups, learn_together
+from hf_zero.extras.compression.compressed_layer import CompressedLayer
+from hf_zero.extras.compression.matching import Layer, layers_of
+from hf_zero.extras.compression.policy import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
+from hf_zero.extras.compression.pruning import (
+    PrunedChannels,
+    PrunedHeads,
+    PrunedRows,
+    SnipWeights,
+    SparseWeights,
+    along,
+    sums_along,
+)
+
+HALF = Rule(path="group", modules=("*",), dense_ratio=0.5)
+L1 = PruningPolicy(offset=0, rules=(HALF,), method="l1", num_heads=2)
+
+
+def _linear(rows: list[list[float]]) -> Layer:
+    module = nn.Linear(len(rows[0]), len(rows))
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor(rows))
+        module.bias.fill_(1.0)
+    (layer,) = layers_of(module)
+    return layer
+
+
+def _weights(num_groups: int = 1, offset: int = 0) -> WeightPolicy:
+    return WeightPolicy(
+        offset=offset, rules=(), num_groups=num_groups, symmetric=True, stochastic=False, verbose=False,
+        change_ratio=None,
+    )  # fmt: skip
+
+
+def test_what_can_be_compressed() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 5), "b": Conv1D(5, 3), "c": nn.Conv2d(2, 4, 1), "e": nn.LayerNorm(3)})
+    model["d"] = nn.Embedding(7, 2)
+    model["a"].add_module("lora_A", nn.Linear(3, 1))
+    layers = {layer.name: layer for layer in layers_of(model)}
+    assert layers.pop("d").kind == "embedding"
+    found = {name: (layer.kind, layer.num_out, layer.num_in) for name, layer in layers.items()}
+    assert found == {"a": ("linear", 5, 3), "b": ("linear", 5, 3), "c": ("conv", 4, 2)}
+    attention = {layer.name: layer for layer in layers_of(nn.MultiheadAttention(4, 2))}
+    assert not attention["out_proj"].takes_inputs and attention["in_proj_weight"].kind == "packed"
+
+
+def test_bits_of_a_weight_fall_and_begin_when_they_are_due() -> None:
+    rule = Rule(path="a", modules=("*",), start_bits=9, bits=8)
+    bits = WeightBits(_linear([[1.0, 0.4], [0.2, -1.0]]), rule, _weights(offset=2))
+    weight = bits.layer.parameter.detach()
+    assert bits.advance(0) is None and torch.equal(bits.apply(weight), weight)
+    bits.advance(2)
+    assert bits.is_on and bits.now.bits == 9 and not torch.equal(bits.apply(weight), weight)
+    changed = bits.advance(3)
+    assert changed is not None and changed.bits == 8
+
+
+def test_groups_that_do_not_divide_a_weight() -> None:
+    bits = WeightBits(_linear([[1.0, 0.4]]), Rule(path="a", modules=("*",), start_bits=8, bits=8), _weights(3))
+    with pytest.raises(ConfigError, match="must divide the number of elements"):
+        check_groups([bits])
+
+
+def test_a_static_range_is_learnt_before_it_is_needed() -> None:
+    """It takes 0.05 of what an update has seen, and the first update's whole; evaluation teaches nothing."""
+    policy = ActivationPolicy(offset=1, rules=(), symmetric=False, dynamic=False)
+    bits = ActivationBits(_linear([[1.0, 0.4]]), Rule(path="a", modules=("*",), bits=8), policy)
+    lone = collectives_for(torch.device("cpu"))
+    bits.advance(0)
+    inputs = torch.tensor([[-1.0, 0.3], [0.1, 3.0]])
+    assert torch.equal(bits.apply(inputs), inputs)
+    bits.apply(torch.tensor([[0.0, 2.0]]))
+    learn_together([bits], lone)
+    assert bits.range is not None and bits.range.tolist() == [-1.0, 3.0] and bits.seen is None
+    bits.advance(1)
+    assert (bits.apply(inputs) - inputs).abs().max() <= 4 / 255
+    bits.seen = None
+    bits.layer.module.eval()
+    bits.apply(9 * inputs)
+    assert bits.seen is None
+    bits.learn(1.0, 3.0)
+    torch.testing.assert_close(bits.range, torch.tensor([-0.9, 3.0]))
+
+
+def test_sums_and_factors_lie_along_one_dimension() -> None:
+    assert sums_along(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), 1).tolist() == [4, 6]
+    assert along(torch.ones(3), 1, 4).shape == (1, 3, 1, 1)
+
+
+def test_rows_and_their_biases() -> None:
+    rows = PrunedRows(_linear([[1.0, 1.0], [5.0, -5.0], [0.1, 0.1], [3.0, 0.0]]), HALF, L1)
+    rows.advance(0)
+    assert rows.needs_mask(0)
+    rows.fix(rows.layer.parameter, 0)
+    assert rows.final_mask().tolist() == [False, True, False, True] and not rows.needs_mask(1)
+    layer = CompressedLayer(rows.layer)
+    layer.pruned["rows"] = rows
+    weight, bias = layer.effective(rows.layer.parameter, rows.layer.bias)
+    assert weight.tolist() == [[0, 0], [5, -5], [0, 0], [3, 0]]
+    assert bias is not None and bias.tolist() == [0, 1, 0, 1]
+
+
+def test_heads_are_blocks_of_inputs_and_biases_stay() -> None:
+    heads = PrunedHeads(_linear([[1.0, 1.0, 4.0, 0.0]]), HALF, L1)
+    assert heads.problem() is None and heads.head_size == 2 and heads.scores_shape() == (1, 2)
+    heads.fix(heads.layer.parameter, 0)
+    assert heads.weight_factor(heads.final_mask()).tolist() == [[False, False, True, True]]
+    assert heads.bias_factor(heads.final_mask()) is None
+    problem = PrunedHeads(_linear([[1.0, 2.0, 3.0]]), HALF, L1).problem()
+    assert problem is not None and "must divide the 3 inputs" in problem.rule
+
+
+def test_channels_are_filters() -> None:
+    (layer,) = layers_of(nn.Conv2d(2, 4, 3))
+    channels = PrunedChannels(layer, HALF, L1)
+    assert channels.scores_shape() == (4, 1, 1, 1)
+    assert channels.weight_factor(torch.ones(4)).shape == (4, 1, 1, 1)
+
+
+def test_single_weights() -> None:
+    sparse = SparseWeights(_linear([[1.0, -3.0], [0.5, 2.0]]), HALF, L1)
+    sparse.fix(sparse.layer.parameter, 0)
+    assert sparse.final_mask().tolist() == [[False, True], [False, True]]
+
+
+def test_snip_momentum_remembers_gradients() -> None:
+    """A block's score is 0.9 of the old one and the sum of |weight * gradient|; what is large may go."""
+    policy = PruningPolicy(offset=0, rules=(), method="snip_momentum", blocks=(2, 1), stride=1, end=2)
+    snip = SnipWeights(_linear([[9.0, 1.0], [9.0, 1.0]]), HALF, policy)
+    weight = snip.layer.parameter.detach()
+    snip.follow(weight, torch.tensor([[0.0, 1.0], [0.1, 1.0]]))
+    snip.follow(weight, torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    assert snip.score is not None
+    torch.testing.assert_close(snip.score, torch.tensor([[0.81, 2.8]]))
+    snip.fix(weight, 2)
+    assert snip.final_mask().tolist() == [[False, True], [False, True]] and not snip.follows
+    snip.mask = None
+    snip.resume(None, 2)
+    assert snip.follows and snip.needs_mask(3)
+
+
+def test_a_module_sees_the_tensor_during_its_forward_only() -> None:
+    rows = PrunedRows(_linear([[1.0, 1.0], [5.0, -5.0]]), HALF, L1)
+    rows.advance(0)
+    rows.fix(rows.layer.parameter, 0)
+    layer = CompressedLayer(rows.layer)
+    layer.pruned["rows"] = rows
+    module, parameter = rows.layer.module, rows.layer.parameter
+    layer.watch()
+    assert module(torch.tensor([1.0, 0.0])).tolist() == [0, 6] and module.weight is parameter
+    module(torch.tensor([1.0, 0.0])).sum().backward()
+    assert parameter.grad is not None and parameter.grad.tolist() == [[0, 0], [1, 0]]
+    layer.unwatch()
+    assert module(torch.tensor([1.0, 0.0])).tolist() == [2, 6]
