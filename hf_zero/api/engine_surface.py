@@ -16,7 +16,7 @@ from hf_zero.api.inputs import deepspeed_io
 from hf_zero.api.loading import load_module_state_dict
 from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.comm import get_local_rank
-from hf_zero.comm.mirror import get_world_group
+from hf_zero.comm.process_group import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
 from hf_zero.sequence.groups import process_group_of

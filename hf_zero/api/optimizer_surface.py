@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.api import parameter_access
-from hf_zero.comm.mirror import get_world_group
+from hf_zero.comm.process_group import get_world_group
 from hf_zero.surface import Surface
 
 # Views. One vector per piece that this rank updates (a bucket or a sub-group of it); DeepSpeed has one per group.

@@ -2,7 +2,6 @@
 # ruff: noqa: F401  (what other rooms import from here)
 
 from hf_zero.comm.channels import (
-    Channel,
     adopt,
     background_collectives,
     collectives_for,
@@ -11,7 +10,7 @@ from hf_zero.comm.channels import (
     torch_group,
     watching_collectives,
 )
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Collectives, LoneCollectives, uncompiled
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, uncompiled
 from hf_zero.comm.groups import ParallelGroups, ProgramGroups, ShardSize, parallel_groups
 from hf_zero.comm.hops import in_hops
 from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of

@@ -7,6 +7,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -15,9 +17,9 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 
 from hf_zero.comm.ledger import Call, ledger
-from hf_zero.comm.lockstep import AlikeNegotiation
-from hf_zero.comm.negotiation import Negotiation
-from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
+from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Source
+from hf_zero.comm.rows import FlatRows, Pending, Rows, gather_lane, num_bytes, own_shard
+from hf_zero.device.runtime import DONE
 
 MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,6 +51,16 @@ def _never_compile(code: CodeType) -> None:
         eval_frame.set_code_exec_strategy(code, strategy)
     elif hasattr(eval_frame, "skip_code"):  # torch 2.6
         eval_frame.skip_code(code)
+
+
+class Channel(IntEnum):
+    """Streams of collectives that may interleave differently on different ranks; within one the order is the same."""
+
+    REDUCE = 0  # gradients, the step, set-up
+    GATHER = 1  # parameters of stage 3, gathered around their use
+    ACCESS = 2  # parameters that the user gathers
+    SEQUENCE = 3  # parts of sequences, in forward and backward
+    TENSOR = 4  # what parts of matrices have computed, in forward and backward
 
 
 class ControlMessages(ABC):
@@ -271,3 +283,32 @@ class LoneCollectives(Collectives):
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         return list(facts)
+
+
+def start_gather(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:
+    """Gather the rows that `source` has opened, beside what is computed."""
+
+    def take(row: Tensor, numel: int) -> Tensor:
+        return source.take_buffer(numel, row)
+
+    with gather_lane(collectives, rows[0].device, DONE):
+        return [collectives._gather_rows(row, partial(take, row)) for row in rows]
+
+
+class AlikeNegotiation(Negotiation):
+    """For a world of one, and where all ranks are known to do the same: nothing to agree on."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives.rank, collectives.ranks)
+        self._collectives = collectives
+
+    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
+        gathering.decision = self._agreed([gathering.request] * self.size)
+        if gathering.request.kind is Kind.GATHER:
+            source, _ = self.sources.find(gathering.request.unit)
+            gathering.rows = start_gather(self._collectives, source, rows)
+            gathering.call.started(gathering.rows, rows)
+
+    def settle(self, gathering: Gathering) -> Decision:
+        assert gathering.decision is not None, "everything is decided at once"
+        return gathering.decision

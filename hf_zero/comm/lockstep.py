@@ -33,21 +33,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hf_zero.comm.collectives import Collectives, start_gather
 from hf_zero.comm.demand import Demand
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request, Source
+from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.pass_history import Pass, PassHistory, Plan, Start, digest
-from hf_zero.comm.rows import Pending, Rows, gather_lane, num_bytes, own_shard
-from hf_zero.device.runtime import DONE
-
-if TYPE_CHECKING:
-    from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 
 _NUM_FACTS = 7
 _ALL = 1 << 30  # more units than a plan has: this rank waits for the others' heads
@@ -292,7 +288,7 @@ class LockstepNegotiation(Negotiation):
     def _launch(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         """Start to gather what has been granted to this rank."""
         source, _ = self.sources.find(gathering.request.unit)
-        gathering.rows = _start(self._collectives, source, rows)
+        gathering.rows = start_gather(self._collectives, source, rows)
         gathering.call.started(gathering.rows, rows)
 
     def _serve(self, unit: int, place: int | None = None) -> None:
@@ -303,7 +299,7 @@ class LockstepNegotiation(Negotiation):
         source, local = self.sources.find(unit)
         for row in source.open_rows(local):
             with self._count_gather(num_bytes(row) * self.size):
-                (rows,) = _start(self._collectives, source, [row])
+                (rows,) = start_gather(self._collectives, source, [row])
                 self.wait_for_rows(rows, place)
                 source.give_buffer(rows)
         source.close_rows(local)
@@ -323,32 +319,3 @@ class LockstepNegotiation(Negotiation):
             units = self._history.plan(start) or ()
             if digest(start, units) in used:
                 self.sources.find(next(unit for unit in units if self.sources.is_gone(unit)))
-
-
-class AlikeNegotiation(Negotiation):
-    """For a world of one, and where all ranks are known to do the same: nothing to agree on."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        super().__init__(collectives.rank, collectives.ranks)
-        self._collectives = collectives
-
-    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        gathering.decision = self._agreed([gathering.request] * self.size)
-        if gathering.request.kind is Kind.GATHER:
-            source, _ = self.sources.find(gathering.request.unit)
-            gathering.rows = _start(self._collectives, source, rows)
-            gathering.call.started(gathering.rows, rows)
-
-    def settle(self, gathering: Gathering) -> Decision:
-        assert gathering.decision is not None, "everything is decided at once"
-        return gathering.decision
-
-
-def _start(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:
-    """Gather the rows that `source` has opened, beside what is computed."""
-
-    def take(row: Tensor, numel: int) -> Tensor:
-        return source.take_buffer(numel, row)
-
-    with gather_lane(collectives, rows[0].device, DONE):
-        return [collectives._gather_rows(row, partial(take, row)) for row in rows]

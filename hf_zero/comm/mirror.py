@@ -36,6 +36,7 @@ from torch.distributed import (
     send,
 )
 
+from hf_zero.comm.process_group import get_world_group  # noqa: F401  (one of the names)
 from hf_zero.device.kinds import kind_of_backend
 from hf_zero.rank_environment import set_rank_environment
 
@@ -82,11 +83,6 @@ __all__ = [
 
 # Older names of the same calls.
 allgather_fn, reduce_scatter_fn, inference_all_reduce = all_gather_into_tensor, reduce_scatter_tensor, all_reduce
-
-
-def get_world_group() -> _torch.ProcessGroup | None:
-    """The group of all ranks; None before the process group exists."""
-    return _torch.group.WORLD
 
 
 def get_all_ranks_from_group(group: _torch.ProcessGroup | None = None) -> list[int]:

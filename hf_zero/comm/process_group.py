@@ -145,6 +145,11 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def get_world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks; None before the process group exists."""
+    return dist.group.WORLD
+
+
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     if is_initialized():
         dist.barrier(group)

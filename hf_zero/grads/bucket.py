@@ -18,17 +18,20 @@ A gradient that arrives for a bucket that is TAKEN (a shared layer under reentra
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm.quantized import QuantizedWire
 from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
 from hf_zero.grads.sparse_rows import SparseRowSum
 from hf_zero.kernels.accumulate import add_into
 from hf_zero.kernels.rows import add_rows, write_rows
 from hf_zero.layout import Slot
 from hf_zero.params.store import TrainedBucket
+
+if TYPE_CHECKING:
+    from hf_zero.comm.quantized import QuantizedWire
 
 
 class ArrivalState(Enum):

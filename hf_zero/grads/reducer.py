@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hf_zero.comm import ParallelGroups
-from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
 from hf_zero.grads.reductions import Reductions
@@ -27,6 +27,9 @@ from hf_zero.grads.sparse_rows import sparse_row_sum
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
+
+if TYPE_CHECKING:
+    from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
 
 
 class Mode(Enum):

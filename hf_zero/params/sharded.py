@@ -20,9 +20,9 @@ from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
-from hf_zero.params.store import ParameterStore
+from hf_zero.params.store import ParameterStore, Trained
 from hf_zero.params.unit import GatherBuffers
-from hf_zero.params.unit_builder import Trained, UnitBuilder, in_reduce_order
+from hf_zero.params.unit_builder import UnitBuilder, in_reduce_order
 from hf_zero.precision import Precision
 
 

@@ -11,10 +11,21 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Negotiation, Pending
 from hf_zero.device.registry import runtime_of
-from hf_zero.layout import Bucket, FlatLayout, Interval
+from hf_zero.layout import Bucket, FlatLayout, Interval, ParameterSpec
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import SubGroup
 from hf_zero.params.stand_ins import StandIns
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained: parameters with their specs, in the order of the layout."""
+
+    parameters: Sequence[nn.Parameter]
+    specs: Sequence[ParameterSpec]
+
+    def index_of(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +17,6 @@ from hf_zero.layout import (
     FlatLayout,
     Interval,
     MemberSpec,
-    ParameterSpec,
     RowLayout,
     lay_rows,
     stay_gathered,
@@ -31,22 +29,11 @@ from hf_zero.params.gathered_modules import GatheredModule, assign_units
 from hf_zero.params.partitioning import shard_anew, shard_parameter
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
-from hf_zero.params.store import TrainedBucket
+from hf_zero.params.store import Trained, TrainedBucket
 from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What is trained: parameters with their specs, in the order of the layout."""
-
-    parameters: Sequence[nn.Parameter]
-    specs: Sequence[ParameterSpec]
-
-    def index_of(self) -> dict[int, int]:
-        return {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
 
 class UnitBuilder:

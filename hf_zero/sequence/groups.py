@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from hf_zero.comm import ParallelGroups, Partition, ProgramGroups, adopt, init_distributed, this_process, torch_group
-from hf_zero.comm.mirror import get_world_group
+from hf_zero.comm.process_group import get_world_group
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_zero.comm import Collectives, ParallelGroups
-from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
@@ -28,8 +27,7 @@ from hf_zero.optim.traits import Sees, traits_of, updater_for
 from hf_zero.optim.updater import Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
-from hf_zero.params.store import ParameterStore
-from hf_zero.params.unit_builder import Trained
+from hf_zero.params.store import ParameterStore, Trained
 from hf_zero.precision import Precision
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.loss_factors import StepRules
@@ -37,6 +35,9 @@ from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.peers import peers_of
 from hf_zero.step.sharded_step import ShardedStep
 from hf_zero.surface import Surface
+
+if TYPE_CHECKING:
+    from hf_zero.comm.quantized import QuantizedReduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Plan:
         wire = self.zero.wire
         if self.zero.stage < 3 or wire.gradient_bits is None:
             return None
+        from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction  # what few configs ask for
+
         feedback = wire.feedback
         rule = None if feedback is None else FeedbackRule(feedback.beta, feedback.reset_after)
         groups = self.groups

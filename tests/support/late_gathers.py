@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm import Channel, channels
+from hf_zero.comm import Channel, known_groups
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.cpu import meeting
 from hf_zero.comm.negotiation import Negotiation
@@ -39,7 +39,7 @@ class LateGathers(GatherStreamCollectives):
 @contextmanager
 def late_gathers(runtime: Late) -> Iterator[None]:
     """Engines made inside run on `runtime`, each rank on a host of its own."""
-    usual, negotiation = channels._Known.collectives, channels._Known.negotiation
+    usual, negotiation = known_groups.KnownGroups.collectives, known_groups.KnownGroups.negotiation
 
     def collectives(known: Any, device: torch.device, channel: Channel, ranks: Any, number: int) -> Collectives:
         if channel is Channel.GATHER:
@@ -52,7 +52,7 @@ def late_gathers(runtime: Late) -> Iterator[None]:
     with (
         use(runtime),
         mock.patch.object(meeting, "host_name", lambda: f"host {get_rank()}"),
-        mock.patch.object(channels._Known, "collectives", collectives),
-        mock.patch.object(channels._Known, "negotiation", never_waiting),
+        mock.patch.object(known_groups.KnownGroups, "collectives", collectives),
+        mock.patch.object(known_groups.KnownGroups, "negotiation", never_waiting),
     ):
         yield

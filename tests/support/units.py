@@ -29,8 +29,9 @@ from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import ShardedParameter, local_chunk
 from hf_zero.params.stand_ins import StandIns
+from hf_zero.params.store import Trained
 from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
-from hf_zero.params.unit_builder import Trained, UnitBuilder
+from hf_zero.params.unit_builder import UnitBuilder
 from hf_zero.precision import Precision
 from tests.support.groups import groups_of
 

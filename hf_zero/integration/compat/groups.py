@@ -15,7 +15,7 @@ mesh_device: Any = None
 
 
 def get_world_group() -> Any:
-    from hf_zero.comm.mirror import get_world_group  # here: importing this module must not load torch
+    from hf_zero.comm.process_group import get_world_group  # here: importing this module must not load torch
 
     return get_world_group()
 
