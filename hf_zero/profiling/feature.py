@@ -126,7 +126,7 @@ class Profiling(TrainingFeature):
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """Who has heard all it wants costs nothing from then on."""
+        """A listener that has everything it needs costs nothing from then on."""
         if self.recorder is None:
             return
         if self._trace is not None and self._trace.is_written:
@@ -189,7 +189,7 @@ class Profiling(TrainingFeature):
 
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling | None:
-    """The feature, where the config wants to see anything."""
+    """The feature, if the config enables anything."""
     policy = resolved.profiling
     is_wanted = policy != ProfilingPolicy(table_every=policy.table_every) or CONFIGURED["comms"] is not None
     return Profiling(model, policy) if is_wanted else None

@@ -1,5 +1,5 @@
 """Learning-rate schedules by the names that a config uses."""
-# ruff: noqa: F401  (what other rooms import from here)
+# ruff: noqa: F401  (what other packages import from here)
 
 from hf_zero.schedules.cycles import LRRangeTest, OneCycle
 from hf_zero.schedules.registry import VALID_LR_SCHEDULES, build_scheduler
