@@ -60,7 +60,7 @@ test: venv ## set up and run the tests (some fifteen minutes on 2 cores; seconds
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
 	@$(PYTEST) -m "$(DEFAULT)" $(ARGS)
 
-test-quick: venv ## the short tests that start no process (some 3,800, a minute and a half on 2 cores)
+test-quick: venv ## the short tests that start no process (some 3,700, a minute and a half on 2 cores)
 	@$(PYTEST) -m "not processes and not lengthy and $(DEFAULT)" $(ARGS)
 
 test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's schemas for those of the examples)

@@ -1,7 +1,7 @@
-"""The house's habits as rules over its sources: sizes, words, and a test for every module of the engine's rooms.
+"""The project's conventions as rules over its sources: sizes, terms, and a test for every module of the engine.
 
-Where something stands out of a rule it is listed here with its reason. A list only shrinks: a test fails as soon as an
-entry of it is not needed any more.
+Exceptions are listed here with their reasons. A list only shrinks: a test fails as soon as an entry is not needed any
+more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SMALL_FILES = {
     "versions.py": _LEAF,
 }
 
-# Old word -> what the house says instead.
+# Old term -> the one to use instead.
 REPLACED_WORDS = {
     "adopt_edits": "sync_masters",
     "birth": "init_rules, or what the constructor does",

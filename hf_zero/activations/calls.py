@@ -36,7 +36,7 @@ class CheckpointedCalls:
 
     Attributes:
         num_calls: so far, with gradients.
-        group: ranks that have the same inputs; None: nobody else has. Used where the policy says so.
+        group: ranks that have the same inputs; None: no other rank has. Used where the policy says so.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class CheckpointedCalls:
             candidates.clear()  # autograd holds `pack` for as long as what it has returned
 
     def _is_candidate(self, arg: Any) -> bool:
-        """Activations, and not parameters, which somebody else holds anyway."""
+        """Activations, but not parameters, which stay in memory anyway."""
         return (
             type(arg) is Tensor
             and arg.is_floating_point()

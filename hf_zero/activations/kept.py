@@ -43,7 +43,7 @@ class Buffers(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Return unused memory to the system."""
 
 
 class HostPool(Buffers):
@@ -187,7 +187,7 @@ class Place:
 
 
 class KeptInput:
-    """See above. Its memory goes back when nobody knows it any more."""
+    """See above. Its memory is returned when there are no more references to it."""
 
     def __init__(self, tensor: Tensor, place: Place, *, position: int, owner: Tensor) -> None:
         """
@@ -210,7 +210,7 @@ class KeptInput:
         self._ahead: tuple[Tensor, Event] | None = None
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is what has been kept of that tensor, which nobody has changed since."""
+        """Whether this is what has been kept of that tensor, which has not been changed since."""
         return self._owner() is tensor and tensor._version == self._owner_version
 
     def send(self) -> None:

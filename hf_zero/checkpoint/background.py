@@ -52,7 +52,7 @@ class BackgroundSave:
         """Return when nothing is being written.
 
         Raises:
-            CheckpointError: when the last save failed and nobody has been told yet.
+            CheckpointError: when the last save failed and this has not been reported yet.
         """
         if self._thread is not None:
             self._thread.join()
@@ -68,7 +68,7 @@ class BackgroundSave:
 
 
     def take_error(self) -> CheckpointError | None:
-        """The error that nobody has been told yet; from now on it counts as told."""
+        """The error that has not been reported yet; from now on it counts as reported."""
         _untold.discard(self)
         error, self._error = self._error, None
         return error

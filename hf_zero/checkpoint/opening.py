@@ -1,4 +1,4 @@
-"""`open_checkpoint`: a folder in, a view out, whoever wrote it and at whatever stage; and checks that ranks share."""
+"""`open_checkpoint` returns a view of a checkpoint folder of any writer and stage; and checks that ranks share."""
 
 from __future__ import annotations
 

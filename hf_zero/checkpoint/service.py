@@ -167,7 +167,7 @@ def _latest(root: Path, policy: CheckpointPolicy) -> str | None:
 
 
 def _refuse_to_guess(root: Path) -> None:
-    """Without `latest`, a folder with checkpoints in it is no fresh start: training anew would soon replace them."""
+    """Without `latest`, a folder with checkpoints is not a new start: a new training would soon replace them."""
     if not root.is_dir():
         return
     if any(ds.parse(entry.name) for entry in root.iterdir()):

@@ -29,7 +29,7 @@ _PARAMETERS, _REDUCED, _ERRORS = "parameters", "reduced", "errors"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A state in a form of its own, which becomes one value per element when it is asked for."""
+    """A state in a special form, which is converted to one value per element on request."""
 
     tensor: Tensor
     form: StateForm

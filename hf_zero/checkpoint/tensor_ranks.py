@@ -52,7 +52,7 @@ def saved_cuts(view: CheckpointView) -> dict[str, Cut] | None:
     """How what was saved is cut; None: the file does not say.
 
     Raises:
-        CheckpointError: what it says is no such thing.
+        CheckpointError: the value has another form.
     """
     ours = view.meta.get(ds.HF_ZERO)
     stated = ours.get(ds.TENSOR_PARTS) if isinstance(ours, Mapping) else None

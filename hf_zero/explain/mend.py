@@ -18,7 +18,7 @@ def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple
     """A mended copy of the config as plain dicts, and a line for every change.
 
     Args:
-        ranks_known: False: nobody has said for how many ranks the config is, so that batch sizes which do not go
+        ranks_known: False: the number of ranks has not been given, so that batch sizes which do not go
             together here may be right there.
     """
     mended: dict[str, Any] = copy.deepcopy(dict(config))

@@ -100,7 +100,7 @@ def _who_fills(path: str) -> str:
         return f"{LATER} (or give --model)"
     if path.startswith(("scheduler.params", "optimizer.params")) or path.startswith(_BY_TRAINER):
         return f"{LATER} (or give Trainer's flags)"
-    return "nobody fills this: the default"
+    return "not filled in: the default"
 
 
 def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ _FIX = "give a folder with config.json, a config.json, or a model name of the hu
 
 
 def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -> tuple[TrainingView | None, list[str]]:
-    """The view, and the flags that belong to somebody else. None without flags: who trains is not known.
+    """The view, and the flags that are not of TrainingArguments. None without flags: then it is not known who trains.
 
     A real TrainingArguments would look for devices and start groups.
 

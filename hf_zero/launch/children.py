@@ -1,4 +1,4 @@
-"""What relay.py and supervise.py know of the processes they start: output, the first failure, signals."""
+"""The processes that relay.py and supervise.py start: their output, the first failure, signals."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Failure:
         last = self.tail.strip("\n")
         lines = [f"hf-zero launch: rank {self.rank} on {self.host} failed first ({what})"]
         lines[0] += f"; its whole log is {self.log}" if self.log else ""
-        lines[0] += ". It said last:" if last else ", without a word."
+        lines[0] += ". Its last output:" if last else ", without any output."
         return "\n".join([lines[0], *(f"  {line}" for line in last.split("\n") if last)]) + "\n"
 
     def mark(self, token: str) -> bytes:

@@ -89,7 +89,7 @@ class RankCommand:
     """One process to start.
 
     Attributes:
-        environment: what is set beside the variables of whoever starts it.
+        environment: variables that are set in addition to those of the process that starts it.
         cores: those that it is bound to; empty for all.
     """
 
@@ -147,14 +147,14 @@ class Job:
             program["arguments"] = tuple(program["arguments"])
             return Job(program=Program(**program), world=World(nodes), **fields)
         except (binascii.Error, zlib.error, ValueError, KeyError, TypeError) as error:
-            raise LaunchError(f"this is no job of `hf-zero launch`: {error}") from None
+            raise LaunchError(f"this is not a job of `hf-zero launch`: {error}") from None
 
     def on_node(self, node_rank: int) -> list[RankCommand]:
         """The ranks of one node."""
         return [self._rank(place) for place in self.world.places() if place.node_rank == node_rank]
 
     def of_rank(self, rank: int, first_host: str | None = None) -> RankCommand:
-        """One rank; `first_host` is where rank 0 is, if nobody knew that beforehand."""
+        """One rank; `first_host` is the host of rank 0, if it was not known before."""
         return self._rank(list(self.world.places())[rank], first_host)
 
     def _rank(self, place: Place, first_host: str | None = None) -> RankCommand:

@@ -37,9 +37,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if options.bind_core_list is not None and not options.bind_cores_to_rank:
         raise LaunchError("--bind_core_list has no effect without --bind_cores_to_rank: give both or neither")
     if not 1 <= options.master_port <= 65535:
-        raise LaunchError(f"--master_port {options.master_port} is no port: choose one from 1024 to 65535")
+        raise LaunchError(f"--master_port {options.master_port} is not a valid port: choose one from 1024 to 65535")
     if options.ssh_port is not None and not 1 <= options.ssh_port <= 65535:
-        raise LaunchError(f"--ssh_port {options.ssh_port} is no port")
+        raise LaunchError(f"--ssh_port {options.ssh_port} is not a valid port")
     if options.quiet:
         options.log_level = "error"
     return options
@@ -92,7 +92,7 @@ def _program(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no_python", action="store_true", help="run the program itself, without Python")
     group.add_argument("--no_local_rank", action="store_true", help="do not hand --local_rank=N to the script")
     group.add_argument("--venv_script", help="a script that the remote shell reads first, like venv/bin/activate")
-    group.add_argument("--bind_cores_to_rank", action="store_true", help="give every rank cores of its own")
+    group.add_argument("--bind_cores_to_rank", action="store_true", help="give every rank its own cores")
     group.add_argument("--bind_core_list", help="the cores to give out, like 0-7,16-23 (default: all)")
     group.add_argument("--enable_each_rank_log", metavar="DIR", help="write each rank's output to a file there instead")
     group.add_argument("--save_pid", action="store_true", help="write this process's number to /tmp/<number>.deepspeed")

@@ -65,7 +65,7 @@ def _log_paths(folder: str | None) -> Callable[[int], str | None]:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"--enable_each_rank_log {shown(folder)} is no folder that can be written: {error}") from None
+        raise LaunchError(f"--enable_each_rank_log {shown(folder)} is not a writable folder: {error}") from None
     beginning = time.strftime("%Y%m%d%H%M%S")
     return lambda rank: os.path.join(str(folder), f"{beginning}_rank{rank}.log")
 
@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
             _enter(job.folder, host)
             return run_commands(job, host, [command], report=report)
         if host not in job.world.names:
-            raise LaunchError(f"{shown(host)} is no host of this job, only {', '.join(job.world.names)}")
+            raise LaunchError(f"{shown(host)} is not a host of this job, which has {', '.join(job.world.names)}")
         _enter(job.folder, host)
         return run_node(job, job.world.names.index(host), report=report, is_attached=True)
     except (LaunchError, ValueError) as error:
@@ -119,8 +119,8 @@ def _enter(folder: str, host: str) -> None:
         os.chdir(folder)
     except OSError as error:
         raise LaunchError(
-            f"the job was started in {shown(folder)}, which {host} has not: {error.strerror}. Put it on a file system "
-            "that the hosts share, or start from a folder that all have"
+            f"the job was started in {shown(folder)}, which cannot be used on {host}: {error.strerror}. Put it on "
+            "a file system that the hosts share, or start from a folder that exists on all of them"
         ) from None
 
 

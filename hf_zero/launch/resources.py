@@ -32,7 +32,7 @@ _COUNT = "import torch; print(torch.accelerator.device_count())"
 
 
 def listed_world(options: argparse.Namespace, environment: Mapping[str, str]) -> World | None:
-    """Nodes that somebody has listed, before any filter; None where there is only this machine.
+    """The listed nodes, before any filter; None where there is only this machine.
 
     Raises:
         LaunchError: also for a hostfile that was asked for and is not there.
@@ -77,7 +77,7 @@ def _this_machine(options: argparse.Namespace, environment: Mapping[str, str]) -
 
 
 def _count_devices() -> int:
-    """GPUs here as torch counts them, asked in a process of its own; a machine without any has one rank."""
+    """The number of GPUs according to torch, counted in a separate process; a machine without any has one rank."""
     try:
         environment = {name: value for name, value in os.environ.items() if name != VISIBLE_DEVICES}
         said = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, env=environment, check=True).stdout

@@ -37,7 +37,7 @@ class Supervisor:
     """The ranks of one node, from start to end."""
 
     def __init__(self, host: str, *, log_path: Callable[[int], str | None], is_attached: bool = False) -> None:
-        """`is_attached`: whoever reads our output started us, and when nobody does any more, the ranks end too."""
+        """`is_attached`: the reader of our output started us; when it closes the pipe, the ranks are ended too."""
         self._host = host
         self._log_path = log_path
         self._is_attached = is_attached

@@ -120,8 +120,8 @@ def check_host(name: str, where: str) -> None:
     """Raises LaunchError unless `name` is a plain host name or IPv4 address."""
     if not _HOST_NAME.fullmatch(name):
         raise LaunchError(
-            f"{where}: {shown(name)} is no plain host name (letters, digits, `.`, `_`, `-` within): users, ports and "
-            "IPv6 addresses belong into ~/.ssh/config or /etc/hosts, under a name of their own"
+            f"{where}: {shown(name)} is not a plain host name (letters, digits, `.`, `_`, `-` within): users, ports "
+            "and IPv6 addresses belong into ~/.ssh/config or /etc/hosts, under a name of their own"
         )
 
 
@@ -189,7 +189,7 @@ def _numbers(words: str, flag: str, whole: str) -> list[int]:
     slots = words.split(",")
     wrong = next((slot for slot in slots if not re.fullmatch(r"[0-9]{1,6}", slot)), None)
     if wrong is not None:
-        raise LaunchError(f"{flag} {shown(whole)}: {shown(wrong)} is no slot: write worker-1:0,2@worker-2")
+        raise LaunchError(f"{flag} {shown(whole)}: {shown(wrong)} is not a slot: write worker-1:0,2@worker-2")
     return [int(slot) for slot in slots]
 
 

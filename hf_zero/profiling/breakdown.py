@@ -1,7 +1,7 @@
 """`wall_clock_breakdown`: where the time of an update went, of this rank and among all ranks.
 
 The parts add up to the update, whatever overlaps: communication counts where this rank has waited for it, or worked on
-it. Ranks tell each other their times by an all-gather that nobody waits for, once per table.
+it. Ranks tell each other their times by an asynchronous all-gather, once per table.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class FinishedCall:
 
 
 class TimedCall(Call):
-    """A collective that somebody watches. Several tensors may travel as one."""
+    """A collective that is observed. Several tensors may be sent as one."""
 
     __slots__ = ("age", "_recorder", "_phase", "_operation", "_sizes", "_num_ranks", "_busy", "_done", "_open", "_by")
 

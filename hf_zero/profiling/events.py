@@ -1,7 +1,7 @@
 """The numbers of every update: for monitors, under DeepSpeed's names, and as a line with samples per second in the log.
 
-A loss on an accelerator is written when its copy has come, one or two updates later: nobody waits for it. Of monitors,
-x is the number of samples seen by then.
+A loss on an accelerator is written when its copy has arrived, one or two updates later, without synchronising. x of
+monitors is the number of samples seen by then.
 """
 
 from __future__ import annotations

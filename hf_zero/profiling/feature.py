@@ -123,7 +123,7 @@ class Profiling(TrainingFeature):
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """Who has heard all it wants costs nothing from then on."""
+        """A listener that has everything it needs costs nothing from then on."""
         if self.recorder is None:
             return
         if self._trace is not None and self._trace.is_written:

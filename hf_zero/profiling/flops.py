@@ -54,7 +54,7 @@ class _Latency:
 
 
 class FlopsProfiler:
-    """Counts between `start_profile` and `stop_profile`. Modules' times are by marks that nobody waits for.
+    """Counts between `start_profile` and `stop_profile`. Modules are timed by marks, without synchronising.
 
     Attributes:
         flops, macs, params: of what was printed last.

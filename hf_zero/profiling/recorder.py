@@ -1,4 +1,4 @@
-"""Records what a run does, by marks that nobody waits for, and tells listeners of every update once it has happened.
+"""Records what a run does by marks, without synchronising, and tells listeners about every update that has completed.
 
     spans, collectives      begin ... end    begin ... end         marks: events of the device, or the host's clock
     transfers

@@ -121,7 +121,7 @@ class ScheduleMark:
         self._after = self._numbers()
 
     def go_back(self) -> None:
-        """Undo the advance. What somebody else has written into a group since then stays."""
+        """Undo the advance. Values that others have written into a group since then stay."""
         self._schedule.load_state_dict(self._state)
         if self._last is not None:
             setattr(self._schedule, _LAST, self._last)

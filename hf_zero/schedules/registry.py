@@ -30,7 +30,7 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: HasParamGroups) -> Sched
 
 
 def _without_warmup(cls: type[Any], optimizer: object, policy: SchedulerPolicy) -> Schedule | None:
-    """The schedule where the config says that there is no warm-up; the classes themselves want a positive number."""
+    """The schedule where the config says that there is no warm-up; the classes themselves need a positive number."""
     if policy.params.get("warmup_num_steps") != 0 or not hasattr(cls, "skip_warmup"):
         return None
     schedule: Any = _constructed(cls, optimizer, replace(policy, params={**policy.params, "warmup_num_steps": 1}))
@@ -66,5 +66,5 @@ def _constructed(cls: type[Any], optimizer: object, policy: SchedulerPolicy) -> 
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
         rule = f"{policy.type} does not accept these arguments: {error}"
         accepted = ", ".join(list(inspect.signature(cls).parameters)[1:])
-        fix = f'it takes: {accepted}; an "auto" that nobody filled in counts as missing'
+        fix = f'it takes: {accepted}; an "auto" that is not filled in counts as missing'
         raise ConfigError(Problem("scheduler.params", dict(policy.params), rule, fix)) from error

@@ -148,7 +148,7 @@ def _close_documents(batch: dict[str, Any], num: int) -> None:
 
 
 def _padded(name: str, values: Tensor, num: int) -> Tensor:
-    """`num` positions more, on the right, which nobody attends to and no loss counts."""
+    """`num` more positions on the right, which attention and loss ignore."""
     if not num:
         return values
     if name == "position_ids":  # they go on, lest they look like another document

@@ -1,4 +1,4 @@
-"""Ulysses around an attention of one's own: DeepSpeed's `DistributedAttention`, for models outside transformers."""
+"""Ulysses around a custom attention: DeepSpeed's `DistributedAttention`, for models outside transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model to a model that shares sequences: DeepSpeed's name for it, and what `initialize` does by itself."""
+"""Sets up a model to share sequences: under DeepSpeed's name, and automatically in `initialize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks hold parts of the same matrices, as programs say it and ask for it; such ranks see the same batches."""
+"""Which ranks hold parts of the same matrices, as programs define and query it; these ranks see the same batches."""
 
 from __future__ import annotations
 

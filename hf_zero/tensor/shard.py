@@ -259,7 +259,7 @@ class _Sharder:
         return int(attention.head_dim)
 
     def _whole_key_heads(self, name: str, module: nn.Module, found: Heads) -> None:
-        """There is no way to deal them out: every rank has all, and takes those that its query heads want."""
+        """They cannot be split: every rank has all, and uses those that its query heads need."""
         assert found.key is not None
         wanted, extent = found.key[self._group.rank], self._head_extent(name)
         layers.enter_inputs(module, self._group)
@@ -292,7 +292,7 @@ class _Sharder:
 
     def _embedding(self, module: nn.Module, *, by_tokens: bool) -> None:
         if by_tokens and not layers.calls_forward_of(module, nn.Embedding):
-            return  # nobody knows what it does with its rows: whole on every rank
+            return  # its use of its rows is unknown: whole on every rank
         weight: Any = module.weight
         intervals = even(weight.shape[0 if by_tokens else 1], self._group.size)
         self._keep(weight, 0 if by_tokens else 1, intervals)

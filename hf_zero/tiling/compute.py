@@ -1,7 +1,7 @@
 """A function over tokens, run tile by tile, with one gradient for each of its inputs when the last tile is done.
 
     forward     every tile without a graph; what is kept is the input alone
-    backward    every tile again, with a graph of its own; gradients of parameters are added up and returned together
+    backward    every tile again, with its own graph; gradients of parameters are added up and returned together
 
     `eager`     forward makes the gradients as well (the outputs are added up, so one factor is all that comes later);
                 backward multiplies them by that factor
@@ -337,7 +337,7 @@ def _of_tile(gradient: Tensor | None, output: Tensor, tiling: Tiling, place: _Pl
 
 
 class _Unlisted:
-    """Leaves that a tile reads and nobody has listed: parameters in a closure."""
+    """Leaves that a tile reads and that were not listed: parameters in a closure."""
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []

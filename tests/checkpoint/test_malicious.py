@@ -144,5 +144,5 @@ def test_parameter_names_of_a_universal_checkpoint_lead_nowhere_else(tmp_path: P
     write_torch_file(model, {**content, "param_shapes": [{name: torch.Size((2,))}]})
     (folder / "zero").mkdir()
     torch.save({"param_groups": []}, folder / "zero" / "optimizer_state.pt")
-    with pytest.raises(CheckpointError, match="names a parameter '.*', which is no folder name"):
+    with pytest.raises(CheckpointError, match="names a parameter '.*', which is not a folder name"):
         open_checkpoint(tmp_path)

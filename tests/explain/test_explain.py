@@ -60,7 +60,7 @@ def test_every_key_with_value_source_and_effect(
     assert table["bf16.enabled"][:2] == (True, "--bf16")
     assert table["optimizer.params.lr"] == (5e-5, "TrainingArguments.learning_rate (its default)", "argument of AdamW")
     assert table["zero_optimization.reduce_bucket_size"][:2] == (100, "model.config.n_embd = 10")
-    assert table["zero_optimization.overlap_comm"][:2] == ("auto", "nobody fills this: the default")
+    assert table["zero_optimization.overlap_comm"][:2] == ("auto", "not filled in: the default")
     assert table["zero_optimization.contiguous_gradients"][2].startswith("no effect: gradients always go")
     assert table["zero_optimization.sub_group_size"][2].startswith("Size of the sub-groups of an offloaded update")
     assert table["gradient_allreduce_op"][:2] == ("mean", "default")

@@ -46,7 +46,7 @@ def test_a_job_survives_its_journey() -> None:
 
 def test_what_is_no_job() -> None:
     for word in ("", "x", "!!", "e30=", job().encode()[:-8]):
-        with pytest.raises(LaunchError, match="no job"):
+        with pytest.raises(LaunchError, match="not a job"):
             Job.decode(word)
 
 

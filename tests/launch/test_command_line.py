@@ -105,7 +105,7 @@ time.sleep(600)
     done = run(tmp_path, "--num_gpus", "3", "script.py", script=script)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-3:] == [
-        "hf-zero launch: rank 1 on localhost failed first (exit status 1). It said last:",
+        "hf-zero launch: rank 1 on localhost failed first (exit status 1). Its last output:",
         "  rank 1 begins",
         "  the disk of rank 1 is full",
     ]
@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     script = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)"
     done = run(tmp_path, "--num_gpus", "2", "script.py", script=script)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "rank 1 on localhost failed first (killed by SIGKILL), without a word." in done.stderr
+    assert "rank 1 on localhost failed first (killed by SIGKILL), without any output." in done.stderr
 
 
 def hear_signals() -> None:
@@ -174,7 +174,7 @@ def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
         (["--module", "--no_python", "x.py"], "give one of them"),
         (["--bind_core_list", "0", "x.py"], "no effect without --bind_cores_to_rank"),
         (["--bind_cores_to_rank", "--bind_core_list", "1-0", "--num_gpus", "1", "x.py"], "must go upwards"),
-        (["--master_port", "0", "x.py"], "is no port"),
+        (["--master_port", "0", "x.py"], "is not a valid port"),
         (["--num_gpus", "two", "x.py"], "invalid int value: 'two'"),
         (["--num_gpus", "-2", "x.py"], "--num_gpus -2 must lie between"),
         (["--num_nodes", "2", "--num_gpus", "1", "x.py"], "needs a hostfile"),
@@ -190,7 +190,7 @@ def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
         (["--hostfile", "two", "--no_ssh", "x.py"], "--node_rank -1 must say which, from 0 to 1"),
         (["--hostfile", "two", "--launcher_args", "'", "--no_ssh", "x.py"], "No closing quotation"),
         (["--num_gpus", "1", "--no_python", "./none"], "'./none' cannot be started"),
-        (["--enable_each_rank_log", "two", "--num_gpus", "1", "x.py"], "is no folder"),
+        (["--enable_each_rank_log", "two", "--num_gpus", "1", "x.py"], "is not a writable folder"),
         ([], "required"),
     ],
 )

@@ -71,7 +71,7 @@ def test_the_first_failure_is_seen_last(launcher: str, cluster: Cluster, hostfil
     output = tmp_path / "launcher"
     assert wait_for([cluster[0].start(words, AS_ROOT, output)], [output]) == [1]
     assert output.read_text().splitlines()[-3:] == [
-        "hf-zero launch: rank 2 on node2 failed first (exit status 1). It said last:",
+        "hf-zero launch: rank 2 on node2 failed first (exit status 1). Its last output:",
         "  rank 2 looks for its data",
         "  rank 2 finds no data",
     ]

@@ -66,7 +66,7 @@ def test_the_first_failure_of_a_job_under_slurm(
     words = launch_words("--hostfile", hostfile, "--launcher", "slurm", script)
     assert wait_for([cluster[0].start(words, slurm_variables, output)], [output]) == [1]
     assert output.read_text().splitlines()[-2:] == [
-        "hf-zero launch: rank 3 on node2 failed first (exit status 1). It said last:",
+        "hf-zero launch: rank 3 on node2 failed first (exit status 1). Its last output:",
         "  rank 3 has no data",
     ]
 

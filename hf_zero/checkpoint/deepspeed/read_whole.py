@@ -175,7 +175,7 @@ def _universal_groups(
 
 def _parameter_files(folder: Folder, name: str) -> list[Path]:
     if "/" in name or "\\" in name or name.startswith("."):
-        raise CheckpointError(folder.path, f"names a parameter {name!r}, which is no folder name", _FIX)
+        raise CheckpointError(folder.path, f"names a parameter {name!r}, which is not a folder name", _FIX)
     place = folder.path / ds.UNIVERSAL_FOLDER / name
     if not place.is_dir():
         raise CheckpointError(place, f"the folder of parameter {name!r} is missing", _FIX)

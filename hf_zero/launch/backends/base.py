@@ -83,7 +83,7 @@ def own_node_rank(job: Job, request: Request, options: str) -> int:
     """Which host of the job this one is, for backends that start the ranks of one host; `options` names the backend.
 
     Raises:
-        LaunchError: where nobody has said it.
+        LaunchError: it has not been given.
     """
     last = len(job.world.nodes) - 1
     if not 0 <= request.node_rank <= last:
