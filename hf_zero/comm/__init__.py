@@ -1,5 +1,5 @@
-"""Groups and collectives: the only room that talks to torch.distributed."""
-# ruff: noqa: F401  (what other rooms import from here)
+"""Groups and collectives: the only package that calls torch.distributed."""
+# ruff: noqa: F401  (what other packages import from here)
 
 from hf_zero.comm.channels import (
     adopt,

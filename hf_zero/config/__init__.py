@@ -1,5 +1,5 @@
 """ds.json in, frozen typed policies out."""
-# ruff: noqa: F401  (what other rooms import from here)
+# ruff: noqa: F401  (what other packages import from here)
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answers of the resolver: small frozen values that the rooms below receive whole."""
+"""The answers of the resolver: small frozen values that the packages below receive whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Pure integers: which parameter lies where on the flat line, and which rank owns which interval."""
-# ruff: noqa: F401  (what other rooms import from here)
+# ruff: noqa: F401  (what other packages import from here)
 
 from hf_zero.layout.buckets import (
     ALIGN_NUMEL,

@@ -1,5 +1,5 @@
 """Optimizers: shard in, shard out; found by their ds.json `type`, or given by the user."""
-# ruff: noqa: F401  (what other rooms import from here)
+# ruff: noqa: F401  (what other packages import from here)
 
 from hf_zero.optim.registry import build_optimizer
 from hf_zero.optim.traits import runs_natively, updater_for

@@ -1,4 +1,4 @@
-"""Puts the rooms together: from a model and its param groups to a sharded optimizer."""
+"""Puts an engine together: from a model and its param groups to a sharded optimizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the 1-bit optimizers share: a phase that is counted in updates, and momentum that travels at one bit.
 
 Until a given update they are an ordinary optimizer on reduced gradients. From then on ranks no longer reduce gradients:
-each adds its own to the momentum, and the momentum is averaged by `hf_zero.comm.CompressedMean`.
+each adds its own to the momentum, and the momentum is averaged by `hf_zero.comm.compressed_mean`.
 """
 
 from __future__ import annotations
