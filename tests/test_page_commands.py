@@ -40,7 +40,7 @@ NEITHER = {  # first word, or module: why the command is neither run nor read
     "docs/deepspeed_names.py": "reads sys.argv; tests/integration/test_names.py calls it",
 }
 # Blocks that show files, states or output, by the page they are on; none of them is typed.
-SHOWN = {"architecture.md", "checkpoints.md", "profiling.md", "versions.md"}
+SHOWN = {"architecture.md", "checkpoints.md", "profiling.md", "step.md", "versions.md"}
 STANDS_FOR = {"N": "2", "MODEL": "model", "FOLDER": "model", "...": ""}  # on pages; "": more of the reader's own
 
 
