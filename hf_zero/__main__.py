@@ -11,7 +11,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] == ["launch"]:
-        # What stands behind the script is the script's, whatever it looks like: no other parser may see it.
+        # What follows the script belongs to the script, whatever it looks like: no other parser may see it.
         from hf_zero.launch.command_line import main as launch
 
         return launch(words[1:])

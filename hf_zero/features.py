@@ -42,7 +42,7 @@ def asked_of(model: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training stands.
+    """The progress of training.
 
     Attributes:
         step: updates so far.
@@ -86,8 +86,8 @@ class EngineTools:
         forward_only: places another model as the engine's own is, without training it, and returns what runs its
             forward.
         world: the collectives of all ranks.
-        engine: a weak proxy of it, for those who look and change nothing.
-        phases: of the engine, which have onlookers (`hf_zero.device.phases`).
+        engine: a weak proxy of it, to read and not to change.
+        phases: of the engine, which have observers (`hf_zero.device.phases`).
     """
 
     full_gradient: Callable[[Any], Any]

@@ -15,7 +15,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peers: Sequence[str] = ()) -> str | None:
     """Set GLOO_SOCKET_IFNAME where gloo would listen on a loopback address that no other host can reach.
 
-    gloo takes the address that the host's own name stands for, and many distributions write 127.0.1.1 beside that name.
+    gloo takes the address that the host's own name resolves to, which many distributions set to 127.0.1.1.
     The interface is then the one from which MASTER_ADDR or one of the `peers` is reached, or the only one there is.
     Nothing is set for a job that stays on this host, and what the user has set stays.
     """

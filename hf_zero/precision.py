@@ -16,7 +16,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of one engine. None stands for "the dtype of the parameter in question".
+    """The dtypes of one engine. None means the parameter's own dtype.
 
     Attributes:
         low_precision_masters: 16-bit weights are their own masters; otherwise they have one in fp32.

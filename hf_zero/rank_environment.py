@@ -14,7 +14,7 @@ class RankEnvironment:
     """A process's place among those that one program started.
 
     Attributes:
-        source: who said so, in words.
+        source: which launcher said so.
         first_host: a name of the host of rank 0; None where the starter does not tell.
     """
 
@@ -67,7 +67,7 @@ def set_rank_environment(environment: MutableMapping[str, str], port: int) -> Ra
     """Set torchrun's variables where only MPI or Slurm said which rank this is; None where nothing was to be done.
 
     Raises:
-        ValueError: when nobody says where rank 0 is to be found.
+        ValueError: when rank 0's address is not given.
     """
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         return None
@@ -108,7 +108,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not re.fullmatch(r"\d{1,9}", text):
-        raise ValueError(f"{name}={text!r} should be a whole number: who set it?")
+        raise ValueError(f"{name}={text!r} should be a whole number; check which launcher or script sets it")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""Intervals of work, told to whoever watches a run. While nobody does, a span costs the look at one attribute.
+"""Intervals of work, reported to a watcher. Without one, a span costs the look at one attribute.
 
     engine, reducer, prefetcher ...      with SPANS.span("reduce", "bucket 3"): ...
     hf_zero.profiling.recorder           is the watcher, where the config asks for times or a trace
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 
 class Watcher(Protocol):
-    """Who is told. Every begin has its end, also where an error passes through."""
+    """Receives the spans. Every begin has its end, also where an error passes through."""
 
     def begin(self, kind: str, name: str) -> object: ...
 
@@ -60,10 +60,10 @@ _UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
 class Spans:
-    """The one place that work is told to, and where a watcher is put.
+    """The one place that work is reported to, and where a watcher is set.
 
     Attributes:
-        watcher: None: nobody watches.
+        watcher: None: spans are not watched.
     """
 
     __slots__ = ("watcher",)

@@ -1,7 +1,7 @@
 """Where files and folders are written before they get their names: places that no two processes share.
 
 Programs do not always know that they are several: a launcher starts the same conversion on every rank, two jobs save
-into one folder. Each writes under a name of its own, and whoever finishes last wins with all of it.
+into one folder. Each writes under a name of its own; the last to finish replaces the whole folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARTIAL = ".partial"
 
 
 def staging_file(path: Path) -> Path:
-    """A name beside `path` that nobody else has."""
+    """A unique name beside `path`."""
     return path.with_name(f".{path.name}{PARTIAL}.{uuid.uuid4().hex}")
 
 
@@ -42,7 +42,7 @@ class StagingFolder:
         while self._lock is None:
             self.path = around / f".{name}.{uuid.uuid4().hex[:12]}{PARTIAL}"
             self.path.mkdir()
-            # Somebody who looked between these two lines took it for a leftover.
+            # A process that looked between these two lines took it for a leftover.
             with suppress(FileNotFoundError):
                 self._lock = _locked(self.path)
 
@@ -92,6 +92,6 @@ def _remove_unless_held(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        pass  # in use, or nobody can tell
+        pass  # in use, or unknown
     finally:
         os.close(lock)

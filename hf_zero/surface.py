@@ -44,7 +44,7 @@ class Surface:
         return name in self.values or name in self.methods or name in self.parts
 
     def get(self, thing: Any, name: str) -> Any:
-        """What `name` stands for on `thing`; only for names that are in here."""
+        """The value of `name` on `thing`; only for names that are in here."""
         if name in self.parts:
             return getattr(getattr(thing, self.parts[name]), name)
         if name in self.values:

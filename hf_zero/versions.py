@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 VERSION = "0.19.8+hf.zero"
-"""The DeepSpeed version whose interface we answer with; the local part tells who really answers."""
+"""The DeepSpeed version whose interface we answer with; the local part tells that it is hf_zero."""
 
 GIT_HASH = GIT_BRANCH = "hf_zero"
 """Not built from DeepSpeed's repository: no commit of it would be true."""

@@ -1,4 +1,4 @@
-"""Checkpointed calls of one model: their inputs are kept where the policy says, whoever does the checkpointing.
+"""Checkpointed calls of one model: their inputs are kept where the policy says, whichever library checkpoints.
 
     run(torch's checkpoint, layer, hidden)      every tensor that it saves of its arguments becomes a kept input
     backward                                    torch asks for it, and runs the layer again

@@ -1,7 +1,7 @@
 """The section `activation_checkpointing` of ds.json, put into transformers' own gradient checkpointing.
 
 transformers gives every layer the function that checkpoints it, before the first forward or at any later time; ours
-stands around that one for as long as the engine lives.
+wraps that one for as long as the engine lives.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class KeptInput:
             self._refuse_changes(self._piece)
             return self._piece
         if not self._place.on_host:
-            return self._home.clone()  # the slot may be somebody else's before the tensor is let go
+            return self._home.clone()  # the slot may be reused before the tensor is freed
         self._fetch()
         assert self._ahead is not None, "has been asked for"
         buffer, arrives = self._ahead
@@ -277,7 +277,7 @@ class KeptInput:
 
     def __del__(self) -> None:
         if self._block is not None and self._place.buffers is not None:
-            if self._ahead is not None:  # who takes the block next must not write before it has been read
+            if self._ahead is not None:  # the block's next user must not write before it has been read
                 self._place.runtime.wait(self._ahead[1])
             self._place.buffers(self._position).give(self._block)
 

@@ -237,7 +237,7 @@ class ZeroEngine(nn.Module):
         self.module.compile(**options)
 
     def __getattr__(self, name: str) -> Any:
-        """Names of DeepSpeed that an engine needs not itself, then those of the wrapped model."""
+        """DeepSpeed's names that the engine itself does not use, then the wrapped model's attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:

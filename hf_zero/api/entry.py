@@ -221,7 +221,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             features=features,
         )
     )
-    engine.phases.onlookers.append(OutOfMemoryHelp(weakref.proxy(engine)))
+    engine.phases.observers.append(OutOfMemoryHelp(weakref.proxy(engine)))
     return engine
 
 

@@ -126,7 +126,7 @@ def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Targ
 
     def write(partial: Path) -> Written:
         if target.writes_safetensors:
-            # Tied names stand once; the metadata says which (safetensors.torch.load_model reads that).
+            # Tied tensors are written once; the metadata lists their names (safetensors.torch.load_model reads that).
             written = write_safetensors(partial, tensors, {"format": "pt", **aliases}, progress)
         else:
             both = {**tensors, **{alias: tensors[owner] for alias, owner in aliases.items()}}

@@ -99,7 +99,7 @@ def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> N
 
 
 def _write_errors(subject: Subject, plan: LoadPlan) -> None:
-    """What quantised gradients have left out goes on with the optimizer's states."""
+    """Restore the errors of quantised gradients along with the optimizer's states."""
     view, shard = plan.view, subject.groups.shard
     goes_on = view.world == shard.size and any(group is not None for group in plan.groups)
     saved = view.gradient_errors[shard.rank] if goes_on and view.gradient_errors else ()

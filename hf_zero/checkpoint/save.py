@@ -214,7 +214,7 @@ def _target_states(subject: Subject, collected: _Collected, targets: Sequence[_T
     fp32 = torch.float32
     for sub_group in own:
         fp32 = torch.promote_types(fp32, sub_group.master.dtype)
-    held = [sub_group.master.detach() for sub_group in own]  # at hand now; later a drive may have them
+    held = [sub_group.master.detach() for sub_group in own]  # in memory now; later they may be on a drive
     masters = _TargetStates("", fp32, [t.master_numel for t in targets], lambda: [master.to(fp32) for master in held])
     lengths = [target.moment_numel for target in targets]
     return [
@@ -340,7 +340,7 @@ def model_files_of(
         subject.store.sync_masters()
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage < 3:
-        weights = replace(weights, frozen=None, frozen_shapes=None)  # they stand in `module`
+        weights = replace(weights, frozen=None, frozen_shapes=None)  # they are in `module`
     elif weights.frozen is None:
         weights = replace(weights, frozen={}, frozen_shapes={})
     if not subject.writes or (subject.stage < 3 and not writes_shared_file):

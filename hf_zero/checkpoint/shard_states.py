@@ -2,7 +2,7 @@
 quantised gradients have left out so far (LoCo), in a part of the file that is ours.
 
 The latter belongs to one rank's messages about one bucket, so it fits the same layout and number of ranks only;
-elsewhere a training goes on with nothing left out, as it began.
+elsewhere training continues with empty errors, as at its start.
 """
 
 from __future__ import annotations

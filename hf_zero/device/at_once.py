@@ -18,7 +18,7 @@ _NO_OTHER_LANE = nullcontext()
 
 
 class AtOnce(Runtime):
-    """A null object: every event has passed, and nobody ever waits."""
+    """A null object: every event has passed, and no wait blocks."""
 
     def __init__(self, device: torch.device = HOST) -> None:
         is_host = device.type == HOST.type

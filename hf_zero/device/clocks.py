@@ -1,4 +1,4 @@
-"""Marks: moments on the compute stream of a device, which nobody waits for, and how far they lie apart."""
+"""Marks: moments on a device's compute stream, recorded without a wait, and the time between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch says of a device's memory; nothing of the host's, where nobody counts tensors."""
+"""PyTorch's figures of a device's memory; there are none of host memory, where PyTorch does not count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def total(device: torch.device) -> int:
 
 
 def free(device: torch.device) -> int:
-    """Bytes that nobody has taken, PyTorch's cache not included."""
+    """Free bytes, PyTorch's cache not included."""
     module = _module(device)
     return 0 if module is None else int(module.mem_get_info(device)[0])
 

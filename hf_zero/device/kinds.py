@@ -31,13 +31,13 @@ def kind_of_backend(backend: str) -> str | None:
 
 
 def current_device(kind: str | None = None) -> torch.device:
-    """The one that work goes to if nobody says otherwise: of the accelerator, or the CPU."""
+    """The default device: the current one of the accelerator, or the CPU."""
     kind = kind or accelerator_kind()
     return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def set_current_device(index: int) -> None:
-    """Work goes to this device of the accelerator from now on, where nobody says otherwise."""
+    """Make this device of the accelerator the current one."""
     # torch 2.6 has the older of the two names only.
     choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
     choose(index)

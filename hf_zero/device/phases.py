@@ -12,7 +12,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.spans import SPANS
 
 
-class Onlooker(Protocol):
+class Observer(Protocol):
     """Looks at memory, for one, before and after a phase."""
 
     def phase_begins(self, name: str) -> None: ...
@@ -27,24 +27,24 @@ class Phases:
     """Runs phases.
 
     Attributes:
-        onlookers: those who are told of each.
+        observers: those who are told of each.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
-        self.onlookers: list[Onlooker] = []
+        self.observers: list[Observer] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside is phase `name` of the engine."""
-        for onlooker in self.onlookers:
-            onlooker.phase_begins(name)
+        for observer in self.observers:
+            observer.phase_begins(name)
         try:
             with self._runtime.range(f"hf_zero {name}"), SPANS.span(name):
                 yield
         except Exception as error:
-            for onlooker in self.onlookers:
-                onlooker.phase_fails(name, error)
+            for observer in self.observers:
+                observer.phase_fails(name, error)
             raise
-        for onlooker in self.onlookers:
-            onlooker.phase_ends(name)
+        for observer in self.observers:
+            observer.phase_ends(name)

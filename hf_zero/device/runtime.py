@@ -1,6 +1,6 @@
-"""What an engine asks of the machine it computes on: copies to and from host memory, and who waits for them.
+"""What an engine asks of the machine it computes on: copies to and from host memory, and waits for them.
 
-    host       queues work, and goes on
+    host       queues work, and continues
     compute    ----- forward ----- backward --------------- forward -----     the current stream of the device
     gather    [unit 1] [unit 2]    [unit 2]  [unit 1]                         all-gathers of weights
     in                 [unit 1]  [unit 2]        [weights]                    host memory -> device
@@ -8,7 +8,7 @@
 
 Each row is a *lane*: what is asked of it is done in order, beside the others. (Reductions need no lane of ours: a
 process group has a stream of its own, on which it takes up a buffer when compute has filled it.) A copy returns an
-event at once; whoever needs its result waits for that, a stream (`wait`) or the host (`host_wait`). The rules by which
+event at once; a stream (`wait`) or the host (`host_wait`) waits for that before it uses the result. The rules by which
 nothing is read too early or overwritten too late:
 
 - a copy in begins after `after`, which is when its buffer has been read for the last time; without it, after
@@ -130,7 +130,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What is asked of the compute stream from now on begins after `event`. The host goes on."""
+        """What is asked of the compute stream from now on begins after `event`. The host does not wait."""
 
     @abstractmethod
     def host_wait(self, event: Event) -> None:
@@ -156,7 +156,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def available(self) -> int:
-        """Bytes of the device's memory that nobody uses, PyTorch's cache included."""
+        """Free bytes of the device's memory, PyTorch's cache included."""
 
     def allocated(self) -> tuple[int, int]:
         """Bytes of the device's memory that tensors take: now, and at most so far."""

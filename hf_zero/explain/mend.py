@@ -1,4 +1,4 @@
-"""`explain --fix`: the config with everything put right that needs no decision of its author."""
+"""`explain --fix`: the config with every problem fixed that its author need not decide."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _holder(config: dict[str, Any], path: tuple[str, ...], *, make: bool = False
 
 
 def write_mended(config: dict[str, Any], target: Path) -> None:
-    """The file; nothing that stands there already is overwritten.
+    """The file; an existing one is never overwritten.
 
     Raises:
         ConfigError: it cannot be written.

@@ -68,7 +68,7 @@ def report_on(
     stage = zero.stage if zero is not None else 0
     order = {path: place for place, path in enumerate(all_paths(type(findings.config)))}
     rows = [row for row in _rows(findings, stage) if everything or row.matters]
-    # Arguments of optimizer and schedule stand behind their section.
+    # Arguments of optimizer and schedule follow their section.
     rows.sort(key=lambda row: order.get(row.key, order.get(row.key.rpartition(".")[0], 0)))
     kept = [note for note in findings.notes if '"auto" was not filled' not in note]
     return Report(
@@ -112,7 +112,7 @@ def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
     section_class = section_of(type(findings.config), parents)
     field = section_class.model_fields.get(name) if section_class else None
     if section_class is None and parents:
-        return _effect(findings, ".".join(parents), stage)  # inside a section that is refused or taken as it stands
+        return _effect(findings, ".".join(parents), stage)  # inside a section that is refused, or taken as it is
     if field is None:
         return "", True
     verdict = verdict_of(field)

@@ -15,7 +15,7 @@ _FIX = "give a folder with config.json, a config.json, or a model name of the hu
 
 
 def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -> tuple[TrainingView | None, list[str]]:
-    """The view, and the flags that are not of TrainingArguments. None without flags: then it is not known who trains.
+    """The view, and the flags that are not of TrainingArguments. None without flags: then the trainer is unknown.
 
     A real TrainingArguments would look for devices and start groups.
 
@@ -38,7 +38,7 @@ def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -
 
     parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
     known, unknown = parser.parse_known_args(list(flags))
-    # What stands behind a flag of the script's own is its value.
+    # What follows a flag of the script's own is its value.
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(_unplaced(unknown[0]))
     foreign = [word for word in unknown if word.startswith("--")]

@@ -161,7 +161,7 @@ class BucketGradients:
         self.arrivals.take(self.local, add=not is_first)
 
     def _new_local(self) -> Tensor:
-        """Storage for the whole bucket; the reduced one where that is whole too, at hand and still free."""
+        """Storage for the whole bucket; the reduced one where that is whole, on the device and still free."""
         if self.owns_all and not self.reduced.is_there and self.reduced.is_on_device:
             return self.reduced.vector.take()
         return torch.empty(self.bucket.numel, dtype=self.dtypes.accumulation, device=self.trained.device)

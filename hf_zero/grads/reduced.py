@@ -71,7 +71,7 @@ class ReducedGradient:
 
     @property
     def on_its_way(self) -> Vector:
-        """The same for whoever needs the values only later: they may arrive in host memory until then."""
+        """The same for values that are needed only later: they may still be on their way to host memory."""
         return self.vector if self._place.tensor is None else self._place
 
     def _settle(self) -> None:
@@ -173,6 +173,6 @@ class ReducedGradient:
         self._squares = None
 
     def give_up_room(self) -> None:
-        """Free the memory it has at hand, while there is no sum."""
+        """Free its memory, while there is no sum."""
         if not self.is_there and self._vector is not None and self._vector.tensor is not None:
             self._vector = None

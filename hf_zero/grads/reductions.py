@@ -85,7 +85,7 @@ class Reductions:
         number = self._count_launch()
         wire = self._wire_of(bucket)
         if self._scatters and self._collectives.size == 1 and bucket.local is None:
-            result = bucket.reduced.place_for_result()  # nobody to send to, so nothing to send from
+            result = bucket.reduced.place_for_result()  # no other rank, so no send buffer
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return

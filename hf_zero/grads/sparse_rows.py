@@ -3,7 +3,7 @@
 count      how many rows each rank has              one small sum, which every rank waits for
 choose     dense, where the longest rank's rows from all ranks would be more bytes than an all-reduce
 gather     indices and values of those rows         one all-gather, beside what is left of backward
-add        rank by rank, in the order of ranks: every rank goes on with the same bits
+add        rank by rank, in the order of ranks: all ranks get the same bits
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SparseRowSum:
 
 
 def sparse_row_sum(trained: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:
-    """For a bucket with parameters of `sparse` (ids) in it; None without, or where nobody is to be summed with."""
+    """For a bucket with parameters of `sparse` (ids) in it; None without, or where there is no other rank."""
     if collectives.size == 1:
         return None
     tables = [

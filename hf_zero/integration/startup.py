@@ -52,7 +52,7 @@ LAUNCHER = frozenset(("accelerate.commands.config.config_args", "accelerate.comm
 class AliasFinder:
     """The one object on sys.meta_path: answers import lookups and distribution metadata for `deepspeed`.
 
-    It stands first and steps aside for a real DeepSpeed by itself. Standing last would be simpler, but there any
+    It is the first finder and gives way to a real DeepSpeed by itself. The last place would be simpler, but there any
     plain folder called `deepspeed` (people keep their ds.json files in one) hides it as a namespace package.
     """
 

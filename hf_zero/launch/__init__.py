@@ -10,6 +10,6 @@ class LaunchError(ValueError):
 
 
 def shown(text: object) -> str:
-    """A value as it may stand in a message: quoted, escaped, and not longer than a line."""
+    """A value as messages show it: quoted, escaped, and not longer than a line."""
     words = str(text)
     return repr(words if len(words) <= _MAX_SHOWN else words[:_MAX_SHOWN] + "...")

@@ -55,7 +55,7 @@ class Stream:
             except BlockingIOError:
                 continue
             except OSError:
-                return  # nobody reads any more
+                return  # the reader is gone
 
 
 class Tail:

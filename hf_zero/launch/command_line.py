@@ -118,7 +118,7 @@ def master_address(options: argparse.Namespace, world: World, backend: Backend, 
 
 
 def _ask_over_ssh(host: str, options: argparse.Namespace) -> str:
-    """The host's first address. The same call shows that ssh needs no password there."""
+    """The host's first address. The same call shows that ssh works there without a password."""
     port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", *port, host, "hostname", "-I"]
     try:

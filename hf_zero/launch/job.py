@@ -34,7 +34,7 @@ def parse_cores(words: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last > _MAX_CORE or (cores and first <= cores[-1]):
             raise LaunchError(
-                f"--bind_core_list {shown(words)}: {shown(part)} must go upwards, lie above what stands before it, and "
+                f"--bind_core_list {shown(words)}: {shown(part)} must be ascending, above what comes before it, and "
                 f"stay below {_MAX_CORE}"
             )
         cores += range(first, last + 1)

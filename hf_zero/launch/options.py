@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Starts a script on all devices of this machine, or of the machines in a hostfile. The options are "
         "those of DeepSpeed's launcher. On a machine without GPU, ranks are processes on its CPU.",
     )
-    _hosts(parser.add_argument_group("who takes part"))
+    _hosts(parser.add_argument_group("nodes and ranks"))
     _meeting(parser.add_argument_group("how they are started and meet"))
     _program(parser.add_argument_group("what each rank runs"))
     parser.add_argument("user_script", help="a script, or with --module a module, or with --no_python any program")
@@ -75,7 +75,7 @@ def _hosts(group: argparse._ArgumentGroup) -> None:
 
 def _meeting(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--launcher", type=str.lower, default="pdsh", help=f"who starts ranks elsewhere: {', '.join(LAUNCHERS)}"
+        "--launcher", type=str.lower, default="pdsh", help=f"what starts ranks on other hosts: {', '.join(LAUNCHERS)}"
     )
     group.add_argument("--launcher_args", default="", help="more words for it, as one quoted argument")
     group.add_argument("--master_addr", default="", help="address of rank 0's host (default: asked of the first host)")

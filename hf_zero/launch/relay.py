@@ -33,7 +33,7 @@ class Relay:
         self._was_ended = False
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """The exit status for a shell: that of the first rank that failed, where one says so."""
+        """The exit status for a shell: that of the first rank that failed, where it is known."""
         with SignalInbox() as inbox:
             process = subprocess.Popen(
                 command,

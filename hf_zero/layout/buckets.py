@@ -161,7 +161,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Every trainable parameter in exactly one bucket; `buckets` stand in the order in which they are launched."""
+    """Every trainable parameter in exactly one bucket; `buckets` are in the order in which they are launched."""
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[Bucket, ...]

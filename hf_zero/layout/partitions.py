@@ -36,7 +36,7 @@ def round_robin(members: Sequence[Member], world: int) -> tuple[Member, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GroupPartition:
-    """Stages 1 and 2: one group's line. `members` stand in the order in which they lie on it.
+    """Stages 1 and 2: one group's line. `members` are in the order in which they lie on it.
 
     `gaps[i]` zero elements follow member i (alignment); the padding at the end of the line comes on top.
     """

@@ -13,7 +13,7 @@
     + zero_quantized_gradients                                          k exchanges in a host, k across
     shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
     hops 2, below stage 3, g ranks on a host                            in g, and 1/g across            1/g across, in g
-    parts of matrices, of sequences             activations: `exchanges_of`, which is told what a model sends
+    parts of matrices, of sequences             activations: `exchanges_of`, from what a model sends
 
 Whoever plans (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
 (`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas

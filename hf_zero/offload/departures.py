@@ -1,6 +1,6 @@
 """Reduced gradients on their way from the device to host memory, where they are added up.
 
-    compute    ... backward of unit 3 | backward of unit 2 | ...     autograd's thread goes on as soon as it has asked
+    compute    ... backward of unit 3 | backward of unit 2 | ...     autograd's thread continues as soon as it has asked
     out                     [gradients 4]        [gradients 3]
     host                                    4 is counted in          when somebody needs it, or too many are under way
 

@@ -9,7 +9,7 @@ Which lane owns what (see `hf_zero.device.runtime`), while updates run on the ho
 
 and while weights are kept on the host and used on the device:
 
-    in         [row 1]  [row 2]  [row 3]                    as soon as `fetch` asks; into a buffer that nobody reads
+    in         [row 1]  [row 2]  [row 3]                    as soon as `fetch` asks; into a buffer that is not read
     compute          gather 1  gather 2                     waits for its row (`take`), marks its end (`release`)
 """
 
@@ -140,7 +140,7 @@ class StagedVector(Vector):
             self._left = free = self._send_back(values)
         elif self._pool.is_host or not self._is_ready:
             free = self._arrived or self._free or DONE
-            self._runtime.host_wait(self._arrived or DONE)  # fetched for nothing: nobody else waits for it
+            self._runtime.host_wait(self._arrived or DONE)  # fetched but never used: nothing else waits for it
         else:
             free = self._runtime.record(buffer)
         if self._home.tensor is None:

@@ -20,7 +20,7 @@ class StoredSubGroup:
     Attributes:
         group: index of the optimizer's param group.
         part: which elements of the rank's part of the bucket these are.
-        master: the weights in the master dtype; the same vector as the weights where those have it and are at hand.
+        master: the weights in the master dtype; the same vector as the weights where those have that dtype.
         lp_param: where rounded weights go after an update; None when the master is the weight itself.
         states: where the optimizer's states go; None: they stay where the optimizer makes them, beside the master.
         vectors: the states that are kept there, by position of the tensor and name.
@@ -72,7 +72,7 @@ class SubGroup:
         lp_param: 1-D, same length, where the rounded weights go; None when the master is the weight.
         tensors: how the base optimizer sees `master`: one flat tensor, or one tensor per parameter.
         pieces: which parameters lie where in `master`.
-        stored: where all of it is between updates; None: at hand.
+        stored: where all of it is between updates; None: in place.
     """
 
     bucket: int

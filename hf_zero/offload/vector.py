@@ -3,7 +3,7 @@
 fetch     begin to bring it to where the work is done; may be asked long before it is needed
 take      the values, 1-D, as soon as they are there
 release   the work is done; what was changed goes back, beside whatever comes next
-join      what the device is asked for from now on finds what was released; the host goes on
+join      work queued on the device from now on sees what was released; the host continues
 flush     the host waits for that
 """
 
@@ -34,7 +34,7 @@ class Vector(ABC):
 
     @property
     def tensor(self) -> Tensor | None:
-        """The values, where they are always at hand; None where they have to be fetched."""
+        """The values, where they are always in place; None where they have to be fetched."""
         return None
 
     @property
@@ -91,7 +91,7 @@ class Vector(ABC):
         finally:
             self.release(changed=changes)
             self.join()
-            if self.leaves_late:  # whoever opened it inside may have changed it
+            if self.leaves_late:  # it may have been changed inside
                 self.flush()
 
 
@@ -180,7 +180,7 @@ def part_of(whole: Vector, start: int, numel: int) -> Vector:
 
 
 def at_hand_or_absent(vector: Vector) -> Tensor:
-    """The vector's values, or what stands for them while they are away."""
+    """The vector's values, or a placeholder while they are away."""
     return vector.tensor if vector.tensor is not None else absent(vector.numel, vector.dtype)
 
 

@@ -12,7 +12,7 @@ class GatherPlan:
 
     Attributes:
         kept_for_backward: after a forward pass that is to be differentiated.
-        kept_for_inference: after a forward pass that is not, until training goes on.
+        kept_for_inference: after a forward pass that does not train, until training resumes.
         needed_in_backward: backward may read parameters there, on some rank.
         prefetch_numel: elements that may be under way before their use; more than 0: at least one unit.
         max_live_numel: elements that may be there with them.

@@ -171,7 +171,7 @@ class Prefetcher:
                 stop_if_any(self._placements.failure, self._channel)
 
     def begin_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        """Rows are about to change: nobody reads them from now on. Returns every rank's `facts`. Collective."""
+        """Rows are about to change: no rank reads them from now on. Returns every rank's `facts`. Collective."""
         return self._channel.negotiation.step(self._number, facts)
 
     def end_update(self) -> None:

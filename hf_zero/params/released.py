@@ -4,7 +4,7 @@ A parameter is of class `ReleasedParameter` between its uses and of its own clas
 object. torch asks the class before it runs a function from Python (`__torch_function__`):
 
     shape, device, grad, hooks, data_ptr, empty_like, ...    answered: no values are needed
-    data, detach(), view(), slices, ...                      a view of the stand-in that answers and refuses alike
+    data, detach(), view(), slices, ...                      a view of the stand-in that behaves the same
     to(), float(), ... that change nothing                   the tensor itself
     everything else                                          RuntimeError with the parameter, the call and what to do
 
@@ -53,7 +53,7 @@ class ReleasedView(_Released, Tensor):
 
 @cache
 def released_class(kind: type) -> type | None:
-    """The class that a parameter of class `kind` takes while released; None where `kind` has a will of its own."""
+    """The class that a parameter of class `kind` takes while released; None where `kind` overrides it itself."""
     if kind is nn.Parameter:
         return ReleasedParameter
     if getattr(kind, "__torch_function__", None) is not torch._C._disabled_torch_function_impl:
@@ -84,7 +84,7 @@ REPLACE_FIX = (
     "`with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, on every rank."
 )
 
-# --- what needs no values ----------------------------------------------------------------------------------------
+# --- what works without values ----------------------------------------------------------------------------------------
 
 _VIEW_ATTRIBUTES = ("data", "T", "H", "mT", "mH", "real")
 _VIEW_METHODS = """

@@ -95,7 +95,7 @@ class ShardedParameters(ParameterStore):
                 self._reads.watch(module)
 
     def detach(self) -> None:
-        """Stop watching; parameters stay sharded. `attach` goes on."""
+        """Stop watching; parameters stay sharded. `attach` resumes."""
         if self.coordinator.is_watching:
             self.edits.give_up_kept()
             self.coordinator.unwatch()

@@ -1,4 +1,4 @@
-"""One parameter of which every rank holds a chunk, and what stands in for it while it is not gathered.
+"""One parameter of which every rank holds a chunk, and its stand-in while it is not gathered.
 
 Released means: `parameter.data` is a broadcast scalar NaN of the logical shape (one that can be told from others, see
 `stand_ins.py`), and the parameter's class refuses reads and writes (`released.py`). It takes no memory, its shape,
@@ -70,7 +70,7 @@ class ShardedParameter:
     Attributes:
         shard: 1-D, ceil(numel / world) elements in the parameter's dtype: this rank's chunk, zero-padded at the end;
             NaN without memory where the chunk is kept elsewhere, see `opened`.
-        kept: the chunk, where it is not always at hand.
+        kept: the chunk, where it is not always in place.
         beside: with hpZ, chunks of other ranks that this one keeps, too: (number of the shard, chunk).
         name: the parameter's name in its model, as far as known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
@@ -120,7 +120,7 @@ class ShardedParameter:
         self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
     def show_between_uses(self) -> None:
-        """Show what nobody holds as it is between uses: the unit's tensor if that is gathered, else the stand-in."""
+        """Show the parameter as it is between uses: the unit's tensor if that is gathered, else the stand-in."""
         if self.unsharded is not None:
             self.show(self.unsharded)
         else:
@@ -136,7 +136,7 @@ class ShardedParameter:
             RuntimeError: when the parameter was given other data.
         """
         if self.unsharded is None or self.unshard_count:
-            return False  # who holds it decides what becomes of edits
+            return False  # its holder decides what becomes of edits
         if self.parameter.data_ptr() != self.unsharded.data_ptr():
             _refuse_replaced(self)
         if not is_certain and self.parameter._version == self._version:
@@ -261,7 +261,7 @@ def described_shard(handle: ShardedParameter) -> Tensor:
 
 def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
     values = handle.parameter.data
-    handle.show_between_uses()  # said once; what comes after an error, such as destroy(), goes on
+    handle.show_between_uses()  # raised once; what follows an error, such as destroy(), still works
     raise RuntimeError(
         f"the data of parameter {handle.name or tuple(handle.shape)!r} was replaced (parameter.data = ..., .to(), "
         f".half()) by a tensor of shape {tuple(values.shape)} and {values.dtype}: ZeRO stage 3 keeps its shards "

@@ -85,7 +85,7 @@ class StandIns:
         return sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
 
     def refuse_overwritten(self) -> None:
-        """Raise if there are any: nobody can say where that should have gone."""
+        """Raise if there are any: there is no telling where that write should have gone."""
         found = [handle for handle in self.handles if not handle.mark.is_meta and not handle.mark.isnan()]
         names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in found]
         if names:
@@ -105,7 +105,7 @@ class FirstNan:
 
     def __init__(self, store: ParameterStore | None, device: torch.device) -> None:
         self._stand_ins = store.stand_ins if store is not None and store.stand_ins.handles else None
-        # A loss that the device has not computed yet is looked at two losses later, when nobody has to wait for it.
+        # A loss that the device has not computed yet is read two losses later, without a wait.
         self._delay = 2 if host_runs_ahead(device) else 0
         self._losses: deque[tuple[str, HostCopy]] = deque()
 

@@ -144,7 +144,7 @@ class ParameterStore(ABC):
 
     def prepare_change(self) -> None:
         """Before weights change outside an update. There the host has waited for gradients; here the device may still
-        read what lies in host memory, for a forward that nobody has asked the result of. Collective."""
+        read what lies in host memory, for a forward whose result has not been asked for. Collective."""
         runtime_of(self.device).synchronize()
         self.prepare_update()
 

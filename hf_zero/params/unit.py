@@ -39,8 +39,8 @@ class GatherBuffers:
     """Receive buffers that rotate: fresh ones would be paged in anew at every gather.
 
     A buffer is at most twice as long as what it is taken for, so that many small units can be under way. What is free
-    goes before more than the longest is there, unless more is taken. Buffers change lanes: whoever takes one waits
-    until whoever gave it has read it.
+    goes before more than the longest is there, unless more is taken. Buffers change lanes: the taker of one waits
+    until its giver has read it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class UnitPart:
         return count
 
     def leave_views(self) -> None:
-        """Before what inference has kept is released: who has taken views of it (`detach()`, a state dict) keeps them,
+        """Before what inference has kept is released: views taken of it (`detach()`, a state dict) stay valid,
         as they are. Emptied, they would be read from nowhere."""
         in_plans = sum(len(plan.places) for plan in self._by_row)
         shown = sum(not member.unshard_count for member in self.members)

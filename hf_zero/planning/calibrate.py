@@ -1,7 +1,7 @@
 """Speeds of this machine, measured in about a second: matrix products, memory, and what ranks of a host exchange.
 
 Processors differ by a factor of thirty in 16-bit products, which some can and some only imitate; and a container's
-share of a host stands in no data sheet.
+share of a host is in no data sheet.
 """
 
 from __future__ import annotations

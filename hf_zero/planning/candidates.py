@@ -22,7 +22,7 @@ class Candidate:
     Attributes:
         copy_per_host: states are sharded over the ranks of a host, each of which has a copy (`hf_zero.shard_group`).
         second_shard: ranks of a host that gather around use among themselves (hpZ); 1: all that share the states.
-        is_given: the user's own ds.json, which is told about, and not chosen.
+        is_given: the user's own ds.json, which is reported but never chosen.
     """
 
     stage: int
@@ -267,7 +267,7 @@ def given_config(config: ConfigDict, training: Training) -> ConfigDict:
 
 
 def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
-    """As which a ds.json of the user's stands among candidates."""
+    """The candidate that a user's ds.json is."""
     zero = answers.zero
     return Candidate(
         zero.stage,

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def rows(self) -> tuple[Estimate, ...]:
-        """What is told about."""
+        """What is reported."""
         return (*self.yours, *self.estimates)
 
 

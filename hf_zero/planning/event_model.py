@@ -39,7 +39,7 @@ class Machine:
     Attributes:
         gpus: in all; on `hosts` hosts.
         message: seconds that each rank but one adds to a small message from all to all, which goes around a ring.
-        host_waits: who computes waits for messages; else the host runs ahead of its device.
+        host_waits: the host waits for messages before it computes; otherwise it runs ahead of its device.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Setup:
     Attributes:
         gathers: limits of stage 3's gathers.
         agreement: how ranks know what stage 3 gathers next: by the plan that all of them follow, by words in shared
-            memory, which cost nothing, or by a message for each unit. One rank asks nobody, as if in memory.
+            memory, which cost nothing, or by a message for each unit. A single rank needs neither.
     """
 
     stage: int

@@ -150,7 +150,7 @@ class PlannedModel:
 
 def load_model(source: str, precision: str = "bf16", lora_rank: int = 0, tensor_size: int = 1) -> PlannedModel:
     """From a folder, a config.json, a hub name (its config.json from the cache if it is there), or a number of
-    parameters (`7e9`, `70b`), which stands for a Llama of about as many.
+    parameters (`7e9`, `70b`), which means a Llama of about that size.
 
     Raises:
         ConfigError: for a source that is none of these, or a model that cannot be built from its config or cut for

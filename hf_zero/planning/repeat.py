@@ -60,7 +60,7 @@ def _stretched(segments: Sequence[Segment], layers: int, prefix: str, *, rising:
 
 
 def _stands_for(layer: int, layers: int, *, rising: bool) -> Sequence[int]:
-    """Which layers of the long model a traced one stands for, in the order in which they are passed."""
+    """Which layers of the long model a traced one represents, in execution order."""
     more = layers - FEW
     if layer != 1:
         return (layer + more,) if layer else (0,)

@@ -294,7 +294,7 @@ class _GroupedProducts:
 
 @contextmanager
 def _in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
-    """Of torch's own, each (holder, name, what stands there meanwhile); names that this torch lacks are left out. (A
+    """Of torch's own, each (holder, name, its replacement); names that this torch lacks are left out. (A
     mode for torch functions is off where checkpoints are computed again.)"""
     originals = [(holder, name, getattr(holder, name)) for holder, name, _ in functions if hasattr(holder, name)]
     for holder, name, replacement in functions:

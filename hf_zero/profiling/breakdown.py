@@ -65,7 +65,7 @@ class WallClock:
     def __init__(self, collectives: Collectives, *, every: int | None, prints: bool = True) -> None:
         """
         Args:
-            collectives: used by nobody else.
+            collectives: for this table alone.
             every: updates per table.
         """
         self.last: Breakdown | None = None
@@ -109,7 +109,7 @@ class WallClock:
 
 
 def table(rows: Sequence[Sequence[float]], title: str) -> str:
-    """Of mean milliseconds per update, by rank and part: min, median and max over ranks, and who is slow."""
+    """Of mean milliseconds per update, by rank and part: min, median and max over ranks, and the slow ranks."""
     total = median(sum(row) for row in rows) or 1.0
     lines = [
         f"time per update, {title}, {len(rows)} rank(s), in ms",
@@ -129,7 +129,7 @@ def table(rows: Sequence[Sequence[float]], title: str) -> str:
 
 
 def _stragglers(rows: Sequence[Sequence[float]]) -> list[str]:
-    """Ranks whose own work takes longer than that of others, who wait for them in reduce and gather."""
+    """Stragglers: ranks whose own work takes longer, so that others wait for them in reduce and gather."""
     if len(rows) < 2:
         return []
     work = [sum(row[PARTS.index(name)] for name in _WORK) for row in rows]

@@ -69,7 +69,7 @@ class Profiling(TrainingFeature):
             self._monitors.open()
         device = local_device()
         if policy.memory:
-            tools.phases.onlookers.append(MemoryLog())
+            tools.phases.observers.append(MemoryLog())
         if policy.throughput_every is not None:
             self._throughput = ThroughputLog(clock_of(device), device, policy.throughput_every)
         if policy.wall_clock:

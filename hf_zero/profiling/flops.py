@@ -151,7 +151,7 @@ class FlopsProfiler:
         )
 
     def _flops(self, module: nn.Module, name: str) -> int:
-        if not self._latencies.get(module):  # a list of modules, for one: whoever has it calls what is in it
+        if not self._latencies.get(module):  # a ModuleList, for one: its owner calls the modules in it
             return sum(self._flops(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
         root = type(self.model).__name__
         return sum(self._counts.get(f"{root}.{name}" if name else root, {}).values())

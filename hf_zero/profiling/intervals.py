@@ -1,4 +1,4 @@
-"""From begins and ends to who took which time: every moment belongs to the innermost span it lies in, and to no other.
+"""From begins and ends to the time of each span: every moment belongs to the innermost span that contains it.
 
     forward  |------------------------|          (forward, forward)   the rest of it
     gather        |----|    |--|                 (forward, gather)    these two

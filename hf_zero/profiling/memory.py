@@ -32,7 +32,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class MemoryLog:
-    """An onlooker of the engine's phases: `memory_breakdown`."""
+    """An observer of the engine's phases: `memory_breakdown`."""
 
     def phase_begins(self, name: str) -> None:
         see_memory_usage(f"before {name}", force=True)

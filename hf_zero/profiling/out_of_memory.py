@@ -109,7 +109,7 @@ class Change:
 
 
 class OutOfMemoryHelp:
-    """An onlooker of the engine's phases; does nothing until one fails for want of memory."""
+    """An observer of the engine's phases; does nothing until one runs out of memory."""
 
     def __init__(self, engine: Any) -> None:
         """`engine`: a weak proxy."""

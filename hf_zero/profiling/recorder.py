@@ -5,8 +5,8 @@
     end of an update        the marks so far are put aside
     a later update          those that have passed are read:       Update -> every listener
 
-On a CPU a mark has passed at once. On an accelerator the host runs ahead: an update is told of when the device has done
-it, one or two updates later.
+On a CPU a mark has passed at once. On an accelerator the host runs ahead: an update is reported when the device has
+done it, one or two updates later.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Recorder:
                     self._device_free_ns = finished.intervals[-1][1]
 
     def _over(self, waiting: _Waiting) -> list[TimedCall]:
-        """Those that are over, or that nobody seems to wait for; the others are told of with the next update."""
+        """Those that are complete, or that nothing waits for; the others are reported with the next update."""
         over = [call for call in waiting.calls if call.is_over or call.is_old]
         for call in waiting.calls:
             if not (call.is_over or call.is_old):

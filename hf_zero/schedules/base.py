@@ -105,7 +105,7 @@ class ScheduleMark:
 
     @staticmethod
     def fits(schedule: Any) -> bool:
-        """Whether this schedule says where it stands, and can be put there."""
+        """Whether this schedule's state can be read and set."""
         return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
 
     def __init__(self, schedule: Any, optimizer: HasParamGroups) -> None:

@@ -142,7 +142,7 @@ def _in_stairs(position: float, length: float, stairs: int) -> float:
 
 
 class LRRangeTest(StepSchedule):
-    """After t updates: lr_range_test_min_lr * (1 + step_rate * t / step_size), in stairs if `staircase` says so."""
+    """After t updates: lr_range_test_min_lr * (1 + step_rate * t / step_size), in steps with `staircase`."""
 
     def __init__(
         self,

@@ -232,7 +232,7 @@ def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`groups` (the same dicts) without frozen and empty parameters, and without groups that are empty then.
 
     Raises:
-        ValueError: when a parameter stands in two places, or none is left.
+        ValueError: when a parameter is listed twice, or none is left.
     """
     kept, seen = [], set()
     for group in groups:
@@ -240,7 +240,7 @@ def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for parameter in members:
             if id(parameter) in seen:
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} stands in the optimizer's groups twice; list every "
+                    f"a parameter of shape {tuple(parameter.shape)} is in the optimizer's groups twice; list every "
                     "parameter once (tied weights are one parameter)"
                 )
             seen.add(id(parameter))

@@ -16,7 +16,7 @@ class GradientSource(ABC):
     """What is between the reducer and an update.
 
     Attributes:
-        num_added: ranks whose gradients stand side by side in the sum of squares that the step agrees on.
+        num_added: ranks whose gradients count in the sum of squares that the step agrees on.
     """
 
     num_added = 1

@@ -25,7 +25,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         updater: runs the base optimizer on the shards.
         sub_groups: what this rank updates.
         store: where the model's weights are.
-        parameter_offload: stage 3's hooks, for those who take them off for a while.
+        parameter_offload: stage 3's hooks, for programs that remove them for a while.
     """
 
     parameter_offload: Any  # absent below stage 3: others probe for it

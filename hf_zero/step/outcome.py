@@ -24,7 +24,7 @@ class NormRule:
     """From summed squares to the norm, and from the norm to the factor on every gradient.
 
     Attributes:
-        num_added: ranks whose squares stand side by side in the sum.
+        num_added: ranks whose squares are added up in the sum.
         factor: what a gradient is multiplied with to be the gradient of the loss, before clipping.
         clip_norm: largest global L2 norm; 0.0: no clipping.
         skips: whether a norm that is not finite skips the update.
@@ -72,7 +72,7 @@ class StepOutcome:
         return self._known is not None
 
     def read(self) -> None:
-        """Learn the numbers; waits for the device to have come that far. What was to be told is told now, once."""
+        """Learn the numbers; waits for the device to have come that far. Callbacks of `when_skipped` run now, once."""
         if self._known is not None:
             return
         squares, overwritten = self._copy.read()

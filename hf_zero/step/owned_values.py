@@ -1,4 +1,4 @@
-"""What this rank owns, sub-group by sub-group, for those who read or change it outside a step."""
+"""What this rank owns, sub-group by sub-group, to be read or changed outside a step."""
 
 from __future__ import annotations
 

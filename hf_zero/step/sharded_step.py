@@ -155,7 +155,7 @@ class ShardedStep:
 
     @property
     def _norm_rule(self) -> NormRule:
-        # Unreduced gradients have no common norm. What stands for it is the root mean square of the ranks' norms, and
+        # Unreduced gradients have no common norm. Its substitute is the root mean square of the ranks' norms, and
         # the updater gets one rank's gradient instead of a sum over ranks.
         num_added = self._source.num_added
         return NormRule(

@@ -40,7 +40,7 @@ class Surroundings:
         )
 
     def autocast(self) -> Any:
-        # Without its cache: a weight that is cast without a graph would be found there by who needs one.
+        # Without its cache: a weight that is cast without a graph would be used again where a graph is needed.
         if self.device_type == _SHAPES:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocasts, cache_enabled=False)

@@ -75,7 +75,7 @@ def test_nobody_counts_tensors_in_host_memory() -> None:
 def test_phases_have_names_in_a_profile() -> None:
     phases, told = Phases(HOST), []
 
-    class Onlooker:
+    class Observer:
         def phase_begins(self, name: str) -> None:
             told.append(f"before {name}")
 
@@ -85,7 +85,7 @@ def test_phases_have_names_in_a_profile() -> None:
         def phase_fails(self, name: str, error: Exception) -> None:
             told.append(f"{name} fails: {error}")
 
-    phases.onlookers.append(Onlooker())
+    phases.observers.append(Observer())
     with torch.profiler.profile() as profile, phases.phase("forward"):
         torch.ones(3).sum()
     with pytest.raises(RuntimeError), phases.phase("step"):

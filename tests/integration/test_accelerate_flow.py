@@ -174,7 +174,7 @@ def test_an_unknown_total_says_where_to_give_it() -> None:
     acc = accelerator(one_step(optimizer=ADAMW, scheduler=WARMUP_DECAY))
     model = torch.nn.Linear(8, 8)
     optimizer = DummyOptim(model.parameters())
-    with pytest.raises(ConfigError, match="nobody knows the number of updates") as caught:
+    with pytest.raises(ConfigError, match="the number of updates is unknown") as caught:
         acc.prepare(model, optimizer, loader(), DummyScheduler(optimizer))
     assert "DummyScheduler(optimizer, total_num_steps=...)" in str(caught.value)
 

@@ -173,7 +173,7 @@ def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
         (["--include", "a", "--exclude", "a", "x.py"], "exclude one another"),
         (["--module", "--no_python", "x.py"], "give one of them"),
         (["--bind_core_list", "0", "x.py"], "no effect without --bind_cores_to_rank"),
-        (["--bind_cores_to_rank", "--bind_core_list", "1-0", "--num_gpus", "1", "x.py"], "must go upwards"),
+        (["--bind_cores_to_rank", "--bind_core_list", "1-0", "--num_gpus", "1", "x.py"], "must be ascending"),
         (["--master_port", "0", "x.py"], "is not a valid port"),
         (["--num_gpus", "two", "x.py"], "invalid int value: 'two'"),
         (["--num_gpus", "-2", "x.py"], "--num_gpus -2 must lie between"),

@@ -1,66 +1,115 @@
 """The path of a steady step through the files of hf_zero: `python -m tests.support.step_path` prints it.
 
-One rank, AdamW, a model of two layers. Counted are calls from a function of one file to a function of another, comm/
-aside, from the engine's forward to the end of its step; and the frames from the user's call to the fused update.
+One rank, AdamW, two layers; from the engine's forward to the end of its step. A change of file is a call from a
+function in one file of hf_zero to one in another, whatever of other libraries lies between; comm/ is left aside.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = f"{ROOT / 'hf_zero'}/"
-ASIDE = ("comm/", "kernels/gpu/")
+import hf_zero
+
+PACKAGE = f"{Path(hf_zero.__file__).parent}/"
+ASIDE = "comm/"
 UPDATE = "_fused_adamw_"
+STEADY = 3  # steps before the one that is watched
 
 
-@dataclass(frozen=True)
-class Path_:
+@dataclass
+class StepPath:
     """
     Attributes:
-        files: through which the step went.
-        changes: calls from one file to another.
-        frames: from the user's call down to the fused update, both counted.
-        calls: (caller's file, file) -> how often.
+        files: that the step passed through.
+        calls: (caller's file, file) -> calls.
+        frames: functions of hf_zero from the user's call down to the fused update, which counts too.
     """
 
-    files: int
-    changes: int
-    frames: int
-    calls: dict[tuple[str, str], int]
+    files: set[str] = field(default_factory=set)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    frames: int = 0
 
+    @property
+    def changes(self) -> int:
+        return self.calls.total()
 
-class Watch:
-    """Counts while installed as the interpreter's profiler."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.files: set[str] = set()
-        self.frames = 0
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_call" and UPDATE in getattr(arg, "__name__", ""):
-            self.frames = max(self.frames, depth(frame) + 1)
-        if event != "call":
-            return
-        file = inside(frame)
-        if file is None or file.startswith(ASIDE):
+    def note(self, frame: FrameType, event: str, arg: Any) -> None:
+        """What `sys.setprofile` calls."""
+        if event == "c_call" and UPDATE in str(arg):
+            self.frames = max(self.frames, len(_own_frames(frame)) + 1)
+        file = _own_file(frame)
+        if event != "call" or file is None or file.startswith(ASIDE):
             return
         self.files.add(file)
-        caller = frame.f_back
-        while caller is not None and inside(caller) is None:
-            caller = caller.f_back
-        came_from = inside(caller) if caller is not None else None
-        if came_from is not None and came_from != file and not came_from.startswith(ASIDE):
-            self.calls[came_from, file] += 1
+        callers = _own_frames(frame.f_back)
+        if callers and callers[0] != file and not callers[0].startswith(ASIDE):
+            self.calls[callers[0], file] += 1
+
+
+def _own_file(frame: FrameType) -> str | None:
+    name = frame.f_code.co_filename
+    return name.removeprefix(PACKAGE) if name.startswith(PACKAGE) else None
+
+
+def _own_frames(frame: FrameType | None) -> list[str]:
+    """Files of the frames of hf_zero, the innermost first."""
+    files = []
+    while frame is not None:
+        file = _own_file(frame)
+        if file is not None:
+            files.append(file)
+        frame = frame.f_back
+    return files
+
+
+def path_of_a_step(zero: dict[str, Any]) -> StepPath:
+    """The path under this `zero_optimization`."""
+    config = {
+        "train_batch_size": 4,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    engine, *_ = hf_zero.initialize(model=model, config=config)
+    path = StepPath()
+    for step in range(STEADY + 1):
+        if step == STEADY:
+            sys.setprofile(path.note)
+        try:
+            engine.backward(engine(torch.randn(4, 8)).sum())
+            engine.step()
+        finally:
+            sys.setprofile(None)
+    engine.destroy()
+    return path
+
+
+def stage_2() -> StepPath:
+    return path_of_a_step({"stage": 2})
+
+
+def stage_3_with_a_drive(folder: Path) -> StepPath:
+    drive = {"device": "nvme", "nvme_path": str(folder)}
+    return path_of_a_step({"stage": 3, "offload_optimizer": drive, "offload_param": drive})
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"stage 2": stage_2(), "stage 3, drive": stage_3_with_a_drive(Path(folder))}
+    for name, path in paths.items():
+        counts = f"{len(path.files):4} files {path.changes:5} changes of file {path.frames:3} frames"
+        sys.stdout.write(f"{name:16}{counts} to {UPDATE}\n")
+        for (caller, file), calls in path.calls.most_common() if "-v" in sys.argv else ():
+            sys.stdout.write(f"{calls:8}  {caller} -> {file}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -109,7 +109,7 @@ def list_files(path: Path, tag: str) -> Sequence[Folder]:
         files = folder.model_files if parsed.kind == "model" else folder.optimizer_files
         rank = parsed.rank or 0
         if rank in files:
-            raise CheckpointError(entry, f"stands for the same rank as {files[rank].name}", "remove the stray file")
+            raise CheckpointError(entry, f"belongs to the same rank as {files[rank].name}", "remove the stray file")
         files[rank] = entry
     found = [folders.get(rank, Folder(path, tag, {}, {}, True, False)) for rank in range(max(folders, default=0) + 1)]
     for folder in found:
@@ -141,7 +141,7 @@ def _check_ranks(folder: Folder) -> None:
                 "all nodes in one folder",
             )
     num_model, num_optimizer = len(folder.model_files), len(folder.optimizer_files)
-    # None at all is what a model without optimizer leaves; whether this is one stands in the files.
+    # A model without an optimizer has none at all; the files say whether this is one.
     if folder.model_file_per_rank and num_optimizer and num_model != num_optimizer:
         raise CheckpointError(
             folder.path,

@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where training stands, and what its caller wants to keep."""
+    """The progress of training, and what its caller wants to keep."""
 
     stage: int
     world: int

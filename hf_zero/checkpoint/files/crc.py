@@ -33,7 +33,7 @@ def checksum(block: Bytes, start: int = 0) -> int:
     if num_bytes < _WORTHWHILE_BYTES:
         return zlib.crc32(block, start)
     rest = _moved_on(np.frombuffer(block, dtype=np.uint8))
-    # The rest stands _FAR bytes behind the data, hence the division. zlib's CRC is that of the data plus that of zeros.
+    # `rest` lies _FAR bytes behind the data, hence the division. zlib's CRC is that of the data plus that of zeros.
     remainder = _multiply(_power_of_x(-8 * _FAR % _ORDER), zlib.crc32(rest.data) ^ _of_zeros(_FAR))
     return combine(start, remainder ^ _of_zeros(num_bytes), num_bytes)
 

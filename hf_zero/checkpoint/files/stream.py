@@ -48,7 +48,7 @@ Parts = tuple[Tensor, ...] | Between
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A tensor as it will stand in a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
+    """A tensor as it will be written to a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
 
     The parts stay where they are (mapped files, flat buffers, a GPU) until their bytes are written.
     """

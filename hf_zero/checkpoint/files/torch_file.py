@@ -71,7 +71,7 @@ class Member:
 def write_torch_file(path: Path, value: object, progress: Any = None) -> Written:
     """Write `value` to `path`, fsynced; tensors and `Streamed` leaves become records.
 
-    `path` must not exist: whoever replaces a file writes under another name first.
+    `path` must not exist: to replace a file, write under another name first.
 
     Raises:
         TypeError: when `value` holds an object that a restricted reader would refuse to build.
@@ -200,7 +200,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         self.memoize(obj)  # type: ignore[attr-defined]
 
     def _note(self, start: int) -> None:
-        """Remember the name that was just written, as it stands in the file."""
+        """Remember the name that was just written, as the file has it."""
         self._file.seek(start)
         self.named.update(f"{entry[0]}.{entry[1]}" for entry in _globals_in(self._file.read()))
 

@@ -1,4 +1,4 @@
-"""Reads torch files from others: memory-mapped, without running anything that stands in them."""
+"""Reads torch files from others: memory-mapped, without running any code in them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _refusal(path: Path, error: Exception, is_zip: bool) -> CheckpointError:
         path,
         f"asks to run or build {', '.join(strangers)}, which may do anything on this machine; hf_zero builds tensors, "
         "plain containers and the four state classes of DeepSpeed only",
-        "if it stands in your own client_state, save plain values there; if you trust the file, allow the class with "
+        "if it is in your own client_state, save plain values there; if you trust the file, allow the class with "
         "torch.serialization.add_safe_globals([...]); otherwise do not load it",
     )
 

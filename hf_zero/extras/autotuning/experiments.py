@@ -27,7 +27,7 @@ class Experiment:
     Attributes:
         config: ds.json.
         command: words that come after `python -m hf_zero launch`, without the config.
-        place: index in `command` at which the path of the config stands.
+        place: index of the config's path in `command`.
     """
 
     name: str

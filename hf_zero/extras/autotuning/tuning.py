@@ -43,7 +43,7 @@ class Search:
     Attributes:
         raw: the user's ds.json, lists of candidates in it.
         command: words behind `hf-zero launch`, `--autotuning` left out.
-        place: where in them the config stands.
+        place: the config's index in them.
         batch_flag: the script's flag for the micro-batch, if any.
     """
 
@@ -166,7 +166,7 @@ def stages_of(raw: Mapping[str, Any]) -> list[int]:
 
 
 def micro_batches(search: Search) -> Sequence[int | None]:
-    """Sizes to try, ascending; [None]: the user's own, which nobody can change."""
+    """Sizes to try, ascending; [None]: the user's own, which is fixed."""
     section, given = search.section, search.raw.get(_MICRO)
     if _fixed(search):
         return sorted(int(size) for size in given)  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
     before the module's forward     weight -> fewer bits -> * sparse -> * rows or channels -> * heads
                                     the first input -> fewer bits
-    during it                       module.weight is that tensor: an attribute that stands before the parameter
+    during it                       module.weight is that tensor: an attribute that shadows the parameter
     after it                        module.weight is the parameter again
 
 So the parameter keeps its name, its place in flat buffers and its shards; at stage 3 it has been gathered when the
@@ -43,7 +43,7 @@ class CompressedLayer:
         self._handles = []
 
     def effective(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What stands for weight and bias in a forward."""
+        """The tensors that replace weight and bias in a forward."""
         if self.weight_bits is not None:
             weight = self.weight_bits.apply(weight)
         for pruned in self.pruned.values():

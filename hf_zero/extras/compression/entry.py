@@ -23,7 +23,7 @@ def init_compression(
     """Begin to compress a model, in place, as the config's compression_training says; returns the same object.
 
     Call it before the optimizer is made: it may add scores to be trained, and take layers away. `initialize` does the
-    same by itself for a config that has the section, and goes on with a model that has been through this.
+    same by itself for a config that has the section, and accepts a model that this has prepared.
 
     Args:
         deepspeed_config: the whole ds.json, as a dict, path or JSON text.

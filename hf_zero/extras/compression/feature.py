@@ -77,7 +77,7 @@ class Compression(TrainingFeature):
 
     def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
         if state is None:
-            logger.info("the checkpoint knows nothing of compression: it goes on from update %d", progress.step)
+            logger.info("the checkpoint has no state of compression: it continues at update %d", progress.step)
             self.compressed.forget_masks()
             self.compressed.advance(progress.step)
         else:

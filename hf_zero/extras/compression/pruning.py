@@ -1,7 +1,7 @@
 """Pruning of one layer: a mask that is fixed when the technique begins (l1), or made of scores that are trained (topk).
 
-What one score stands for is all that techniques differ in: a weight, a row, a head or a channel. Each file of a
-technique is a subclass that says so.
+Techniques differ only in what has one score: a weight, a row, a head or a channel. Each file of a
+technique is a subclass for that.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 _MAX_TRIES = 64
-_UNSET_WIDTHS = ("n_inner", "intermediate_size", "ffn_dim")  # None stands for a multiple of the hidden size
+_UNSET_WIDTHS = ("n_inner", "intermediate_size", "ffn_dim")  # None means a multiple of the hidden size
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
 
 

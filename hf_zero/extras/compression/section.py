@@ -28,7 +28,7 @@ def _lowered(value: object) -> object:
 
 
 def _as_lists(value: object) -> object:
-    """null, [], and a list of lists of names; where one name stands for a list, it counts as a list of one."""
+    """null, [], and a list of lists of names; a name in place of a list counts as a list of one."""
     if value is None:
         return []
     return [[entry] if isinstance(entry, str) else entry for entry in value] if isinstance(value, list) else value

@@ -90,7 +90,7 @@ class IndexedRows:
         size = os.path.getsize(f"{path}.bin")
         needed = int(self.lengths.sum()) * self.dtype.itemsize
         if size < needed:
-            raise ValueError(f"{path}.bin has {size} bytes, and its index speaks of {needed}")
+            raise ValueError(f"{path}.bin has {size} bytes, and its index expects {needed}")
         empty: Integers = np.zeros(0, self.dtype)
         self._values = np.memmap(f"{path}.bin", self.dtype.newbyteorder("<"), "r") if size else empty
 

@@ -112,7 +112,7 @@ class StreamSampler(Sampler[int]):
         for step in range(first, first + self._updates):
             self.stream.seek(step)
             yield from self.stream.batch().tolist()
-        self.epoch += 1  # who never says which epoch it is goes on with the next
+        self.epoch += 1  # programs that never call set_epoch get the next one
 
 
 class RankBatches(Sampler[list[int]]):
@@ -177,7 +177,7 @@ class DeepSpeedDataSampler(RankBatches):
         self.stream.set_custom(schedule_func_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: after the update whose batches were drawn last."""
+        """The stream's position: after the update whose batches were drawn last."""
         step = self.stream.step
         return {"curriculum_step": step, "consumed_samples": step * self.stream.batch_size}
 

@@ -179,6 +179,6 @@ class DataEfficiency(Section):
 class ProgressiveLayerDrop(Section):
     """Layers left out by chance (arXiv 2010.13369)."""
 
-    enabled: Flag = supported(False, "Leave layers out, deeper ones more often, and more of them as training goes on.")
+    enabled: Flag = supported(False, "Leave layers out, deeper ones more often, and more of them as training proceeds.")
     theta: Fraction = supported(1.0, "Share of layers that is kept in the end.")
     gamma: NonNegative = supported(0.001, "How fast it gets there.")

@@ -112,7 +112,7 @@ class VariableBatchSizeLR(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         """Advance both by one update, or go to the update given."""
-        write_rates(self.optimizer, self.base_lrs)  # many of torch's schedules go on from what stands in the groups
+        write_rates(self.optimizer, self.base_lrs)  # many of torch's schedules continue from the values in the groups
         if epoch is None:
             self.base_lr_scheduler.step()
         else:
@@ -281,7 +281,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Padding | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[DataLoader[Any], VariableBatchSizeLR, dict[str, Any]]:
-    """The same, by the engine's section dynamic_batching; the loader begins where the engine's training stands.
+    """The same, by the engine's section dynamic_batching; the loader begins at the engine's progress.
 
     Args:
         dataset_seqlens: tokens of every sample; default, those that the analyzer has written to `metrics_path`.

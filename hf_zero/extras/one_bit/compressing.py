@@ -30,7 +30,7 @@ _UNUSED_KEYS = ("exp_avg_mask", "non_freeze")
 class CompressingOptimizer(torch.optim.Optimizer):
     """A 1-bit optimizer. It needs the engine, which brings gradients that are not reduced.
 
-    How many updates there have been stands in every group, so that it travels with checkpoints.
+    The number of updates is kept in every group, so that checkpoints have it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CompressingOptimizer(torch.optim.Optimizer):
 class CompressingUpdater(Updater):
     """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
 
-    stays = "keeps the momentum of all ranks at hand, so there would be little to offload"
+    stays = "keeps the momentum of all ranks on the device, so there would be little to offload"
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
         super().__init__(optimizer, sub_groups)
@@ -198,7 +198,7 @@ def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]
     """Of an optimizer that averages gradients itself, whole: not every stage has them so."""
 
     def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-        assert ranks is not None, "who averages needs to know the other ranks"
+        assert ranks is not None, "averaging needs the other ranks"
         return updater(optimizer, sub_groups, ranks)
 
     kind = optimizer_type(type(optimizer).__name__)

@@ -41,7 +41,7 @@ RATIOS, FACTORS = "lamb_coeff_freeze", "last_factor"
 
 
 class OneBitLamb(CompressingOptimizer):
-    """`freeze_step`: updates of warm-up. The ratios a and f of all parameters stand in every group."""
+    """`freeze_step`: updates of warm-up. The ratios a and f of all parameters are kept in every group."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ RATES, VARIANCE_EVERY, VARIANCE_CHANGES, LOCAL_STEPS, LOCAL_COUNT = (
 
 
 class ZeroOneAdam(CompressingOptimizer):
-    """The intervals k and h and their counters stand in every group, so that they travel with checkpoints."""
+    """The intervals k and h and their counters are kept in every group, so that checkpoints have them."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
 
     def state_replaced(self) -> None:
         super().state_replaced()
-        self._moved = set(self._all)  # nobody has kept which ones had; too many do no harm
+        self._moved = set(self._all)  # which ones had is not recorded; too many do no harm
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (*super().state_names(group), COMMON)

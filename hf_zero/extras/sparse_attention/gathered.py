@@ -151,5 +151,5 @@ def _take(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def _inverse(order: list[int], device: torch.device) -> Tensor:
-    """Where each of the numbers in `order` stands."""
+    """The position of each number in `order`."""
     return torch.tensor(order, device=device).argsort()

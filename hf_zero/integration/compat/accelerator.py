@@ -27,7 +27,7 @@ class DeepSpeedAccelerator:
 class Accelerator(DeepSpeedAccelerator):
     """One kind of device ("cuda", "cpu", ...); questions that a CPU has no answer to get a harmless one.
 
-    Sizes are bytes. Methods of one expression stand in `_ANSWERS` below.
+    Sizes are bytes. Methods of one expression are in `_ANSWERS` below.
     """
 
     def __init__(self, kind: str) -> None:

@@ -47,7 +47,7 @@ def configure(
 
     Raises:
         ConfigError: for values in the section that cannot be.
-        ValueError: one buffer for nobody knows how many calls.
+        ValueError: one buffer for an unknown number of calls.
     """
     given: dict[str, Any] = {
         "partition": partition_activations,
@@ -61,7 +61,7 @@ def configure(
     policy = replace(policy, **{name: value for name, value in given.items() if value is not None})
     if policy.contiguous and not policy.number:
         raise ValueError(
-            "contiguous_checkpointing (contiguous_memory_optimization) is on, and nobody says how many calls its "
+            "contiguous_checkpointing (contiguous_memory_optimization) is on, and it is unknown how many calls its "
             "buffer has to hold: set num_checkpoints (number_checkpoints) to the number of calls of a forward"
         )
     group, why = _tensor_group(mpu_)

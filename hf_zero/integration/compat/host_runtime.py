@@ -40,7 +40,7 @@ class HostRuntime:
         return 0
 
     def nothing(self, device: object = None) -> None:
-        """What a device does and a CPU need not."""
+        """What a device needs and a CPU does not."""
 
     set_device = synchronize = empty_cache = nothing
 

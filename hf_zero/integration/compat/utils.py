@@ -38,8 +38,8 @@ torch_info = {
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Copy every tensor inside nested dicts, lists and tuples, so that a view is saved without its whole storage.
 
-    Tied tensors (the same elements of the same memory) are one tensor in the copy, too: whoever writes it to a file
-    tells by that what has to be written once.
+    Tied tensors (the same elements of the same memory) are one tensor in the copy, too, so that
+    whatever writes it to a file writes them once.
     """
     return _clone(item, device, {})
 

@@ -1,1 +1,1 @@
-"""What the objects of transformers and accelerate say, and what stands in their place."""
+"""What the objects of transformers and accelerate say, and what replaces them."""

@@ -42,7 +42,7 @@ class PreparedEngine:
         self.engine.backward(loss, **options)
 
     def finish_backward(self, sync_gradients: bool | None) -> None:
-        """After any backward: learn the norm while all ranks are here, or update where nobody will ask for it."""
+        """After any backward: learn the norm while all ranks are here, or update where no norm will be asked for."""
         if not self._is_due:
             if sync_gradients is None and self.engine.optimizer.has_gradients:
                 self.engine.step()  # counts the micro-batch
@@ -81,7 +81,7 @@ _PREPARED: weakref.WeakKeyDictionary[Any, weakref.ref[PreparedEngine]] = weakref
 
 
 def prepared_by(optimizer: Any) -> PreparedEngine | None:
-    """What stands behind accelerate's wrapper of this optimizer."""
+    """The optimizer inside accelerate's wrapper."""
     found = _PREPARED.get(optimizer) if isinstance(optimizer, Optimizer) else None
     return found() if found is not None else None
 
@@ -98,7 +98,7 @@ class EngineChoice:
         self.engines = tuple(engines)
         self.trained = tuple(trained)
         self._latest: Any = engines[-1]
-        self.answers_late = False  # whether `norm_of` may give a norm that nobody has read yet
+        self.answers_late = False  # whether `norm_of` may give a norm that has not been read yet
 
     @property
     def engine(self) -> Any:
@@ -173,7 +173,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
-    """What stands for an accelerator's engines after one more model has been prepared.
+    """What represents an accelerator's engines after one more model has been prepared.
 
     Args:
         earlier: what stood for them before, or None.

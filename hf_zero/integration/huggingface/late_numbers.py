@@ -3,9 +3,9 @@
     Trainer asks                           and gets
     the gradient norm                      a `LateNorm`, which becomes a float where Trainer logs
     whether the loss is NaN or infinite    no: the device itself has replaced such a loss, as Trainer would have
-    whether the update was skipped         what is known; without a loss scale nobody waits to learn it
+    whether the update was skipped         what is known; without a loss scale there is no wait
 
-On a CPU all of it is at hand, and Trainer's own code answers.
+On a CPU all of it is known, and Trainer's own code answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILTERS = "_hf_zero_filters_losses"  # on a Trainer, while its own filter is of
 
 
 def runs_ahead(trainer: Any) -> bool:
-    """Whether this Trainer has an engine of ours whose host need not wait for its device."""
+    """Whether this Trainer has an engine of ours whose host does not wait for its device."""
     engine = getattr(trainer, "model_wrapped", None)
     return isinstance(engine, ZeroEngine) and runtime_of(engine.device).runs_ahead
 

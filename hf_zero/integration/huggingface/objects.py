@@ -35,7 +35,7 @@ def _optimizer_problems(config: Mapping[str, Any], optimizer: Any) -> Iterator[P
         yield Problem(
             "optimizer",
             ABSENT,
-            "you cannot create a `DummyOptim` without an optimizer section in the config: it stands in for that one",
+            "you cannot create a `DummyOptim` without an optimizer section in the config, whose placeholder it is",
             'add "optimizer": {"type": "AdamW", "params": {"lr": "auto"}} to the config, or give a torch optimizer',
             other=Other("given to prepare()", "DummyOptim", "the script"),
         )
@@ -50,7 +50,7 @@ def _scheduler_problems(config: Mapping[str, Any], scheduler: Any) -> Iterator[P
         yield Problem(
             "scheduler",
             ABSENT,
-            "DummyScheduler stands in for a scheduler section of the config, and there is none",
+            "DummyScheduler is a placeholder for the config's scheduler section, and there is none",
             'add "scheduler": {"type": "WarmupDecayLR", "params": {...}} to the config, or pass '
             "`lr_scheduler_callable` to DummyScheduler",
             other=Other("given to prepare()", "DummyScheduler", "the script"),
@@ -66,7 +66,7 @@ def _unknown_total(config: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             path,
             "auto",
-            "nobody knows the number of updates",
+            "the number of updates is unknown",
             "pass DummyScheduler(optimizer, total_num_steps=...), or write the number in the config",
             origin=str(source_in(config, path)),
         )

@@ -48,7 +48,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
 
 
 def show_filled(plugin: Any) -> None:
-    """transformers' deepspeed_config() shows a copy, made when nobody knew what `prepare` has filled in by now."""
+    """transformers' deepspeed_config() shows a copy, made before `prepare` has filled anything in."""
     shown = getattr(getattr(plugin, "dschf", None), "config", None)
     if shown is not None:
         shown.clear()
@@ -56,7 +56,7 @@ def show_filled(plugin: Any) -> None:
 
 
 def _other_ranks(accelerator: Any) -> Iterator[Problem]:
-    """Accelerate counts samples by a ParallelismConfig that need not fit the ranks."""
+    """Accelerate counts samples by a ParallelismConfig that may not fit the ranks."""
     parallelism, world = getattr(accelerator, "parallelism_config", None), accelerator.num_processes
     size = sequence_size(parallelism, {})
     if parallelism is None or size is None or world % size:

@@ -14,7 +14,7 @@ from hf_zero.log import log_dist
 
 
 def stepped_aside(place: str, error: Exception) -> None:
-    """A patch met objects that it does not know: upstream goes on alone, and somebody should look at ours."""
+    """A patch met objects that it does not know: upstream's code runs alone, and ours needs an update."""
     line = f"{place}: hf_zero steps aside ({error}); autos and messages are those of that library"
     log_dist(" ".join(line.split()), level=logging.WARNING)
 
@@ -23,7 +23,7 @@ def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoRe
     """Raise what we found, beginning with what the host library's own check says.
 
     Args:
-        check: that check, on a copy of what it would change. When it lets everything pass, our words stand alone.
+        check: that check, on a copy of what it would change. When it finds nothing, our message is the only one.
 
     Raises:
         ConfigError: always.

@@ -1,8 +1,8 @@
 """Where hf_zero keeps what DeepSpeed's modules offer: module -> name -> dotted home. Nothing of it is imported yet.
 
-homes.json has rows `"module": {"home below hf_zero": "name name theirs=ours"}`. A name stands once, at the module that
-defines it in DeepSpeed; names.json says which modules import it from there (but for utils.z3_leaf_module, which has a
-function of that very name). Names that are only in DeepSpeed's modules refuse to be used: see unsupported.py.
+homes.json has rows `"module": {"home below hf_zero": "name name theirs=ours"}`. A name is listed once, at the module
+that defines it in DeepSpeed; names.json says which modules import it from there (but for utils.z3_leaf_module, which
+has a function of that very name). Names that are only in DeepSpeed's modules refuse to be used: see unsupported.py.
 """
 
 from __future__ import annotations

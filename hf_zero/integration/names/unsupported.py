@@ -64,7 +64,7 @@ def known_names(module: str) -> tuple[str, ...]:
 
 
 def find(module: str, name: str) -> object:
-    """What stands for `name` of DeepSpeed's `module`; LookupError if that has no such name."""
+    """The placeholder for `name` of DeepSpeed's `module`; LookupError if that has no such name."""
     row = known_modules().get(module, {})
     if name in row.get("values", ()):
         value = row["values"][name]

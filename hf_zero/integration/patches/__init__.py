@@ -33,13 +33,13 @@ class Misfit(Exception):
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of somebody else's that ours stands around."""
+    """One function of another library, and our wrapper around it."""
 
     module: str
     place: str  # a function, or Class.method
     parameters: str  # as we know them, "self, model"; with others we leave it alone
     make: Maker  # original -> replacement; its docstring says why the patch is there
-    without: str  # what goes missing where it does not fit: the end of the line that says so
+    without: str  # what does not work where it does not fit: the end of the log line
     until: str  # the change upstream that would make it superfluous
     since: str = FLOOR  # the version of the library from which on the target has looked like this
     importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us

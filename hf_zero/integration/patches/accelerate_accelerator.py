@@ -103,7 +103,7 @@ def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -
     """Raise what was found, beginning with accelerate's own words; its check changes the config, which is put back."""
     config = accelerator.deepspeed_plugin.deepspeed_config
     kept = copy.deepcopy(dict(config))
-    # A size that nobody knows is no mistake here: the default holds.
+    # An unknown size is no mistake here: the default holds.
     for path in unfilled_autos(config):
         if path[0] == "zero_optimization" and len(path) == 2:
             del config["zero_optimization"][path[1]]
@@ -178,7 +178,7 @@ def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(engines, EngineChoice):
             return original(self, parameters, max_norm, norm_type)
         _tell_of_limit([prepared.engine for prepared in engines.trained], float(max_norm))
-        # One tensor stands for itself, as for torch.
+        # A single tensor is accepted, as in torch.
         return engines.norm_of([parameters] if hasattr(parameters, "grad_fn") else parameters)
 
     return clip_grad_norm_
@@ -247,7 +247,7 @@ def around_gather_object(original: Callable[[Any], Any]) -> Callable[[Any], Any]
     until="DataLoaderDispatcher deals to groups of ranks, and the device mesh is there before the first prepare()",
 )
 def around_prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Batches are dealt to tensor groups, whoever reads them, and whenever the loader is prepared."""
+    """Batches are distributed to tensor groups, however and whenever the loader is prepared."""
 
     def prepare_data_loader(self: Any, *args: Any, **options: Any) -> Any:
         note_groups(self)

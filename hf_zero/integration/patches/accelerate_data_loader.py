@@ -20,8 +20,8 @@ PATCHES = Patches("accelerate.data_loader")
     importers=("accelerate", "transformers.trainer"),
 )
 def around_skip(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The adapter stands around the loader that is to skip: a new one stands around what comes of that. A loader that
-    deals to groups of ranks goes on doing so."""
+    """The adapter wraps the loader that is to skip: a new one wraps the result. A loader that
+    distributes to groups of ranks continues to do so."""
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         if not isinstance(dataloader, UlyssesSPDataLoaderAdapter):

@@ -25,7 +25,7 @@ def around_prepare_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     """Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
 
     It is also the moment before anybody asks which rank this is: what mpirun or srun have said is put into torchrun's
-    variables, and gloo is told which interface to use where it would choose one that leads nowhere.
+    variables, and gloo's interface is set where it would choose one without a route.
     """
 
     def _prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
@@ -47,7 +47,7 @@ def around_prepare_backend(original: Callable[..., Any]) -> Callable[..., Any]:
     until="accelerate keeps to DeepSpeed under `cpu=True`",
 )
 def around_state(original: Callable[..., None]) -> Callable[..., None]:
-    """Upstream leaves DeepSpeed aside when it is told to use the CPU, and trains with DDP."""
+    """Upstream ignores DeepSpeed when the CPU is asked for, and trains with DDP."""
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -49,7 +49,7 @@ def around_fill_match(original: Callable[..., None]) -> Callable[..., None]:
 @PATCHES.add(
     "DeepSpeedPlugin.set_mixed_precision(self, mixed_precision)",
     without="a precision that contradicts ds.json is reported in accelerate's words",
-    until="accelerate's check names where flag and file stand, and says when fp16 or bf16 is switched off in the file",
+    until="accelerate's check names both places, and says when fp16 or bf16 is switched off in the file",
 )
 def around_set_mixed_precision(original: Callable[..., None]) -> Callable[..., None]:
     """A flag and a file that disagree are named with their places."""
@@ -115,7 +115,7 @@ def _filled(config: Mapping[str, Any], path: str) -> bool:
     until="accelerate leaves the batch sizes out of the copy of ds.json that model loading reads",
 )
 def around_set_deepspeed_weakref(original: Callable[..., None]) -> Callable[..., None]:
-    """Model loading reads a copy of ds.json: a batch equation that nobody can know yet must not stop it."""
+    """Model loading reads a copy of ds.json: a batch equation that cannot be checked yet must not stop it."""
 
     def set_deepspeed_weakref(self: Any) -> None:
         original(self)
@@ -130,7 +130,7 @@ def around_set_deepspeed_weakref(original: Callable[..., None]) -> Callable[...,
 @PATCHES.add(
     "DeepSpeedPlugin._deepspeed_config_checks(self)",
     without="settings given beside a config file are reported in accelerate's words",
-    until="accelerate's check names the settings that stand beside the file",
+    until="accelerate's check names the settings that are given beside the file",
 )
 def around_config_checks(original: Callable[..., None]) -> Callable[..., None]:
     """accelerate refuses settings beside a config file: says which were given, and where."""
@@ -159,7 +159,7 @@ def _doubles(hf_config: Any) -> Iterator[Problem]:
         yield Problem(
             path,
             value or ABSENT,
-            "with deepspeed_config_file, the settings stand in that file alone",
+            "with deepspeed_config_file, all settings belong in that file",
             f"remove {field} from the accelerate config file; the value belongs into {path} of the DeepSpeed config",
             origin=str(source_in(hf_config.config, path)) if value else "",
             other=Other(field, os.environ.get(variable, "(not exported)"), "accelerate config file"),

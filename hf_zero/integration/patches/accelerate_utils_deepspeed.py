@@ -74,7 +74,7 @@ def around_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     until="accelerate asks only where there is a loss scale, as without an engine",
 )
 def around_step_was_skipped(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Asked after every update; where no loss scale depends on it, "no" as long as nobody knows, as without an engine,
+    """Asked after every update; where no loss scale depends on it, "no" as long as it is unknown, as without an engine,
     where no update is skipped without a loss scale."""
 
     def step_was_skipped(self: Any) -> bool:

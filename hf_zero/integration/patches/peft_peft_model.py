@@ -16,7 +16,7 @@ _OF_ADAPTERS = (".lora_", ".modules_to_save.")
     "PeftModel.save_pretrained(self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, "
     "is_main_process, path_initial_model_for_weight_conversion, kwargs)",
     without="with tensor parallelism, save_pretrained without a state dict writes the parts that one rank holds",
-    until="PEFT asks whoever cut a model for its whole weights",
+    until="PEFT asks the library that cut a model for its whole weights",
 )
 def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
     """Where no state dict is given, PEFT writes what this rank holds: an adapter that loads nowhere. Gathering here

@@ -49,7 +49,7 @@ def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
     until="nothing: a model that leaves PEFT has to know what of it stage 3 may keep unsharded",
 )
 def around_merge_and_unload(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The merged model stands alone: as long as stage3_max_live_parameters allows, its parameters are plain ones."""
+    """The merged model needs no engine: as long as stage3_max_live_parameters allows, its parameters are plain ones."""
 
     def merge_and_unload(
         self: Any, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None

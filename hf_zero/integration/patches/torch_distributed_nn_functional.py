@@ -17,7 +17,7 @@ PATCHES = Patches("torch.distributed.nn.functional")
     until="torch's _AlltoAll gives dist.scatter ranks of the group (group_src) and not of the world",
 )
 def around_all_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch takes the group's ranks 0, 1, ... for the world's; the backward of its all_gather stands on this."""
+    """torch takes the group's ranks 0, 1, ... for the world's; the backward of its all_gather relies on this."""
 
     def forward(ctx: Any, group: Any, out_tensor_list: Any, *tensors: Any) -> Any:
         if not scatter_all_to_all(group, out_tensor_list, tensors):

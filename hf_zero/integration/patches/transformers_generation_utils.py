@@ -21,7 +21,7 @@ PATCHES = Patches("transformers.generation.utils")
 def around_is_fsdp_managed_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Ranks must go on together with sharded weights, however generate() was started.
 
-    It asks for the stage in transformers' own config object, which a script on initialize() need not have, or whether
+    It asks for the stage in transformers' own config object, which a script on initialize() may not have, or whether
     FSDP shards the model. A rank whose text is complete then takes part in the others' gathers until all are.
     """
 

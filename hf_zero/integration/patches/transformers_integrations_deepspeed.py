@@ -203,7 +203,7 @@ def around_optim_sched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wants_groups(config: Mapping[str, Any]) -> bool:
-    """Whether there is a weight decay to spare anything, and nobody asked for DeepSpeed's single group."""
+    """Whether there is a weight decay to exempt parameters from, and DeepSpeed's single group was not asked for."""
     own, params = config.get("hf_zero") or {}, (config.get("optimizer") or {}).get("params") or {}
     return bool(params.get("weight_decay", 0)) and str(own.get("decay_biases_and_norms")).lower() != "true"
 

@@ -17,7 +17,7 @@ PATCHES = Patches("transformers.masking_utils")
     until="transformers hands the position ids on to the mask function of an attention implementation",
 )
 def around_find_packed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A rank's part of a row need not show where documents begin; the mask is made of the whole row (`masks.py`)."""
+    """A rank's part of a row may not show where documents begin; the mask is made of the whole row (`masks.py`)."""
 
     def find_packed_sequence_indices(position_ids: Any) -> Any:
         return None if asked_for_documents() else original(position_ids)

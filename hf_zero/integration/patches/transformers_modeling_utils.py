@@ -36,7 +36,7 @@ def around_adjust_keys(original: Callable[..., None]) -> Callable[..., None]:
 @PATCHES.add(
     "PreTrainedModel.initialize_weights(self)",
     without="models with a parametrization (weight norm) cannot be loaded at stage 3",
-    until="transformers gathers what stands behind a parametrization, or does not read weights that are loaded",
+    until="transformers gathers the tensors of a parametrization, or does not read weights that are loaded",
 )
 def around_initialize_weights(original: Callable[..., None]) -> Callable[..., None]:
     """Whatever a checkpoint lacks is initialised by methods that first look at every weight, also at those that are
@@ -83,8 +83,8 @@ def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]
     "revert_weight_conversion(model, state_dict)",
     without="models whose experts are packed may not be saved at stage 3, and save_pretrained of tensor-parallel ones "
     "without a state dict writes the parts that one rank holds",
-    until="save_pretrained converts on the ranks that write, and on no others, and asks whoever cut a model for its "
-    "whole weights",
+    until="save_pretrained converts on the ranks that write, and on no others, and asks the library that cut a model "
+    "for its whole weights",
 )
 def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Left out on ranks that have no values to convert. What is about to be written may be no parts of matrices."""

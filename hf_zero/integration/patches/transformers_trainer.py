@@ -199,7 +199,7 @@ def around_get_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _logs_floats(trainer: Any) -> bool:
-    """Whether ours stands where a norm becomes part of a log: a subclass may have a method of its own there."""
+    """Whether ours is called where a norm becomes part of a log: a subclass may have its own method there."""
     return hasattr(type(trainer)._maybe_log_save_evaluate, MARK)
 
 

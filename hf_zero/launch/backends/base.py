@@ -16,7 +16,7 @@ from hf_zero.launch.relay import Relay
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend is told beside the job.
+    """What a backend gets besides the job.
 
     Attributes:
         has_hosts: a hostfile was given, so `world` names other machines.
@@ -106,5 +106,5 @@ def python_variables(job: Job) -> dict[str, str]:
 
 
 def launcher_environment() -> dict[str, str]:
-    """Our own variables, for a program that passes on what it is told to."""
+    """Our own variables, for a program that passes on only what it is asked to."""
     return dict(os.environ)

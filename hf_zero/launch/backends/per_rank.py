@@ -74,7 +74,7 @@ class Mvapich(Mpich):
         return even_placement(job, self.name)
 
     def variables(self) -> dict[str, str]:
-        """DeepSpeed's, less those that tune collectives of MPI, which nobody calls here."""
+        """DeepSpeed's, without those that tune MPI's collectives, which are not used here."""
         return {"MV2_DEBUG_SHOW_BACKTRACE": "1", "MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"}
 
 

@@ -16,7 +16,7 @@ from hf_zero.launch.world import VISIBLE_DEVICES
 
 
 class Torchrun(Backend):
-    """What stands in --launcher_args comes last and wins: `--nnodes 1:4 --max-restarts 3 --rdzv-endpoint host`."""
+    """--launcher_args come last and win: `--nnodes 1:4 --max-restarts 3 --rdzv-endpoint host`."""
 
     name = "torchrun"
     is_remote = False

@@ -35,7 +35,7 @@ _owner: list[int] = []
 
 
 def at_signal(task: Callable[[], object]) -> None:
-    """Call `task`, which must bear being called twice and from any thread, when the process is told to end.
+    """Call `task`, which must bear being called twice and from any thread, when the process is asked to end.
 
     Signals that the program handles or ignores itself are left to it; all are where this is not the main thread.
     """

@@ -84,7 +84,7 @@ class BufferPool:
             self._leaving = deque((written, None) for written, _ in self._leaving)
 
     def drop(self) -> None:
-        """Free what nobody uses."""
+        """Free what is not in use."""
         self._reclaim()
         self._num_live -= len(self._free)
         self._free.clear()
@@ -164,7 +164,7 @@ class SwappedVector(Vector):
         self._users -= 1
         if self._users:
             return
-        self.take()  # a buffer that is still being filled is nobody else's yet
+        self.take()  # a buffer that is still being filled cannot be handed on
         assert self._buffer is not None
         if self._changed:
             self._writing = self._store.file.write(self._offset, self._pages())
