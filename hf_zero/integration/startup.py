@@ -72,6 +72,8 @@ class AliasFinder:
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
         if context.name not in (None, NAME) and str(context.name).lower() != NAME:
             return []
+        if context.name is None and "path" in vars(context):
+            return []  # pip lists what lies in given folders: what exists in memory only can't be frozen or uninstalled
         if not self.answers():
             return []
         from hf_zero.integration.names.distribution import AliasDistribution

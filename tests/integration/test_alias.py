@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_every_way_of_asking_whether_deepspeed_is_installed(full: Site) -> None:
         "spelled": True,
         "asking loads": False,
     }
+
+
+def test_pip_does_not_see_what_libraries_see() -> None:
+    """`pip freeze` printed deepspeed==0.19.8+hf.zero, which no index has: requirements files and images made of it
+    could not be installed; `pip install deepspeed` was already satisfied "in <memory>"."""
+    freeze = [sys.executable, "-m", "pip", "freeze", "--disable-pip-version-check"]
+    frozen = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout.lower()
+    assert "accelerate==" in frozen
+    assert "deepspeed" not in frozen
 
 
 def test_modules_live_under_the_name_deepspeed(bare: Site) -> None:
