@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,9 +100,8 @@ def extra_of(module: str) -> str:
     return ".".join(module.split(".")[2:3])
 
 
-def complaints(module: str, source: str) -> list[str]:
+def complaints(module: str, tree: ast.Module) -> list[str]:
     """Everything wrong with one source file of the package."""
-    tree = ast.parse(source)
     found = [*_upward(module, tree), *_misplaced(module, tree), *_forbidden_statements(tree), *_asking(module, tree)]
     return [f"{module}: {text}" for text in found]
 
@@ -177,23 +177,29 @@ def names_cuda(tree: ast.Module) -> list[int]:
     return found
 
 
+@functools.cache
 def sources() -> dict[str, Path]:
+    """module -> file, of the whole package."""
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in files}
     return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
 
 
-@pytest.mark.parametrize("module", sources())
-def test_source_keeps_to_the_ladder(module: str) -> None:
-    assert complaints(module, sources()[module].read_text(encoding="utf-8")) == []
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """module -> what it says."""
+    return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in sources().items()}
+
+
+def test_sources_keep_to_the_ladder() -> None:
+    assert [text for module, tree in trees().items() for text in complaints(module, tree)] == []
 
 
 def test_one_room_knows_the_accelerator() -> None:
     found = {
         module: lines
-        for module, path in sources().items()
-        if (lines := names_cuda(ast.parse(path.read_text(encoding="utf-8"))))
-        and not module.startswith(ROOMS_THAT_KNOW_CUDA)
+        for module, tree in trees().items()
+        if (lines := names_cuda(tree)) and not module.startswith(ROOMS_THAT_KNOW_CUDA)
     }
     assert {module: lines for module, lines in found.items() if module not in MAY_NAME_CUDA} == {}, "ask device/"
     assert [module for module in MAY_NAME_CUDA if module not in found] == [], "no exceptions any more"
@@ -289,7 +295,7 @@ def test_every_room_stands_on_the_ladder() -> None:
     ],
 )
 def test_the_rules_catch(module: str, source: str, complaint: str) -> None:
-    assert any(complaint in text for text in complaints(module, source))
+    assert any(complaint in text for text in complaints(module, ast.parse(source)))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +309,7 @@ def test_the_rules_catch(module: str, source: str, complaint: str) -> None:
     ],
 )
 def test_the_rules_allow(module: str, source: str) -> None:
-    assert complaints(module, source) == []
+    assert complaints(module, ast.parse(source)) == []
 
 
 def test_the_engine_does_not_load_the_compiler() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.run_folder import RunFolder
+from tests.support.ranks import forking_context
 
 HOLDER = """
 import sys, time
@@ -48,28 +52,38 @@ def test_it_goes_when_its_process_ends(tmp_path: Path) -> None:
     assert process.returncode == 0 and list(tmp_path.iterdir()) == []
 
 
-BUSY = HOLDER.replace("sys.stdin.read()", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)")
+def hold(root: str, pipe: Connection, number: int, *, is_busy: bool) -> None:
+    """Hold a folder for ever, in a process that `number` ends as by default."""
+    signal.signal(number, signal.SIG_DFL)  # also where the tests were started with it ignored, as under nohup
+    folder = RunFolder(root)
+    (folder.path / "states").write_bytes(bytes(1000))
+    pipe.send(folder.path.name)
+    if is_busy:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+    pipe.recv()
+
+
+def forked_holder(root: Path, number: int = signal.SIGTERM, *, is_busy: bool = False) -> tuple[Any, Connection, str]:
+    """(process, pipe, folder's name): forked from a server with torch in it; it holds as long as the pipe is open."""
+    context = forking_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(str(root), theirs, number), kwargs={"is_busy": is_busy})
+    process.start()
+    return process, ours, ours.recv()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("script", [HOLDER, BUSY], ids=["waiting", "busy in one call"])
-def test_it_goes_when_its_process_is_told_to_end(script: str, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_busy", [False, True], ids=["waiting", "busy in one call"])
+def test_it_goes_when_its_process_is_told_to_end(is_busy: bool, number: signal.Signals, tmp_path: Path) -> None:
     """SIGTERM and SIGHUP left swap folders, of the size of the states, until the next run; SIGINT did not.
 
     The process still dies of the signal, at once, also while its main thread sits in one call that takes for ever.
     """
-
-    def hear() -> None:
-        signal.signal(number, signal.SIG_DFL)  # also where the tests were started with it ignored, as under nohup
-
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=hear
-    ) as process:
-        assert process.stdout is not None
-        assert (tmp_path / process.stdout.readline().strip()).is_dir()
-        process.send_signal(number)
-        assert process.wait(timeout=60) == -number
+    process, _pipe, name = forked_holder(tmp_path, number, is_busy=is_busy)
+    assert (tmp_path / name).is_dir()
+    os.kill(process.pid, number)
+    process.join(timeout=60)
+    assert process.exitcode == -number
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,15 +102,16 @@ def test_a_program_that_handles_the_signal_keeps_it(tmp_path: Path) -> None:
 
 
 def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
-    living, killed = holder(tmp_path), holder(tmp_path)
+    living, killed = forked_holder(tmp_path), forked_holder(tmp_path)
     foreign = tmp_path / "hf_zero_swap.another-machine.1.00000000"
     foreign.mkdir()
-    killed[0].send_signal(signal.SIGKILL)
-    killed[0].wait()
-    assert (tmp_path / killed[1] / "states").exists()
+    killed[0].kill()
+    killed[0].join()
+    assert (tmp_path / killed[-1] / "states").exists()
     folder = RunFolder(tmp_path)
-    assert {entry.name for entry in tmp_path.iterdir()} == {living[1], foreign.name, folder.path.name}
-    living[0].communicate()
+    assert {entry.name for entry in tmp_path.iterdir()} == {living[-1], foreign.name, folder.path.name}
+    living[0].kill()
+    living[0].join()
     folder.close()
 
 

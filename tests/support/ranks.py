@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,15 @@ class _Rank:
     pipe: Connection
 
 
-def _start(job: _Job) -> list[_Rank]:
+def forking_context() -> ForkServerContext:
+    """Processes of this context start in hundredths of a second: their server has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD + [module for module in PRELOAD_IF_USED if module in sys.modules])
+    return context
+
+
+def _start(job: _Job) -> list[_Rank]:
+    context = forking_context()
     ranks = []
     for rank in range(job.world_size):
         receiver, sender = context.Pipe(duplex=False)
