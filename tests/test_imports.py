@@ -1,4 +1,4 @@
-"""The house's architecture as rules over its sources: imports go down the ladder, and a few things have one place."""
+"""The architecture as rules over the sources: imports go to lower layers, and a few things have one place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_zero"
 
-# Low to high. A room imports from lower rungs and from itself; rooms that share a rung do not know each other.
-LADDER = (
+# Low to high. A package imports from lower layers and from itself; packages in one layer do not import each other.
+LAYERS = (
     (
         *("errors", "error_report", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
         *("quantities", "staging"),
@@ -43,10 +43,10 @@ LADDER = (
     ("extras",),
     ("__main__", "ds_to_universal", "zero_to_fp32"),
 )
-RUNG = {room: height for height, rooms in enumerate(LADDER) for room in rooms}
-SELF_CONTAINED = {*LADDER[0], *LADDER[1]}
+LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}
+SELF_CONTAINED = {*LAYERS[0], *LAYERS[1]}
 # Everybody else asks device/ which accelerator there is and what it can do.
-ROOMS_THAT_KNOW_CUDA = ("hf_zero.device.", "hf_zero.kernels.gpu.")
+PACKAGES_THAT_KNOW_CUDA = ("hf_zero.device.", "hf_zero.kernels.gpu.")
 _DEEPSPEEDS_WORD = "a word of DeepSpeed's interface"
 MAY_NAME_CUDA = {
     "hf_zero.config.schema.root": "names CUDA graphs, in a text",
@@ -79,7 +79,7 @@ def imports_of(tree: ast.Module) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import (absolute ones say which room is meant)"
+            assert node.level == 0, f"line {node.lineno}: relative import (absolute ones say which package is meant)"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -87,12 +87,12 @@ def imports_of(tree: ast.Module) -> Iterator[Import]:
             yield Import(name, node.lineno, id(node) in top)
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     """`hf_zero.step.optimizer` -> `step`; None for foreign modules; the package root is ''."""
     parts = module.split(".")
     if parts[0] != PACKAGE:
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in RUNG else ""
+    return parts[1] if len(parts) > 1 and parts[1] in LAYER_OF else ""
 
 
 def extra_of(module: str) -> str:
@@ -107,12 +107,12 @@ def complaints(module: str, tree: ast.Module) -> list[str]:
 
 
 def _upward(module: str, tree: ast.Module) -> Iterator[str]:
-    here = room_of(module)
+    here = package_of(module)
     if here == "":
-        return  # the package root stands above every room; LIVE_AT_START guards what it loads
+        return  # the package root is above every layer; LIVE_AT_START guards what it loads
     assert here is not None
     for imported in imports_of(tree):
-        there = room_of(imported.module)
+        there = package_of(imported.module)
         if there is None or there == here:
             if here == "extras" and extra_of(imported.module) not in ("", extra_of(module)) and there == here:
                 yield f"line {imported.line} imports another extra ({imported.module})"
@@ -123,12 +123,12 @@ def _upward(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"line {imported.line} imports {imported.module}, but {here} imports nothing of ours"
         elif there == "extras":
             yield f"line {imported.line} imports {imported.module}: extras are found by hf_zero.config.extras"
-        elif RUNG[there] >= RUNG[here]:
+        elif LAYER_OF[there] >= LAYER_OF[here]:
             yield f"line {imported.line} imports upward: {here} -> {imported.module}"
 
 
 def _misplaced(module: str, tree: ast.Module) -> Iterator[str]:
-    here = room_of(module)
+    here = package_of(module)
     for imported in imports_of(tree):
         top = imported.module.split(".")[0]
         if top == "deepspeed":
@@ -146,7 +146,7 @@ def _misplaced(module: str, tree: ast.Module) -> Iterator[str]:
 
 def _asking(module: str, tree: ast.Module) -> Iterator[str]:
     """Names by which a process is asked for its place among all."""
-    if room_of(module) == "comm":
+    if package_of(module) == "comm":
         return
     forbidden = {"get_rank", "get_world_size"}
     if not module.startswith(MAY_ASK_THE_PROCESS):
@@ -191,15 +191,15 @@ def trees() -> dict[str, ast.Module]:
     return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in sources().items()}
 
 
-def test_sources_keep_to_the_ladder() -> None:
+def test_imports_go_to_lower_layers() -> None:
     assert [text for module, tree in trees().items() for text in complaints(module, tree)] == []
 
 
-def test_one_room_knows_the_accelerator() -> None:
+def test_one_package_knows_the_accelerator() -> None:
     found = {
         module: lines
         for module, tree in trees().items()
-        if (lines := names_cuda(tree)) and not module.startswith(ROOMS_THAT_KNOW_CUDA)
+        if (lines := names_cuda(tree)) and not module.startswith(PACKAGES_THAT_KNOW_CUDA)
     }
     assert {module: lines for module, lines in found.items() if module not in MAY_NAME_CUDA} == {}, "ask device/"
     assert [module for module in MAY_NAME_CUDA if module not in found] == [], "no exceptions any more"
@@ -260,9 +260,9 @@ def test_rings_are_found() -> None:
     assert in_rings(known_imports(modules)) == {"hf_zero.a", "hf_zero.b", "hf_zero.c"}
 
 
-def test_every_room_stands_on_the_ladder() -> None:
-    rooms = {module.split(".")[1] for module in sources() if "." in module}
-    assert rooms <= set(RUNG), f"give {sorted(rooms - set(RUNG))} a place in LADDER"
+def test_every_package_has_a_layer() -> None:
+    packages = {module.split(".")[1] for module in sources() if "." in module}
+    assert packages <= set(LAYER_OF), f"give {sorted(packages - set(LAYER_OF))} a place in LAYERS"
 
 
 @pytest.mark.parametrize(

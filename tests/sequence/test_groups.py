@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-import hf_zero.sequence.groups as rooms
+import hf_zero.sequence.groups as sequence_groups
 from hf_zero import initialize
 from hf_zero.api.zero_init import Init
 from hf_zero.config import ConfigError, resolve
@@ -66,7 +66,7 @@ def _what_four_ranks_are_told(rank: int) -> dict[str, Any]:
     other = initialize(model=torch.nn.Linear(4, 4), config={**config, "sequence_parallel_size": 4})[0]
     assert other.groups.sequence.ranks == (0, 1, 2, 3) and other.sequence_parallel_size == 4
     assert answers._get_sequence_parallel_world_size() == 4 and other.dp_world_size == 1
-    mpu = rooms.make_groups(2)
+    mpu = sequence_groups.make_groups(2)
     Init(mpu=mpu, enabled=False)
     with pytest.raises(NotImplementedError, match=r"zero.Init\(mpu=...\): parameters are sharded over all ranks"):
         Init(mpu=object(), enabled=False)

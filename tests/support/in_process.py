@@ -558,9 +558,9 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
         (entry, "hosts", lambda: world.hosts),
         (entry, "parallel_groups", parallel_groups),
         (entry, "local_device", lambda: torch.device("cpu")),
-        *((room, "AT_WORK", at_work) for room in (engine, engine_gradients, entry)),
+        *((module, "AT_WORK", at_work) for module in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:
-        for room, name, stand_in in stand_ins:
-            stack.enter_context(mock.patch.object(room, name, stand_in))
+        for module, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(module, name, stand_in))
         yield initialize

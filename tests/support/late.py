@@ -397,7 +397,7 @@ _OF_THE_QUESTION = _num_uses(torch.empty(1)) - 1
 
 
 def _site() -> str:
-    """The line outside this room that has asked."""
+    """The line outside this package that has asked."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "/hf_zero/device/" in frame.f_code.co_filename:
         frame = frame.f_back

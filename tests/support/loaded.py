@@ -1,4 +1,4 @@
-"""What a plain training step loads of hf_zero: `python -m tests.support.loaded` lists it by room.
+"""What a plain training step loads of hf_zero: `python -m tests.support.loaded` lists it by package.
 
 The step: stage 2, AdamW, one rank, a model of one layer, and a config that says these things and nothing else.
 """
@@ -40,19 +40,19 @@ def loaded() -> dict[str, int]:
     return {module: len(Path(path).read_text(encoding="utf-8").splitlines()) for module, path in files.items()}
 
 
-def by_room(modules: dict[str, int]) -> list[tuple[str, int, int]]:
-    """(room, modules, lines), the largest first."""
-    rooms = {module: (module.split(".") + [""])[1] for module in modules}
-    counted, lines = Counter(rooms.values()), Counter[str]()
+def by_package(modules: dict[str, int]) -> list[tuple[str, int, int]]:
+    """(package, modules, lines), the largest first."""
+    packages = {module: (module.split(".") + [""])[1] for module in modules}
+    counted, lines = Counter(packages.values()), Counter[str]()
     for module, num in modules.items():
-        lines[rooms[module]] += num
-    return [(room, counted[room], num) for room, num in lines.most_common()]
+        lines[packages[module]] += num
+    return [(package, counted[package], num) for package, num in lines.most_common()]
 
 
 def main() -> None:
     modules = loaded()
-    for room, num_modules, num_lines in by_room(modules):
-        sys.stdout.write(f"{room or 'hf_zero':20}{num_modules:5}{num_lines:8}\n")
+    for package, num_modules, num_lines in by_package(modules):
+        sys.stdout.write(f"{package or 'hf_zero':20}{num_modules:5}{num_lines:8}\n")
     sys.stdout.write(f"{'all':20}{len(modules):5}{sum(modules.values()):8}\n")
 
 

@@ -286,7 +286,7 @@ class SharedMemoryLink:
                 self._listen(peer)
         except Gone as gone:
             if not optional:
-                self._listen(peer)  # its last words
+                self._listen(peer)  # what it sent before it ended
                 raise self._stopped(peer) from gone
             self._gone.add(peer)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import PACKAGE, ROOT, room_of, sources
+from tests.test_imports import PACKAGE, ROOT, package_of, sources
 
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
@@ -90,7 +90,7 @@ KEPT_WORDS = {
 }
 
 
-ENGINE_ROOMS = frozenset(
+ENGINE_PACKAGES = frozenset(
     ("layout", "device", "comm", "offload", "optim", "params", "grads", "step", "checkpoint", "schedules", "kernels")
     + ("extras", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
 )
@@ -293,7 +293,7 @@ def test_sizes_are_measured() -> None:
 
 
 def homes_of(module: str, name: str, modules: Mapping[str, ast.Module]) -> set[str]:
-    """Where `from module import name` finds it: a module, or what a room hands on from one of its modules."""
+    """Where `from module import name` finds it: a module, or what a package re-exports from one of its modules."""
     if f"{module}.{name}" in modules:
         return {f"{module}.{name}"}
     found = {module} & modules.keys()
@@ -316,22 +316,22 @@ def imported_by(tree: ast.Module, modules: Mapping[str, ast.Module]) -> set[str]
 
 
 def untested(modules: Mapping[str, ast.Module], tests: Iterable[ast.Module]) -> set[str]:
-    """The modules of the engine's rooms that no test imports."""
+    """The modules of the engine's packages that no test imports."""
     tested = set[str]().union(*(imported_by(test, modules) for test in tests))
-    return {module for module in modules if room_of(module) in ENGINE_ROOMS} - tested
+    return {module for module in modules if package_of(module) in ENGINE_PACKAGES} - tested
 
 
 def test_every_module_of_the_engine_is_imported_by_a_test() -> None:
     root = ROOT / PACKAGE
     modules = {module: trees()[path.relative_to(root).as_posix()] for module, path in sources().items()}
     tests = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))]
-    rooms = {module for module, path in sources().items() if path.name == "__init__.py"}
-    found = untested(modules, tests) - rooms
+    packages = {module for module, path in sources().items() if path.name == "__init__.py"}
+    found = untested(modules, tests) - packages
     assert sorted(found - UNTESTED.keys()) == [], "write a test that imports these"
     assert sorted(UNTESTED.keys() - found) == [], "these have one, or are gone: take them from the list"
 
 
-def test_imports_are_followed_through_rooms_and_no_further() -> None:
+def test_imports_are_followed_through_packages_and_no_further() -> None:
     sources = {
         "hf_zero.layout": "from hf_zero.layout.units import lay_rows",
         "hf_zero.layout.units": "from hf_zero.layout.buckets import Bucket\ndef lay_rows(): ...",
