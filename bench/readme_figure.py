@@ -1,0 +1,82 @@
+"""The plot and the line of figures in README, from a kept result: `python -m bench.readme_figure` makes both."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "bench" / "results" / "2026-11-23-house-25m.json"
+PLOT = ROOT / "docs" / "plots" / "step.svg"
+SHOWN = {
+    **{f"hf_zero {stage}": f"hf_zero, stage {stage}" for stage in range(4)},
+    **{f"deepspeed {stage}": f"DeepSpeed, stage {stage}" for stage in range(4)},
+    "fsdp2-reshard": "FSDP2",
+    "ddp": "DDP",
+}
+LABELS = {"wall_s": "seconds per step", "peak_mb": "peak memory of a rank, MB"}
+
+Rounds = list[dict[str, dict[str, Any]]]
+
+
+def rounds() -> Rounds:
+    """What each engine took, by name, in each round."""
+    read: Rounds = json.loads(RESULT.read_text(encoding="utf-8"))["rounds"]
+    return read
+
+
+def ratios(key: str, measured: Rounds) -> tuple[float, float]:
+    """The least and the most of hf_zero / DeepSpeed over the stages; each the median of ratios within a round."""
+    stages = [
+        statistics.median(one[f"hf_zero {stage}"][key] / one[f"deepspeed {stage}"][key] for one in measured)
+        for stage in range(4)
+    ]
+    return min(stages), max(stages)
+
+
+def line() -> str:
+    """The figures of the plot in a sentence."""
+    run = json.loads(RESULT.read_text(encoding="utf-8"))
+    settings = run["settings"]
+    time, memory = ("{:.2f}-{:.2f}".format(*ratios(key, run["rounds"])) for key in LABELS)
+    return (
+        f"a step of a {settings['size'].upper()}-parameter Llama on {settings['ranks']} CPU ranks takes {time} of "
+        f"DeepSpeed 0.19.8's time and {memory} of its peak memory, stage by stage"
+    )
+
+
+def plot(measured: Rounds) -> str:
+    """SVG: a bar for each engine, the median over rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(SHOWN)[::-1]
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for axes, (key, label) in zip(panels, LABELS.items(), strict=True):
+        values = [statistics.median(one[name][key] for one in measured) for name in names]
+        colours = ["#4051b5" if name.startswith("hf_zero") else "#9e9e9e" for name in names]
+        axes.barh([SHOWN[name] for name in names], values, color=colours)
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("A training step on CPUs: 25M-parameter Llama, 2 ranks, bf16, AdamW", fontsize=10)
+    text = io.StringIO()
+    pyplot.rcParams["svg.hashsalt"] = "step"
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None}, facecolor="white")
+    pyplot.close(figure)
+    return text.getvalue()
+
+
+def main() -> None:
+    PLOT.parent.mkdir(exist_ok=True)
+    PLOT.write_text(plot(rounds()), encoding="utf-8")
+    sys.stdout.write(f"{line()}\n")
+
+
+if __name__ == "__main__":
+    main()
