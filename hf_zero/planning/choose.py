@@ -317,10 +317,10 @@ def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:
             f"{gigabytes(memory.device_total)} of device memory, of which {gigabytes(memory.device[largest])} "
             f"{largest}; {gigabytes(hardware.limit)} can be used"
         )
-    if memory.host_total * per_host > hardware.host_memory and hardware.separate:
+    if memory.host_total * per_host > hardware.host_limit and hardware.separate:
         yield (
-            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) of a host; there are "
-            f"{gigabytes(hardware.host_memory)}"
+            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) of a host; "
+            f"{gigabytes(hardware.host_limit)} can be used"
         )
     if memory.disk_total * per_host > hardware.disk:
         yield f"{gigabytes(memory.disk_total * per_host)} on a host's drive; there are {gigabytes(hardware.disk)}"

@@ -157,7 +157,7 @@ def _reach(
         host = replace(host, per_token=leaves * kept)
     host = Line(host.fixed * hardware.per_host, host.per_token * hardware.per_host)
     by_device = device.tokens(hardware.limit)
-    by_host = host.tokens(hardware.host_memory) if hardware.separate else float("inf")
+    by_host = host.tokens(hardware.host_limit) if hardware.separate else float("inf")
     bound = "host memory" if by_host < by_device else "device memory"
     return int(min(by_device, by_host)) // _GRAIN * _GRAIN, device, host, bound
 
@@ -167,7 +167,7 @@ def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
     tokens = reach.length // reach.ranks
     parts = [("a device", reach.device, hardware.limit)]
     if reach.host.fixed or reach.host.per_token:
-        parts.append(("a host", reach.host, hardware.host_memory))
+        parts.append(("a host", reach.host, hardware.host_limit))
     for place, line, limit in parts:
         growing = f"{tokens:,} tokens x {line.per_token / 1e3:,.1f} KB"
         yield f"{place}: {gigabytes(line.fixed)} + {growing} = {gigabytes(line.at(tokens))} of {gigabytes(limit)}"

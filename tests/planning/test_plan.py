@@ -16,7 +16,7 @@ from hf_zero.device.kinds import found_accelerators
 from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
 from hf_zero.planning.choose import Plan, choose
-from hf_zero.planning.machine import hardware, parse_bytes
+from hf_zero.planning.machine import GPUS, hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.reasons import reasoning, remedies
@@ -111,8 +111,26 @@ def test_sizes_and_machines() -> None:
     measured = calibrated(here, "fp32")
     assert 1e8 < measured.gpu.flops < 1e13 and 1e8 < measured.gpu.link < measured.gpu.memory < 1e12
     assert "measured on this machine" in measured.notes[-1]
-    assert hardware({"gpu": "NVIDIA A100-SXM4-80GB"}).gpu.flops == 187e12
+    assert hardware({"gpu": "NVIDIA A100-SXM4-80GB"}).gpu == GPUS["a100"]
+    assert hardware({"gpu": "NVIDIA A100-SXM4-40GB"}).gpu == hardware({"gpu": "a100-40"}).gpu == GPUS["a100-40"]
     assert all(each.num_bytes > 0 for each in found_accelerators())
+
+
+def test_a_name_that_only_contains_a_known_one_is_another_gpu() -> None:
+    """`--gpu h1000` was planned as an H100, and a GH200 as an H200."""
+    with pytest.raises(ConfigError, match="did you mean h100"):
+        hardware({"gpu": "h1000"})
+    assert hardware({"gpu": "NVIDIA GH200 480GB"}).gpu == GPUS["gh200"]
+
+
+def test_host_memory_of_a_machine_elsewhere() -> None:
+    """That of the laptop it was planned on was taken, so that nothing could be offloaded on eight H100; and all of what
+    was given, so that 998 of 1000 GB fitted, beside the system and the loaders' processes."""
+    elsewhere = hardware({"gpu": "h100", "gpus_per_node": 8})
+    assert elsewhere.host_memory == 8 * GPUS["h100"].host_memory
+    assert any("as such machines usually have it" in note for note in elsewhere.notes)
+    given = hardware({"gpu": "h100", "gpus_per_node": 8, "host_memory": "1T"})
+    assert given.host_limit == pytest.approx(926e9) and not given.notes
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
