@@ -1,4 +1,4 @@
-"""The command line, `hf-zero` or `python -m hf_zero`: `explain ds.json`, `plan MODEL`, `launch script.py`, `report`."""
+"""The command line, `hf-zero` or `python -m hf_zero`: launch, explain, plan, report, zero_to_fp32, universal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def main(words: Sequence[str] | None = None) -> int:
         from hf_zero.launch.command_line import main as launch
 
         return launch(words[1:])
+    if words[:1] == ["zero_to_fp32"]:
+        from hf_zero.zero_to_fp32 import main as consolidate
+
+        return consolidate(words[1:])
+    if words[:1] == ["universal"]:
+        from hf_zero.ds_to_universal import main as convert
+
+        return convert(words[1:])
     parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training for Hugging Face users.")
     commands = parser.add_subparsers(metavar="command", required=True)
     commands.add_parser("launch", help="start a script on all devices of this machine or of several")
@@ -26,8 +34,11 @@ def main(words: Sequence[str] | None = None) -> int:
     plan = commands.add_parser(
         "plan", help="what training a model needs, and the ds.json to take, before anything runs", allow_abbrev=False
     )
-    report = commands.add_parser("report", help="versions, devices, links and features here, for an issue")
-    if words[:1] == ["report"]:
+    report = commands.add_parser("report", aliases=["env"], help="versions, devices, links and features, for an issue")
+    commands.add_parser("zero_to_fp32", help="ordinary weights from a checkpoint")
+    commands.add_parser("universal", help="a checkpoint in DeepSpeed's universal form")
+    # What is heavy is imported after the arguments have been read: --help and a wrong flag answer at once.
+    if words[:1] in (["report"], ["env"]):
         from hf_zero.report.command import add_arguments as add_report_arguments
         from hf_zero.report.command import run as run_report
 
@@ -35,13 +46,14 @@ def main(words: Sequence[str] | None = None) -> int:
         return run_report(parser.parse_args(words))
     if words[:1] == ["plan"]:
         from hf_zero.planning import collector_off
-
-        with collector_off():
-            from hf_zero.planning.command import add_arguments as add_plan_arguments
-            from hf_zero.planning.command import run as run_plan
+        from hf_zero.planning.gpus import add_arguments as add_plan_arguments
 
         add_plan_arguments(plan)
-        return run_plan(parser.parse_args(words))
+        arguments = parser.parse_args(words)
+        with collector_off():
+            from hf_zero.planning.command import run as run_plan
+
+        return run_plan(arguments)
     if words[:1] != ["explain"]:
         parser.parse_args(words)
     # Not before it is wanted: it loads transformers.

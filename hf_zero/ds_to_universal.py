@@ -7,12 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
-from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
-
 _WITHOUT_EFFECT = "accepted, and not needed here"
 
 
@@ -23,6 +17,12 @@ def main(arguments: argparse.Namespace | Sequence[str] | None = None) -> int:
         arguments: words, or what `parse_arguments` makes of them; default: the command line.
     """
     options = arguments if isinstance(arguments, argparse.Namespace) else parse_arguments(arguments)
+    from rich.console import Console  # not before the arguments have been read: torch takes seconds
+    from rich.progress import track
+
+    from hf_zero.checkpoint import CheckpointError, open_checkpoint
+    from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
+
     source, target = Path(options.input_folder), Path(options.output_folder).resolve()
     try:
         names = list(open_checkpoint(source).shapes)

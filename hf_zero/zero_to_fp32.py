@@ -6,15 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from hf_zero.checkpoint import CheckpointError, CheckpointView, open_checkpoint
-from hf_zero.checkpoint.consolidate import DTYPES, Target, Weights, weights_of, write_weights
-from hf_zero.checkpoint.fp32 import target_for
-from hf_zero.checkpoint.manifest import check_folder
-from hf_zero.checkpoint.view import MASTER
+    from hf_zero.checkpoint import CheckpointView
+    from hf_zero.checkpoint.consolidate import Target, Weights
 
 _OUTPUT = (
     "OUTPUT ending in .bin or .pt is one torch file, in .safetensors one safetensors file; anything else is a folder "
@@ -25,6 +23,13 @@ _OUTPUT = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     options = _parser().parse_args(arguments)
+    from rich.console import Console  # not before the arguments have been read: torch takes seconds
+
+    from hf_zero.checkpoint import CheckpointError, open_checkpoint
+    from hf_zero.checkpoint.consolidate import DTYPES, weights_of
+    from hf_zero.checkpoint.fp32 import target_for
+    from hf_zero.checkpoint.manifest import check_folder
+
     say = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:
         view = open_checkpoint(options.checkpoint_dir, options.tag)
@@ -48,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     # The spellings with underscores are those of DeepSpeed's script.
     parser.add_argument("--safetensors", "--safe_serialization", action="store_true", help="shards as safetensors")
     parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", help="of a folder's shards (5GB)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of all floating tensors (fp32)")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of floating tensors (fp32)")
     parser.add_argument(
         "--exclude-frozen", "--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out"
     )
@@ -58,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _announce(say: Console, view: CheckpointView, weights: Weights, options: argparse.Namespace) -> None:
+    from hf_zero.checkpoint.view import MASTER
+
     say.print(f"Processing zero checkpoint at {view.folder.tag}")
     say.print(f"Detected checkpoint of type zero stage {view.stage}, world_size: {view.world}")
     if MASTER not in view.elements or not view.shapes:
@@ -66,6 +73,11 @@ def _announce(say: Console, view: CheckpointView, weights: Weights, options: arg
 
 
 def _write_with_progress(weights: Weights, target: Target) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from hf_zero.checkpoint.consolidate import write_weights
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     screen = Console(stderr=True)
     with Progress(

@@ -41,7 +41,8 @@ LAYERS = (
     ("planning",),
     ("launch",),
     ("extras",),
-    ("__main__", "ds_to_universal", "zero_to_fp32"),
+    ("ds_to_universal", "zero_to_fp32"),
+    ("__main__",),
 )
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}
 SELF_CONTAINED = {*LAYERS[0], *LAYERS[1]}

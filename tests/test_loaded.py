@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.loaded import loaded
@@ -19,3 +22,16 @@ def modules() -> dict[str, int]:
 def test_a_plain_step_loads_no_more_than_it_needs(modules: dict[str, int]) -> None:
     assert len(modules) <= MAX_MODULES, "what is new is imported by everybody: python -m tests.support.loaded"
     assert sum(modules.values()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("command", ["", "launch", "explain", "plan", "report", "env", "zero_to_fp32", "universal"])
+def test_help_answers_without_torch(command: str) -> None:
+    """`plan --help` took ten seconds on a small machine, and so did a flag that was misspelled."""
+    code = (
+        "import sys; from hf_zero.__main__ import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: sys.stderr.write('with torch' if 'torch' in sys.modules else 'without torch')"
+    )
+    words = [sys.executable, "-c", code, *([command] if command else []), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "usage: " in done.stdout and done.stderr == "without torch"

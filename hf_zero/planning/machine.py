@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from hf_zero.config import ConfigError, Problem
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.device.limits import disk_available
 from hf_zero.planning.event_model import Machine
+from hf_zero.planning.gpus import GPUS, Gpu, known_gpu, words_of
 from hf_zero.quantities import bytes_of
 
 CPU = "cpu"
@@ -28,47 +28,6 @@ SYSTEM_SHARE = 0.05  # of a GPU host's memory: its system, caches and buffers th
 SYSTEM_BYTES_PER_RANK = 3e9  # interpreter, libraries, the driver's host memory, workers of a data loader
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Bytes and what is reached per second, of FLOPs in 16 bits and of bytes: about 0.6 and 0.9 of the data sheet."""
-
-    capacity: float
-    flops: float
-    memory: float
-    link: float  # to others in the host
-    host_link: float
-    host_memory: float = 64e9  # of the hosts that are sold or rented with it, for each GPU
-
-
-# All words of a name must be words of the driver's name: "NVIDIA A100-SXM4-40GB" is an a100-40, an h1000 is no h100.
-GPUS = {
-    "b300": Gpu(288e9, 1350e12, 7.2e12, 740e9, 55e9, 256e9),
-    "b200": Gpu(180e9, 1350e12, 7.2e12, 740e9, 55e9, 256e9),
-    "gh200": Gpu(96e9, 590e12, 3.6e12, 370e9, 400e9, 480e9),
-    "h200": Gpu(141e9, 590e12, 4.3e12, 370e9, 55e9, 256e9),
-    "h100": Gpu(80e9, 590e12, 3.0e12, 370e9, 55e9, 256e9),
-    "h800": Gpu(80e9, 590e12, 3.0e12, 165e9, 55e9, 256e9),
-    "h20": Gpu(96e9, 89e12, 3.6e12, 370e9, 55e9, 256e9),
-    "a100": Gpu(80e9, 187e12, 1.8e12, 250e9, 25e9, 128e9),
-    "a100-40": Gpu(40e9, 187e12, 1.4e12, 250e9, 25e9, 128e9),
-    "a800": Gpu(80e9, 187e12, 1.8e12, 165e9, 25e9, 128e9),
-    "l40s": Gpu(48e9, 217e12, 0.78e12, 22e9, 25e9, 128e9),
-    "l20": Gpu(48e9, 72e12, 0.78e12, 22e9, 25e9, 128e9),
-    "l4": Gpu(24e9, 73e12, 0.27e12, 22e9, 25e9),
-    "a10": Gpu(24e9, 75e12, 0.54e12, 22e9, 25e9),
-    "a10g": Gpu(24e9, 42e12, 0.54e12, 22e9, 25e9),
-    "a6000": Gpu(48e9, 93e12, 0.69e12, 22e9, 25e9),
-    "5090": Gpu(32e9, 126e12, 1.61e12, 40e9, 50e9),
-    "4090": Gpu(24e9, 124e12, 0.9e12, 20e9, 25e9),
-    "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9),
-    "v100": Gpu(32e9, 75e12, 0.81e12, 120e9, 12e9),
-    "t4": Gpu(16e9, 32e12, 0.29e12, 10e9, 12e9),
-    "mi250": Gpu(64e9, 109e12, 1.44e12, 100e9, 25e9, 128e9),  # one of its two dies, each a device of its own
-    "mi250x": Gpu(64e9, 115e12, 1.44e12, 100e9, 25e9, 128e9),
-    "mi300x": Gpu(192e9, 650e12, 4.8e12, 300e9, 55e9, 256e9),
-    "mi325x": Gpu(256e9, 650e12, 5.4e12, 300e9, 55e9, 256e9),
-    "mi355x": Gpu(288e9, 1150e12, 7.2e12, 380e9, 55e9, 256e9),
-}
 _UNKNOWN = Gpu(24e9, 100e12, 0.9e12, 20e9, 25e9)
 # One core of a server with bf16 in its vector unit (bench/results); ranks meet in the memory of the host.
 _CORE = Gpu(0.0, 64e9, 20e9, 2e9, 10e9)
@@ -171,7 +130,7 @@ def hardware(given: Mapping[str, object]) -> Hardware:
     separate = name != CPU
     gpu = _CORE if not separate else _gpu(name, given)
     host_memory = _bytes(given, "host_memory")
-    is_here = bool(found) and _words(name) <= _words(found[0].name)
+    is_here = bool(found) and words_of(name) <= words_of(found[0].name)
     if host_memory is None and separate and not is_here:  # planned on another machine than the one that will train
         host_memory = gpu.host_memory * per_host
         notes.append(f"host memory, as such machines usually have it: {host_memory / 1e9:.0f} GB (--host-memory)")
@@ -198,10 +157,9 @@ def hardware(given: Mapping[str, object]) -> Hardware:
 
 
 def _gpu(name: str, given: Mapping[str, object]) -> Gpu:
-    words = _words(name)
-    known = [key for key in GPUS if _words(key) <= words]
-    if known:
-        return GPUS[max(known, key=len)]
+    known = known_gpu(name)
+    if known is not None:
+        return known
     if given.get("gpu") and given.get("device_memory") is None:
         close = difflib.get_close_matches(name, GPUS, n=1)
         fix = f"did you mean {close[0]}? " if close else ""
@@ -209,10 +167,6 @@ def _gpu(name: str, given: Mapping[str, object]) -> Gpu:
         fix += f"give --device-memory too, or one of {', '.join(GPUS)}, cpu"
         raise ConfigError(Problem("--gpu", name, rule, fix))
     return _UNKNOWN
-
-
-def _words(name: str) -> set[str]:
-    return {word.removesuffix("gb") for word in re.split(r"[^a-z0-9]+", name.lower()) if word}
 
 
 def _disk(given: Mapping[str, object]) -> float:

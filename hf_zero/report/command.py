@@ -7,13 +7,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import FilePolicy
-from hf_zero.offload.failures import StorageError
-from hf_zero.report.availability import Feature, features
-from hf_zero.report.drive import probe
-from hf_zero.report.environment import Row, between_devices, devices, host, networks, software, variables
+
+if TYPE_CHECKING:
+    from hf_zero.report.availability import Feature
+    from hf_zero.report.environment import Row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; 1 if a drive could not be probed."""
+    from hf_zero.report.availability import features  # these load torch, which arguments do not need
+    from hf_zero.report.environment import between_devices
+
     found = _sections()
     policy = FilePolicy(block_bytes=arguments.block_size, queue_depth=arguments.queue_depth)
     drives, failed = _drives(arguments.probe, policy)
@@ -61,6 +64,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _sections() -> dict[str, list[Row]]:
+    from hf_zero.report.environment import devices, host, networks, software, variables
+
     parts = {"hf_zero environment": software(), "devices": devices(), "host": host(), "links": networks()}
     found = {title: list(rows) for title, rows in parts.items()}
     found["variables"] = list(variables())
@@ -69,6 +74,9 @@ def _sections() -> dict[str, list[Row]]:
 
 def _drives(folders: Iterable[str], policy: FilePolicy) -> tuple[list[Row], bool]:
     """Rows, and whether one could not be probed."""
+    from hf_zero.offload.failures import StorageError
+    from hf_zero.report.drive import probe
+
     rows, failed = [], False
     for folder in folders:
         try:

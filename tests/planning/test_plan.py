@@ -16,7 +16,8 @@ from hf_zero.device.kinds import found_accelerators
 from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
 from hf_zero.planning.choose import Plan, choose
-from hf_zero.planning.machine import GPUS, hardware, parse_bytes
+from hf_zero.planning.gpus import GPUS
+from hf_zero.planning.machine import hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.reasons import reasoning, remedies
