@@ -57,7 +57,7 @@ def engine_for(hidden: int, size: int) -> Any:
 def step(engine: Any, rows: int, length: int) -> None:
     """One update on this rank's part of `rows` sequences."""
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(1))
-    group = engine.groups.sequence
+    group = engine.groups.sample
     part = part_of({"input_ids": ids, "labels": ids}, group.rank, group.size)
     engine.backward(engine(**part, labels=part["shift_labels"]).loss)
     engine.step()

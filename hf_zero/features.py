@@ -26,6 +26,10 @@ from typing import Any
 # What a program has asked for before there is an engine, such as "comms" (`deepspeed.comm.configure`).
 ASKED: dict[str, Any] = {}
 
+# Kinds of parallelism beside ZeRO's own: subclasses of `hf_zero.comm.ProgramGroups`, those first whose ranks are to be
+# neighbours.
+DIMENSIONS = ["hf_zero.tensor.groups:TensorGroups", "hf_zero.sequence.groups:SequenceGroups"]
+
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 
 

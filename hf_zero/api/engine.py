@@ -14,7 +14,7 @@ from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
 from hf_zero.api.engine_module import ModuleView
 from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engine_surface import SURFACE
-from hf_zero.comm import ParallelGroups
+from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
@@ -65,6 +65,7 @@ class ZeroEngine(nn.Module):
 
     Attributes:
         groups: who shares what with whom.
+        parallelism: what programs have of the dimensions of the mesh beside those of the states.
         settings: the config, and the batch sizes.
         module_view: where the model is, and its whole weights.
         gradients: from a loss to reduced gradients, and when a step is due.
@@ -76,13 +77,14 @@ class ZeroEngine(nn.Module):
         resolved, assembly = parts.resolved, parts.assembly
         self._first_nan = FirstNan(parts.store, parts.device)
         self.phases = Phases(parts.device)
-        self.settings = EngineSettings(resolved, parts.groups.data.size)
+        self.settings = EngineSettings(resolved, parts.groups.data.size, parts.groups.ranks_per_sample)
         self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
         self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases)
         self.module = parts.module
         self.config = resolved.raw
         self.device = parts.device
         self.groups = parts.groups
+        self.parallelism: tuple[ProgramGroups, ...] = ()
         # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
         self.optimizer: Any = assembly.optimizer if assembly else parts.parameter_offload
         if assembly is not None:
@@ -153,7 +155,7 @@ class ZeroEngine(nn.Module):
         with self.phases.phase("step"):
             optimizer.step()
             if resolved.compatibility.broadcast_buffers:
-                broadcast_buffers(self.module, self.groups.lane)
+                broadcast_buffers(self.module, self.groups.same_weights)
         self.global_steps += 1
         self.global_samples += self.settings.samples_per_update()
         outcome = parts.step.outcome

@@ -47,7 +47,7 @@ class EngineCheckpoints:
             config=engine.config,
             client_state=client_state or {},
             features=engine.training_features.state_dict(),
-            tensor_size=engine.groups.tensor.size,
+            model_size=engine.groups.model_size,
         )
         with engine.phases.phase("save"):
             policy = engine.settings.resolved.checkpoint

@@ -12,16 +12,21 @@ class EngineSettings:
         resolved: the config; a script's changes do not show in it.
     """
 
-    def __init__(self, resolved: Resolved, num_ranks: int) -> None:
-        """`num_ranks`: those that see other data."""
+    def __init__(self, resolved: Resolved, num_ranks: int, ranks_per_sample: int = 1) -> None:
+        """
+        Args:
+            num_ranks: those that see other data.
+            ranks_per_sample: those that see the same samples, whole.
+        """
         self.resolved = resolved
         self._num_ranks = num_ranks
+        self._ranks_per_sample = ranks_per_sample
         self._accumulation_steps = resolved.batch.accumulation_steps
         self._micro_batch_size = resolved.batch.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """As in the config: samples that ranks of a tensor group see count for each of them."""
-        return self.samples_per_update() * self.resolved.tensor_size
+        """As in the config: samples that several ranks see whole count for each of them."""
+        return self.samples_per_update() * self._ranks_per_sample
 
     def samples_per_update(self) -> int:
         """Different ones."""
@@ -39,7 +44,7 @@ class EngineSettings:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Reach `train_batch_size` samples per update by changing the number of accumulation steps."""
-        ranks = self._num_ranks * self.resolved.tensor_size
+        ranks = self._num_ranks * self._ranks_per_sample
         per_micro_step = self._micro_batch_size * ranks
         if train_batch_size <= 0 or train_batch_size % per_micro_step:
             raise ValueError(

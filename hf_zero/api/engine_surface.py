@@ -130,7 +130,7 @@ def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder:
     """Path of the file with the model's weights that this rank reads."""
     from hf_zero.checkpoint.deepspeed.keys import model_file
 
-    name = model_file(engine.groups.shard.rank, engine.zero_optimization_stage(), engine.groups.tensor.rank)
+    name = model_file(engine.groups.shard.rank, engine.zero_optimization_stage(), engine.groups.model_rank)
     return os.path.join(checkpoints_path, str(tag), name if mp_placeholder is None else name.replace("00", "*"))
 
 
@@ -138,8 +138,8 @@ def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
     """Path of this rank's file with optimizer states."""
     from hf_zero.checkpoint.deepspeed.keys import optimizer_file
 
-    rank, part = engine.groups.shard.rank, engine.groups.tensor.rank
-    name = optimizer_file(rank, bf16=engine.bfloat16_enabled(), tensor_rank=part)
+    rank, part = engine.groups.shard.rank, engine.groups.model_rank
+    name = optimizer_file(rank, bf16=engine.bfloat16_enabled(), model_rank=part)
     return os.path.join(checkpoints_path, str(tag), name)
 
 
@@ -150,7 +150,7 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
     """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-    if engine.groups.tensor.size > 1:
+    if engine.groups.model_size > 1:
         return engine.module_view.consolidated(exclude_frozen_parameters)
     return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
 
@@ -269,12 +269,12 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
     "_step_applied": lambda engine: engine.was_step_applied(),
     "basic_optimizer": lambda engine: getattr(_trained(engine), "optimizer", None),
-    "checkpoint_mp_rank": lambda engine: engine.groups.tensor.rank,
+    "checkpoint_mp_rank": lambda engine: engine.groups.model_rank,
     "client_lr_scheduler": lambda engine: engine.lr_scheduler if engine.settings.resolved.scheduler is None else None,
     "collate_fn": lambda engine: getattr(engine.training_dataloader, "collate_fn", None),
     "communication_data_type": _communication_data_type,
     "data_parallel_group": lambda engine: (
-        None if engine.groups.sequence.size > 1 else getattr(engine.mpu, "get_data_parallel_group", get_world_group)()
+        None if engine.groups.sample.size > 1 else getattr(engine.mpu, "get_data_parallel_group", get_world_group)()
     ),
     "dist_backend": lambda engine: BACKENDS.get(engine.device.type, "gloo"),
     "dont_change_device": lambda engine: False,
@@ -290,7 +290,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "local_rank": lambda engine: get_local_rank(),
     "mesh_device": lambda engine: None,
     "moe_layers": lambda engine: [],
-    "mp_world_size": lambda engine: engine.groups.tensor.size,
+    "mp_world_size": lambda engine: engine.groups.model_size,
     "mpu": lambda engine: None,
     "num_experts": lambda engine: [],
     "param_names": lambda engine: {p: name for name, p in engine.module.named_parameters()},
@@ -301,7 +301,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "seq_data_parallel_group": lambda engine: get_world_group(),
     "seq_dp_world_size": lambda engine: engine.groups.world.size,
     "seq_parallel_group": lambda engine: process_group_of(engine.groups),
-    "sequence_parallel_size": lambda engine: engine.groups.sequence.size,
+    "sequence_parallel_size": lambda engine: engine.groups.sample.size,
     "tput_timer": _throughput_timer,
     "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
     "training_dataloader": lambda engine: None,
@@ -317,7 +317,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
     "_get_zero_ckpt_name": _get_zero_ckpt_name,
-    "autotp_size": lambda engine: engine.groups.tensor.size if engine.groups.tensor.size > 1 else 0,
+    "autotp_size": lambda engine: engine.groups.model_size if engine.groups.model_size > 1 else 0,
     "bfloat16_enabled": lambda engine: engine.settings.resolved.precision.model == "bf16",
     "coalesce_grad_reduction": _coalesce_grad_reduction,
     "collect_python_gc": lambda engine: None,
@@ -329,10 +329,10 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_data_types": _get_data_types,
     "get_global_grad_norm": _get_global_grad_norm,
     "get_lr": _get_lr,
-    "get_model_parallel_rank": lambda engine: engine.groups.tensor.rank,
+    "get_model_parallel_rank": lambda engine: engine.groups.model_rank,
     "get_mom": _get_mom,
     "get_sequence_parallel_group": lambda engine: process_group_of(engine.groups),
-    "get_tensor_parallel_rank": lambda engine: engine.groups.tensor.rank,
+    "get_tensor_parallel_rank": lambda engine: engine.groups.along("tensor").rank,
     "get_type": _get_type,
     "get_wall_clock_timers": _get_wall_clock_timers,
     "gradient_clipping": lambda engine: engine.settings.resolved.gradients.clip_norm,

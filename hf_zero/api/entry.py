@@ -17,10 +17,11 @@ from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
+from hf_zero.api.parallelism import Parallelism
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
-from hf_zero.comm import ParallelGroups, hosts, in_hops, init_distributed, local_device, parallel_groups, this_process
+from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.error_report import listen
 from hf_zero.errors import WrongArgument
@@ -30,8 +31,6 @@ from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
 from hf_zero.precision import precision_from
 from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
-from hf_zero.sequence.groups import SequenceGroups, groups_given, use_groups
-from hf_zero.sequence.shared import shares_sequences
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -42,7 +41,6 @@ from hf_zero.step.assemble import (
     synchronise_unmanaged,
 )
 from hf_zero.step.loss_factors import StepRules
-from hf_zero.tensor.groups import TensorGroups, tensor_groups_given, use_tensor_groups
 from hf_zero.versions import announcement
 
 if TYPE_CHECKING:
@@ -94,18 +92,16 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     num_ranks, host_sizes = this_process().size, hosts().sizes
-    asked = _Parallelism.given(model, mpu, mesh_param)
+    parallelism = Parallelism(model, mpu, mesh_param)
     resolved = resolve(
         raw,
         model=model_view(model),
         world_size=num_ranks,
         host_sizes=host_sizes,
-        sequence_size=asked.sequence_size,
-        tensor_size=asked.tensor_size,
+        **parallelism.sizes,
     )
-    _log_settings(resolved)
-    parallelism = asked.completed(resolved)
     groups = parallelism.groups(resolved)
+    _log_settings(resolved, groups, parallelism)
     parallelism.prepare(model, groups)
     AT_WORK.drop_abandoned()
     with suspended():
@@ -114,69 +110,12 @@ def initialize(
         forward_only = functools.partial(_forward_only, resolved, groups)
         seen = weakref.proxy(engine)
         features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
-    vars(engine)["mpu"] = parallelism.tensors or mpu
-    parallelism.belongs_to(engine)
+    parallelism.belong_to(engine, groups)
+    engine.parallelism = tuple(parallelism.used)
+    vars(engine)["mpu"] = next((each for each in parallelism.used if each.weights == "parts"), mpu)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class _Parallelism:
-    """Who shares sequences and who holds parts of matrices; None: each rank has whole ones."""
-
-    sequences: SequenceGroups | None
-    tensors: TensorGroups | None
-
-    @classmethod
-    def given(cls, model: nn.Module, mpu: Any, mesh_param: Any) -> _Parallelism:
-        """What the arguments of `initialize` say. Collective."""
-        tensors = tensor_groups_given(model, mpu)
-        return cls(groups_given(mpu if tensors is None else None, mesh_param), tensors)
-
-    def completed(self, resolved: Resolved) -> _Parallelism:
-        """With what the config alone says. Collective."""
-        sequences, tensors = self.sequences, self.tensors
-        if tensors is None and resolved.tensor_size > 1:
-            tensors = TensorGroups.of_size(resolved.tensor_size)
-        if sequences is None and resolved.sequence_size > 1:
-            sequences = SequenceGroups.of_size(resolved.sequence_size)
-        return _Parallelism(sequences, tensors)
-
-    @property
-    def sequence_size(self) -> int | None:
-        return None if self.sequences is None else self.sequences.get_sequence_parallel_world_size()
-
-    @property
-    def tensor_size(self) -> int | None:
-        return None if self.tensors is None else self.tensors.get_tensor_model_parallel_world_size()
-
-    def groups(self, resolved: Resolved) -> ParallelGroups:
-        """Collective."""
-        zero, device = resolved.zero, local_device()
-        sequences = None if self.sequences is None else self.sequences.partition
-        tensors = None if self.tensors is None else self.tensors.partition
-        found = parallel_groups(device, zero.shard_size, sequences, zero.gather_size, tensors)
-        return in_hops(found, zero.hops, device) if zero.stage < 3 else found
-
-    def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
-        """Cut `model`, and let it share sequences, or no more. Collective."""
-        if self.tensors is not None:
-            from hf_zero.tensor.groups import check_first_batch
-            from hf_zero.tensor.shard import shard_model
-
-            shard_model(model, groups.tensor, local_device())
-            check_first_batch(model, groups.tensor)
-        if self.sequences is not None or shares_sequences(model):
-            from hf_zero.sequence.registration import share_sequences
-
-            share_sequences(model, self.sequences, groups)
-
-    def belongs_to(self, engine: ZeroEngine) -> None:
-        """`deepspeed.utils.groups` answers from these as long as `engine` lives."""
-        if self.tensors is not None:
-            use_tensor_groups(engine, self.tensors)
-        use_groups(engine, self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +190,13 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return source
 
 
-def _log_settings(resolved: Resolved) -> None:
+def _log_settings(resolved: Resolved, groups: ParallelGroups, parallelism: Parallelism) -> None:
     if resolved.logging.level is not None:
         logger.setLevel(resolved.logging.level.upper())
     log_dist(announcement(), ranks=[0])
-    batch, ranks, size = resolved.batch, this_process().size, resolved.sequence_size * resolved.tensor_size
-    kind = "sequence" if resolved.sequence_size > 1 else "tensor group"
-    shown = f"{ranks}" if size == 1 else f"{ranks // size} ({ranks} ranks, {size} per {kind})"
+    batch, ranks = resolved.batch, groups.world.size
+    per_group = "".join(f", {each.size} per {each.group_name}" for each in parallelism.used)
+    shown = f"{groups.data.size} ({ranks} ranks{per_group})" if per_group else f"{ranks}"
     announce(
         f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
         f"{batch.micro_batch_size} x {batch.accumulation_steps} x {shown} = {resolved.samples_per_update} samples "
@@ -304,7 +243,7 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> P
         skip_nonfinite=resolved.precision.skip_nonfinite,
         require_all_gradients=resolved.zero.require_all_gradients,
         loss_scale=resolved.precision.loss_scale,
-        sequence_size=resolved.sequence_size,
+        ranks_per_loss=groups.sample.size,
     )
     precision = precision_from(resolved.precision)
     return Plan(zero=resolved.zero, precision=precision, rules=rules, groups=groups, device=device)
@@ -321,7 +260,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
             managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
         unpartition(model)
         place_model(model, plan.precision, device, managed)
-    synchronise_unmanaged(model, plan.groups.lane, managed)
+    synchronise_unmanaged(model, plan.groups.same_weights, managed)
 
 
 def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any) -> Any:

@@ -46,14 +46,12 @@ class TrainingLoader(DataLoader[Any]):
     engine: Any = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        features, group = self.engine.training_features, self.engine.groups.sequence
+        features, parallelism = self.engine.training_features, self.engine.parallelism
         for batch in super().__iter__():
             if features:
                 batch = features.on_batch(self.engine.training_progress, batch)
-            if group.size > 1 and isinstance(batch, Mapping):
-                from hf_zero.sequence.batches import part_of
-
-                batch = part_of(batch, group.rank, group.size)
+            for each in parallelism:
+                batch = each.own_part(batch, self.engine.groups.along(each.name))
             yield batch
 
 

@@ -179,7 +179,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "postscale_gradients": lambda optimizer: optimizer.rules.gradients.predivide == 1.0,
     "real_dp_process_group": lambda optimizer: [get_world_group()] * len(optimizer.param_groups),
     "reduce_scatter": lambda optimizer: optimizer.sharding.stage > 0,
-    "sequence_parallel_size": lambda optimizer: optimizer.engine.groups.sequence.size,
+    "sequence_parallel_size": lambda optimizer: optimizer.engine.groups.sample.size,
     "zero_stage_string": lambda optimizer: f"ZeRO-{optimizer.sharding.stage}",
 }
 METHODS: dict[str, Callable[..., Any]] = {

@@ -65,7 +65,7 @@ class Fragments:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
                     flat[numel] = 1.0
-        self._assembly.placements.check(self._groups.access_world)
+        self._assembly.placements.check(self._groups.access_copies)
         if not self._owns_all:
             self._groups.access.all_reduce(flat).wait()
         return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None

@@ -190,7 +190,7 @@ class _InitRules:
                 self.shard_tree(module)
             self.close()
             if self._store is not None:
-                stop_if_any(self._store.failure, self._groups.access_world)
+                stop_if_any(self._store.failure, self._groups.access_copies)
         self._unattached.clear()
         self._reads.unwatch()
 
@@ -267,7 +267,7 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
 
 def _store(config: Any, groups: ParallelGroups) -> SwapStore | None:
     """On the drive, where the config wants parameters to be."""
-    return None if config is None else store_at_init(resolve_offload(load_config(config)), groups.access_world)
+    return None if config is None else store_at_init(resolve_offload(load_config(config)), groups.access_copies)
 
 
 def _shard_size(config: Any) -> ShardSize:

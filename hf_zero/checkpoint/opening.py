@@ -46,7 +46,7 @@ def view_of_part(
     folders: Sequence[Folder],
     groups: Sequence[Shapes] | None,
     cuts: Mapping[str, Cut],
-    tensor: Collectives,
+    part: tuple[int, int],
     *,
     with_optimizer: bool = True,
 ) -> CheckpointView:
@@ -56,19 +56,20 @@ def view_of_part(
         folders: as `find` returns them.
         groups: as for `open_checkpoint`, with the shapes of this rank's parts.
         cuts: how the model's parameters are cut; empty without tensor parallelism.
-        tensor: the ranks that hold the other parts.
+        part: which parts of the weights this rank holds, and how many ranks hold all of them.
 
     Raises:
         CheckpointError: it cannot be put together, or is of another model.
     """
-    if len(folders) == tensor.size:
-        view = view_of(folders[tensor.rank], groups)
-        if tensor.size == 1 or saved_cuts(view) in (None, cuts):
+    rank, size = part
+    if len(folders) == size:
+        view = view_of(folders[rank], groups)
+        if size == 1 or saved_cuts(view) in (None, cuts):
             return view
     shapes = groups and [{name: cuts[name].shape if name in cuts else s for name, s in g.items()} for g in groups]
     views = [view_of(folder, shapes if len(folders) == 1 else None) for folder in folders]
     whole = views[0] if len(views) == 1 else joined(views, with_optimizer=with_optimizer)
-    return in_parts(whole, cuts, tensor.rank, with_optimizer=with_optimizer) if cuts else whole
+    return in_parts(whole, cuts, rank, with_optimizer=with_optimizer) if cuts else whole
 
 
 def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> CheckpointView:

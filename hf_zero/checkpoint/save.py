@@ -273,11 +273,11 @@ def _stages_1_2(
     partitions = [Partition(tuple(names[m.parameter] for m in layout.members), layout) for layout in layouts]
     part = collected.part(subject)
     states = optimizer_states_1_2(run, rank, part, partitions, groups)
-    files = {ds.optimizer_file(rank, bf16=subject.bf16, tensor_rank=subject.tensor_rank): _arriving(states, arrivals)}
+    files = {ds.optimizer_file(rank, bf16=subject.bf16, model_rank=subject.model_rank): _arriving(states, arrivals)}
     if writes_shared_file:
         shapes = subject.shapes
         in_order = [{names[m.parameter]: shapes[m.parameter] for m in layout.members} for layout in layouts]
-        files[ds.model_file(rank, subject.stage, subject.tensor_rank)] = model_states(run, weights, in_order)
+        files[ds.model_file(rank, subject.stage, subject.model_rank)] = model_states(run, weights, in_order)
     return files
 
 
@@ -296,8 +296,8 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     states = optimizer_states_3(run, collected.part(subject), numbers, groups)
     in_order = [{names[m.parameter]: shapes[m.parameter] for m in sub.members} for sub in subs]
     return {
-        ds.optimizer_file(rank, bf16=subject.bf16, tensor_rank=subject.tensor_rank): _arriving(states, arrivals),
-        ds.model_file(rank, 3, subject.tensor_rank): model_states(run, weights, in_order),
+        ds.optimizer_file(rank, bf16=subject.bf16, model_rank=subject.model_rank): _arriving(states, arrivals),
+        ds.model_file(rank, 3, subject.model_rank): model_states(run, weights, in_order),
     }
 
 
@@ -319,7 +319,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     has_masters = any(sub_group.lp_param is not None for sub_group in own)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
-    return {ds.model_file(0, 0, subject.tensor_rank): model_states(run, weights, in_order, optimizer, ours(part))}
+    return {ds.model_file(0, 0, subject.model_rank): model_states(run, weights, in_order, optimizer, ours(part))}
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -345,7 +345,7 @@ def model_files_of(
         weights = replace(weights, frozen={}, frozen_shapes={})
     if not subject.writes or (subject.stage < 3 and not writes_shared_file):
         return {}
-    name = ds.model_file(subject.groups.shard.rank, subject.stage, subject.tensor_rank)
+    name = ds.model_file(subject.groups.shard.rank, subject.stage, subject.model_rank)
     return {name: model_states(run, weights, [], ours={ds.MANIFEST_KEY: True})}
 
 

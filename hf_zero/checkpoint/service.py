@@ -84,8 +84,9 @@ def save_checkpoint(
 
 
 def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_leader: bool) -> dict[str, Any]:
-    # Ranks that hold other parts of matrices have a shared file of their own.
-    writes_shared = is_leader if subject.groups.tensor.size == 1 else subject.groups.lane.rank == 0
+    writes_shared = is_leader
+    if subject.groups.model_size > 1:  # ranks that hold other parts of the weights have a shared file of their own
+        writes_shared = subject.groups.is_first_beside(per_host=subject.resolved.checkpoint.node_local)
     if isinstance(subject, Subject):
         return files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
     return model_files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
@@ -182,8 +183,9 @@ def _refuse_to_guess(root: Path) -> None:
 
 def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest) -> LoadPlan:
     shapes = subject.group_shapes() if isinstance(subject, Subject) else None
-    tensor, wants_states = subject.groups.tensor, request.optimizer and isinstance(subject, Subject)
-    view = view_of_part(folders, shapes, cuts_of(subject.module), tensor, with_optimizer=wants_states)
+    groups, wants_states = subject.groups, request.optimizer and isinstance(subject, Subject)
+    part = groups.model_rank, groups.model_size
+    view = view_of_part(folders, shapes, cuts_of(subject.module), part, with_optimizer=wants_states)
     return plan_load(subject, view, strict=request.strict, with_optimizer=request.optimizer)
 
 

@@ -39,9 +39,9 @@ class ModelSubject:
         return self.groups.is_first_copy(per_host=self.resolved.checkpoint.node_local)
 
     @property
-    def tensor_rank(self) -> int:
-        """Which parts of matrices this rank holds; its files say so."""
-        return self.groups.tensor.rank
+    def model_rank(self) -> int:
+        """Which parts of the weights this rank holds; its files say so."""
+        return self.groups.model_rank
 
     @property
     def names(self) -> list[str]:

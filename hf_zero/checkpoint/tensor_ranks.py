@@ -23,7 +23,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import Between, Parts, span
 from hf_zero.checkpoint.view import CheckpointView, Elements, Pieces
-from hf_zero.comm.tensor_parts import part_of
+from hf_zero.comm.parts import held_part
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 
@@ -33,7 +33,7 @@ _FIX = "restore the files of one checkpoint from a copy, or load another checkpo
 
 def cuts_of(module: nn.Module) -> dict[str, Cut]:
     """How the parameters are cut of which this rank holds parts, by name."""
-    return {name: part.cut for name, p in module.named_parameters() if (part := part_of(p)) is not None}
+    return {name: part.cut for name, p in module.named_parameters() if (part := held_part(p)) is not None}
 
 
 def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, into_place, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file_as_it_comes
 from hf_zero.comm import Collectives
-from hf_zero.comm.tensor_parts import whole_shape
+from hf_zero.comm.parts import whole_shape
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values
 
 

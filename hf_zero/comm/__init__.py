@@ -11,10 +11,10 @@ from hf_zero.comm.channels import (
     watching_collectives,
 )
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, uncompiled
-from hf_zero.comm.groups import ParallelGroups, ProgramGroups, ShardSize, parallel_groups
+from hf_zero.comm.groups import ParallelGroups, ProgramGroups, parallel_groups
 from hf_zero.comm.hops import in_hops
-from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
+from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, consecutive, group_of
 from hf_zero.comm.negotiation import Gathering, Negotiation
 from hf_zero.comm.process_group import (
     barrier,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_zero.comm.collectives import Channel, Collectives, LoneCollectives
-from hf_zero.comm.hosts import Hosts, Partition, group_of
+from hf_zero.comm.mesh import Hosts, Partition, group_of
 from hf_zero.comm.process_group import get_rank, get_world_size, is_initialized
 from hf_zero.comm.torch_backend import NativeCollectives
 
@@ -58,7 +58,7 @@ def torch_group(partition: Partition) -> dist.ProcessGroup | None:
     """
     if not is_initialized():
         return None
-    return _known().native_group(_known().number_of(partition), Channel.SEQUENCE)
+    return _known().native_group(_known().number_of(partition), Channel.LAYERS)
 
 
 def adopt(group: dist.ProcessGroup) -> Partition:

@@ -59,8 +59,7 @@ class Channel(IntEnum):
     REDUCE = 0  # gradients, the step, set-up
     GATHER = 1  # parameters of stage 3, gathered around their use
     ACCESS = 2  # parameters that the user gathers
-    SEQUENCE = 3  # parts of sequences, in forward and backward
-    TENSOR = 4  # what parts of matrices have computed, in forward and backward
+    LAYERS = 3  # what layers exchange in forward and backward
 
 
 class ControlMessages(ABC):

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from hf_zero.comm.channels import Channel, collectives_for, hosts, torch_group
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.comm.hosts import Hosts, Partition, across, consecutive, group_of
+from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, agreeing, consecutive, group_of
 from hf_zero.comm.process_group import releases_groups_at_exit, this_process
 from hf_zero.errors import WrongArgument
-
-ShardSize = int | Literal["host"] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelGroups:
-    """The groups that this rank is in. Each is a `Collectives` with its rank and size, also one of a single rank.
+    """The groups of a `Mesh` that this rank is in. Each is a `Collectives` with its rank and size, also one of a single
+    rank.
 
         world 8, shard 4, two hosts       rank 0 1 2 3 | 4 5 6 7
             shard of rank 1                    0 1 2 3              four shards of the states
             replicate of rank 1                  1         5        two copies of each shard
 
-    Plain ZeRO is shard = world, with groups of one to replicate in. Ranks may also share sequences, of which each sees
-    a part; that cuts the world another way, and the states are sharded over all ranks as before:
-
-        world 8, 2 ranks per sequence     rank 0 1 2 3 4 5 6 7
-            sequence of rank 3                     2 3          the same samples, each a part of every sequence
-            data of rank 3                       1   3   5   7  other samples: these count for the batch size
-
-    Or ranks hold parts of the same matrices. Everything else then happens among the ranks that hold the same parts:
-
-        world 4, tensor 2                 rank 0 1 2 3
-            tensor of rank 2                         2 3        parts of the same matrices, the same samples
-            lane of rank 2                       0   2          the same parts: who shards, replicates, sees other data
+    Plain ZeRO is shard = world, with groups of one to replicate in. What other dimensions the mesh has is asked by what
+    is true of their ranks.
 
     Attributes:
+        mesh: of all ranks.
         world: all ranks: what must be the same everywhere is agreed on here.
+        same_weights: ranks that hold the same parts of all weights: all, where none holds parts.
         shard: ranks that hold shards of the same states; gradients are reduced here, updated weights gathered.
         replicate: ranks that hold copies of this rank's shard; reduced gradients are summed here.
         gather: ranks among which stage 3 gathers around use, on a channel of their own: those of `shard`, or with hpZ
@@ -47,56 +40,80 @@ class ParallelGroups:
             `across_gather.rank * gather.size + gather.rank` is this rank's.
         across_gather: the ranks of `shard` with the same place in their `gather` groups, which keep the same rows:
             updated ones are gathered here. A group of one without hpZ.
-        access: the ranks of `shard` on another one, for parameters that the user gathers.
-        access_world: all ranks of this lane on that channel.
-        sequence: ranks that see parts of the same sequences; a group of one without sequence parallelism.
-        data: ranks in this one's place in every such group, which see other data.
-        tensor: ranks that hold parts of the same matrices and see the same samples; a group of one without tensor
-            parallelism.
-        lane: the ranks with this one's place in their `tensor` groups, which hold the same parts; all without it.
+        access: the ranks of `shard` on another channel, for parameters that the user gathers.
+        access_copies: those of `same_weights` on that channel.
+        data: ranks of which each sees other samples: these count for the batch size.
+        sample: ranks that see parts of this one's samples; a group of one where each sees whole ones.
         host, across_hosts: the ranks of `shard` on this host, and those with the same place on its other hosts: shard
             number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
             hosts have different numbers of them, `shard` itself and a group of one.
-        hosts: which ranks share a host.
-        copies: the ranks of every shard group of this lane: as many copies of the states.
-        sequences: the ranks of every sequence group.
-        tensors: the ranks of every tensor group.
+        dimensions: along the dimensions beside those of the states, by name; see `along`.
     """
 
+    mesh: Mesh
     world: Collectives
+    same_weights: Collectives
     shard: Collectives
     replicate: Collectives
     gather: Collectives
     across_gather: Collectives
     access: Collectives
-    access_world: Collectives
-    sequence: Collectives
+    access_copies: Collectives
     data: Collectives
-    tensor: Collectives
-    lane: Collectives
+    sample: Collectives
     host: Collectives
     across_hosts: Collectives
-    hosts: Hosts
-    copies: Partition
-    sequences: Partition
-    tensors: Partition
+    dimensions: Mapping[str, Collectives] = field(default_factory=dict)
+
+    def along(self, name: str) -> Collectives:
+        """The ranks that differ from this one along a dimension; itself alone where the mesh has none of that name."""
+        return self.dimensions.get(name) or LoneCollectives(self._rank)
+
+    @property
+    def _rank(self) -> int:
+        return self.world.ranks[self.world.rank]
+
+    @property
+    def model_rank(self) -> int:
+        """Which parts of the weights this rank holds: its number among the ranks that hold all of them together."""
+        return group_of(self._rank, self.mesh.whole_model).index(self._rank)
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold all parts of the weights together; 1: each has all."""
+        return len(self.mesh.whole_model[0])
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that see the same samples, whole."""
+        return self.world.size // (self.data.size * self.sample.size)
 
     @property
     def replica(self) -> int:
         """Number of this rank's copy of the states."""
-        return next(number for number, ranks in enumerate(self.copies) if self.world.ranks[self.world.rank] in ranks)
+        copies = self.mesh.copies_beside(self._rank)
+        return next(number for number, ranks in enumerate(copies) if self._rank in ranks)
 
-    def place_in_lane(self, rank: int) -> int:
-        """That of the rank in this one's lane that sees the same samples as `rank` of the world."""
-        beside = next(ranks for ranks in self.tensors if rank in ranks)
-        return next(place for place, own in enumerate(self.lane.ranks) if own in beside)
+    def place_beside(self, rank: int) -> int:
+        """In `same_weights`, that of the one which holds the rest of the weights together with `rank` of the world."""
+        beside = group_of(rank, self.mesh.whole_model)
+        return next(place for place, own in enumerate(self.same_weights.ranks) if own in beside)
+
+    def is_first_beside(self, *, per_host: bool) -> bool:
+        """Whether no rank before this one has the same weights, or with `per_host` none on its host."""
+        host_of = self.mesh.hosts.of_rank
+        return not any(
+            rank < self._rank and not (per_host and host_of[rank] != host_of[self._rank])
+            for rank in self.same_weights.ranks
+        )
 
     def is_first_copy(self, *, per_host: bool) -> bool:
         """Whether this rank's copy of the states is the first, or with `per_host` the first that lies on its hosts;
         the same on all ranks of a shard group."""
         if not per_host:
             return self.replica == 0
-        places = [{self.hosts.of_rank[rank] for rank in ranks} for ranks in self.copies]
+        host_of = self.mesh.hosts.of_rank
+        places = [{host_of[rank] for rank in ranks} for ranks in self.mesh.copies_beside(self._rank)]
         return places[self.replica] not in places[: self.replica]
 
     @classmethod
@@ -105,189 +122,166 @@ class ParallelGroups:
         world, access = channels[Channel.REDUCE], channels[Channel.ACCESS]
         lone = LoneCollectives(world.ranks[world.rank])
         return cls(
+            mesh=Mesh.of(hosts or Hosts.one(world.size)),
             world=world,
+            same_weights=world,
             shard=world,
             replicate=lone,
             gather=channels[Channel.GATHER],
             across_gather=lone,
             access=access,
-            access_world=access,
-            sequence=lone,
+            access_copies=access,
             data=world,
-            tensor=lone,
-            lane=world,
+            sample=lone,
             host=world,
             across_hosts=lone,
-            hosts=hosts or Hosts.one(world.size),
-            copies=(world.ranks,),
-            sequences=tuple((rank,) for rank in world.ranks),
-            tensors=tuple((rank,) for rank in world.ranks),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The partitions that make `ParallelGroups`."""
-
-    shard: Partition
-    replicate: Partition
-    gather: Partition
-    across_gather: Partition
-    host: Partition
-    across_hosts: Partition
-
-    @classmethod
-    def of(
-        cls,
-        known: Hosts,
-        shard_size: ShardSize = None,
-        gather_size: ShardSize = None,
-        lanes: Partition | None = None,
-    ) -> Cut:
-        """Shard groups of `shard_size` ranks ("host": those of a host; None: all), host by host, which gather among
-        `gather_size` consecutive ones of theirs (None, or as many as there are: among all; "host": those of a host,
-        where that comes out even).
-
-        Args:
-            lanes: where ranks hold parts of matrices: those that hold the same ones, each of which is a shard group.
-
-        Raises:
-            ValueError: when they do not come out even, or a shard group is to be smaller than a lane.
-        """
-        everyone: Partition = (tuple(range(len(known.of_rank))),) if lanes is None else lanes
-        if lanes is not None and (shard_size is not None or gather_size is not None):
-            raise ValueError("ranks that hold parts of matrices shard states over all that hold the same parts")
-        if shard_size == "host":
-            if known.common_size is None:
-                raise ValueError(f"hosts with {', '.join(map(str, known.sizes))} ranks cannot hold copies of one model")
-            shard_size = known.common_size
-        shard = everyone if shard_size is None else consecutive(known.in_order(), shard_size)
-        within: list[Partition] = [_by_host(group, known) for group in shard]
-        are_even = len({len(part) for parts in within for part in parts}) == 1
-        if not are_even or any(sum(parts, ()) != group for parts, group in zip(within, shard, strict=True)):
-            within = [(group,) for group in shard]
-        size = len(shard[0])
-        if gather_size == "host":
-            gather_size = len(within[0][0])
-        second = [consecutive(group, size if gather_size is None else min(gather_size, size)) for group in shard]
-        return cls(
-            shard=shard,
-            replicate=across(shard) if lanes is None else tuple((rank,) for rank in range(len(known.of_rank))),
-            gather=_joined(second),
-            across_gather=_joined(map(across, second)),
-            host=_joined(within),
-            across_hosts=_joined(map(across, within)),
-        )
-
-
-def _joined(partitions: Iterable[Partition]) -> Partition:
-    return tuple(group for partition in partitions for group in partition)
-
-
-def _by_host(group: tuple[int, ...], known: Hosts) -> Partition:
-    parts: dict[int, list[int]] = {}
-    for rank in group:
-        parts.setdefault(known.of_rank[rank], []).append(rank)
-    return tuple(map(tuple, parts.values()))
 
 
 def parallel_groups(
     device: torch.device,
     shard_size: ShardSize = None,
-    sequences: Partition | None = None,
     gather_size: ShardSize = None,
-    tensors: Partition | None = None,
+    dimensions: Sequence[Dimension] = (),
 ) -> ParallelGroups:
-    """The groups of this rank, for collectives on `device`. Collective.
-
-    Args:
-        shard_size: ranks that share the states of one copy of the model; "host": those of a host; None: all.
-        sequences: ranks that share sequences; None: each rank has whole ones.
-        gather_size: ranks among which stage 3 gathers around use (hpZ); "host": those of a host; None: those of
-            `shard_size`.
-        tensors: ranks that hold parts of the same matrices; None: each rank has whole ones. Not together with
-            `sequences`.
+    """The groups of this rank, for collectives on `device`. Collective. The other arguments are those of `Mesh.of`.
 
     Raises:
         ValueError: when the ranks cannot be cut like that.
     """
-    known = hosts()
-    lanes = None if tensors is None else across(tensors)
-    cut = Cut.of(known, shard_size, gather_size, lanes)
-    whole: Partition = (tuple(range(len(known.of_rank))),)
-    if sequences is not None and tensors is not None:
-        raise ValueError("ranks cannot share sequences and matrices at once")
+    mesh = Mesh.of(hosts(), shard_size, gather_size, dimensions)
+    whole: Partition = (tuple(range(len(mesh.hosts.of_rank))),)
+    made: dict[tuple[Partition, Channel], Collectives] = {}
 
-    def group(
-        partition: Partition, channel: Channel = Channel.REDUCE, reduced_over: Partition | None = None
-    ) -> Collectives:
-        return collectives_for(device, channel, partition, reduced_over)
+    def group(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
+        if (partition, channel) not in made:
+            made[partition, channel] = collectives_for(device, channel, partition)
+        return made[partition, channel]
 
-    world = group(whole)
-    alone: Partition = tuple((rank,) for rank in whole[0])
-    sequences = alone if sequences is None else sequences
-    tensors = alone if tensors is None else tensors
-    lane = world if lanes is None else group(lanes)
+    def apart(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
+        """Of its own: what is sent here has buffers of its own."""
+        return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
+
     return ParallelGroups(
-        world=world,
-        shard=group(cut.shard),
-        replicate=group(cut.replicate),
-        gather=group(cut.gather, Channel.GATHER, cut.shard),
-        across_gather=group(cut.across_gather),
-        access=group(cut.shard, Channel.ACCESS),
-        access_world=group(whole if lanes is None else lanes, Channel.ACCESS),
-        sequence=group(sequences, Channel.SEQUENCE),
-        data=lane if across(sequences) == whole else group(across(sequences)),
-        tensor=group(tensors, Channel.TENSOR),
-        lane=lane,
-        host=group(cut.host),
-        across_hosts=group(cut.across_hosts),
-        hosts=known,
-        copies=cut.shard if lanes is None else (lane.ranks,),
-        sequences=sequences,
-        tensors=tensors,
+        mesh=mesh,
+        world=group(whole),
+        shard=apart(mesh.shard),
+        replicate=apart(mesh.replicate),
+        gather=apart(mesh.gather, Channel.GATHER),
+        across_gather=apart(mesh.across_gather),
+        access=apart(mesh.shard, Channel.ACCESS),
+        access_copies=apart(mesh.same_weights, Channel.ACCESS),
+        dimensions={each.name: group(each.groups, Channel.LAYERS) for each in dimensions},
+        sample=group(mesh.sample, Channel.LAYERS),
+        same_weights=group(mesh.same_weights),
+        data=group(mesh.data),
+        host=apart(mesh.host),
+        across_hosts=apart(mesh.across_hosts),
     )
 
 
 Self = TypeVar("Self", bound="ProgramGroups")
 
 
-class ProgramGroups:
-    """Ranks that work on the same samples, and across those groups ranks that work on different ones.
+class ProgramGroups(ABC):
+    """Ranks along one dimension of a mesh, as programs ask for them and query them; registered in
+    `hf_zero.features.DIMENSIONS`. An engine with several has one object of each.
 
     Attributes:
-        partition: the ranks of every group that works on the same samples.
+        partition: the ranks of every group.
     """
 
+    name: ClassVar[str]  # of the dimension
+    samples: ClassVar[Literal["own", "parts", "same"]]  # see `Dimension`
+    weights: ClassVar[Literal["copies", "parts"]] = "copies"
+    group_name: ClassVar[str]  # of ranks along it, for people
     size_name: ClassVar[str]  # where a program sets the size, for messages
+    resolved_size: ClassVar[str | None] = None  # what the config calls the size, in `resolve` and `Resolved`
+    _of_engines: ClassVar[list[tuple[weakref.ref[Any], ProgramGroups]]] = []
 
     def __init__(self, partition: Partition) -> None:
         """Collective."""
         self.partition = partition
         self._process = this_process()
         self._ranks = group_of(self._process.rank, partition)
-        self._data_ranks = group_of(self._process.rank, across(partition))
         self._group = torch_group(partition)
-        self._data_group = torch_group(across(partition))
+        self._see_other_samples(across(partition))
+        self._beside: Sequence[ProgramGroups] = (self,)
         releases_groups_at_exit(self)
+
+    def _see_other_samples(self, partition: Partition) -> None:
+        self._data_partition = partition
+        self._data_ranks = group_of(self._process.rank, partition)
+        self._data_group = torch_group(partition)
 
     def release_groups(self) -> None:
         self._group = self._data_group = None
 
     @classmethod
-    def of_size(cls: type[Self], size: int) -> Self:
-        """Groups of `size` consecutive ranks. Collective.
+    @abstractmethod
+    def given(cls: type[Self], model: Any, mpu: Any, mesh_param: Any) -> Self | None:
+        """What a program says about this dimension, in the arguments of `initialize` or before; None: nothing.
+        Collective."""
+
+    @classmethod
+    def of_size(cls: type[Self], size: int, others: Sequence[Dimension] = ()) -> Self:
+        """Groups of `size` consecutive ranks of those that have the same place along `others`. Collective.
 
         Raises:
             WrongArgument: the number of ranks is no multiple of `size`.
         """
         world = this_process().size
-        if size < 1 or world % size:
+        beside = agreeing(world, others)
+        if size < 1 or len(beside[0]) % size:
             raise WrongArgument(
                 f"world size = data ranks x {cls.size_name} does not hold: {world} != n x {size}; start a multiple of "
                 f"{size} ranks, or take a size that divides {world}"
             )
-        return cls(consecutive(range(world), size))
+        return cls(tuple(group for ranks in beside for group in consecutive(ranks, size)))
+
+    @property
+    def dimension(self) -> Dimension:
+        return Dimension(name=self.name, groups=self.partition, samples=self.samples, weights=self.weights)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls: type[Self], model: Any, groups: ParallelGroups, asked: Self | None) -> None:
+        """Make `model`, which is about to train, what `asked` says; None: it has nothing to do with this dimension.
+        Collective."""
+
+    def own_part(self, batch: Any, group: Collectives) -> Any:
+        """Of a loader's batch, the part that this rank of `group` sees."""
+        return batch
+
+    def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:
+        """They are this engine's from now on, with those `beside`, itself among them. Collective."""
+        self._beside = beside
+        if mesh.data != self._data_partition:
+            self._see_other_samples(mesh.data)
+        self._of_engines.append((weakref.ref(engine), self))
+
+    @property
+    def of_all_dimensions(self) -> ProgramGroups:
+        """The one of this engine's that answers for all."""
+        return self._beside[0]
+
+    @classmethod
+    def current(cls: type[Self]) -> Self | None:
+        """Those of the latest engine that has some; None: there is none."""
+        alive = [(engine, groups) for engine, groups in ProgramGroups._of_engines if engine() is not None]
+        ProgramGroups._of_engines[:] = alive
+        return next((groups for _, groups in reversed(alive) if isinstance(groups, cls)), None)
+
+    def __getattr__(self, name: str) -> Any:
+        """What another dimension of the same engine answers."""
+        for other in () if name.startswith("_") else self._beside:
+            if hasattr(type(other), name):
+                return getattr(other, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def get_data_parallel_group(self) -> Any:
         return self._data_group

@@ -16,8 +16,8 @@ from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.dead_ranks import remember_ranks
 from hf_zero.comm.demand import StoreDemand
-from hf_zero.comm.hosts import Hosts, Partition
 from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.mesh import Hosts, Partition
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import (
     backend_name,
@@ -74,10 +74,10 @@ class KnownGroups:
 
     def collectives(self, device: torch.device, channel: Channel, ranks: tuple[int, ...], number: int) -> Collectives:
         if device.type == "cpu" and "gloo" in backend_name():
-            of_group = channel if channel in (Channel.SEQUENCE, Channel.TENSOR) else Channel.REDUCE
+            of_group = channel if channel is Channel.LAYERS else Channel.REDUCE
             link, group = self.group_link(ranks, number), self.native_group(number, of_group)
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
-        asks_hosts = channel in (Channel.REDUCE, Channel.SEQUENCE, Channel.TENSOR) and device.type != "cpu"
+        asks_hosts = channel in (Channel.REDUCE, Channel.LAYERS) and device.type != "cpu"
         hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
         # Alone: what two channels ask of one stream would have to come in the same order on all ranks.
         kind = GatherStreamCollectives if channel is Channel.GATHER and device.type != "cpu" else NativeCollectives
@@ -115,8 +115,8 @@ class KnownGroups:
         return self._group(number, purpose, "gloo")
 
     def adopt(self, number: int, group: dist.ProcessGroup) -> None:
-        """For sequences, a group that somebody else has made, where there is none yet."""
-        self._groups.setdefault((number, Channel.SEQUENCE), group)
+        """For what layers exchange, a group that somebody else has made, where there is none yet."""
+        self._groups.setdefault((number, Channel.LAYERS), group)
 
     def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:
         if (number, use) not in self._groups:

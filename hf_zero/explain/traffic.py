@@ -10,7 +10,7 @@ from hf_zero.config.checks import model_dtype
 from hf_zero.config.choices.shard_groups import gather_size_in, shard_size_in
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero
-from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, lane_of, traffic_of, within_bytes
+from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of, with_same_weights, within_bytes
 from hf_zero.quantities import count_of
 
 THIS = "this config"
@@ -80,7 +80,7 @@ def _sizes(findings: Findings, parameters: float | None) -> Sizes:
 
 def _wiring(findings: Findings, per_host: int) -> Wiring:
     zero, own = findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero()
-    ranks, per_host = lane_of(findings.world_size, per_host, findings.tensor_size)
+    ranks, per_host = with_same_weights(findings.world_size, per_host, findings.tensor_size)
     shard, second = shard_size_in(zero, own), gather_size_in(zero, own)
     return Wiring(
         ranks=ranks,

@@ -131,9 +131,9 @@ def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accu
     ]
 
 
-def lane_of(ranks: int, per_host: int, tensor_size: int) -> tuple[int, int]:
-    """(ranks that hold the same parts of matrices, those of them on one host): neighbours hold different parts."""
-    return ranks // tensor_size, max(1, per_host // tensor_size)
+def with_same_weights(ranks: int, per_host: int, model_size: int) -> tuple[int, int]:
+    """(ranks that hold the same parts of the weights, those of them on one host): `model_size` neighbours hold all."""
+    return ranks // model_size, max(1, per_host // model_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hf_zero.comm import Collectives
-from hf_zero.comm.tensor_parts import whole_value
+from hf_zero.comm.parts import whole_value
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.unsharding import all_gather_values
 

@@ -101,7 +101,7 @@ class FlatParameters(ParameterStore):
         in_master_dtype = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             in_master_dtype.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
-        self._groups.lane.broadcast([in_master_dtype])
+        self._groups.same_weights.broadcast([in_master_dtype])
         owned = self._sharding.owned(bucket)
         flat = in_master_dtype.to(model_dtype)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):

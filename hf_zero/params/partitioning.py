@@ -61,7 +61,7 @@ def _chunk_of_rank_0(values: Tensor, groups: ParallelGroups) -> Tensor:
     shard = torch.zeros(chunk, dtype=values.dtype, device=values.device)
     for start in range(0, flat.numel(), TOGETHER_NUMEL):
         piece = flat[start : start + TOGETHER_NUMEL].clone()
-        groups.access_world.broadcast([piece])
+        groups.access_copies.broadcast([piece])
         first, last = max(start, begin), min(start + piece.numel(), begin + chunk)
         if first < last:
             shard[first - begin : last - begin].copy_(piece[first - start : last - start])

@@ -33,7 +33,7 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     if kept:
         failures = (vector.failure for vector in kept)
         sync_failures(
-            next((failure for failure in failures if failure), None), handles[0].groups.access_world, handles[0].device
+            next((failure for failure in failures if failure), None), handles[0].groups.access_copies, handles[0].device
         )
     return [found[index] for index in range(len(handles))]
 
@@ -120,8 +120,8 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
             )
         if not values.is_contiguous():
             handle.show(values.contiguous())
-    if groups.access_world.size > 1:
-        source = groups.place_in_lane(modifier_rank)
-        groups.access_world.broadcast([handle.parameter.data for handle in handles], source=source)
+    if groups.access_copies.size > 1:
+        source = groups.place_beside(modifier_rank)
+        groups.access_copies.broadcast([handle.parameter.data for handle in handles], source=source)
     for handle in handles:
         handle.write(handle.parameter.data)

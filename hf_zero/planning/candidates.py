@@ -159,8 +159,7 @@ def candidates(training: Training, *, ranks: int, separate: bool, per_host: int 
             continue  # host memory is where everything is
         if ranks == 1 and each.stage in (1, 2) and each != Candidate(2, optimizer="cpu"):
             continue  # nothing to share with: the same as stage 0
-        # Ranks that hold parts of matrices share states with all that hold the same parts.
-        for grouped in _grouped(each, ranks, per_host or ranks) if training.tensor_parallel == 1 else (each,):
+        for grouped in _grouped(each, ranks, per_host or ranks):
             yield from (replace(grouped, checkpointing=checkpointing) for checkpointing in ways)
 
 

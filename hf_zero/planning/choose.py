@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, resolve
 from hf_zero.config.policies import Resolved
-from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, lane_of, traffic_of
+from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
 from hf_zero.planning.candidates import (
     Candidate,
@@ -105,8 +105,8 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
-    lane, per_host = lane_of(hardware.ranks, hardware.per_host, training.tensor_parallel)
-    for candidate in candidates(training, ranks=lane, separate=hardware.separate, per_host=per_host):
+    alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
+    for candidate in candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host):
         if candidate.checkpointing not in traces:
             way = candidate.checkpointing
             traces[way] = traced(model, training, checkpointing=way, on_cpu=not hardware.separate)
@@ -238,7 +238,7 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         weight_bytes=size,
         gradient_bytes=size,
     )
-    ranks, per_host = lane_of(hardware.ranks, hardware.per_host, answers.tensor_size)
+    ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, answers.tensor_size)
     wiring = Wiring(
         ranks=ranks,
         per_host=per_host,
@@ -259,16 +259,16 @@ def setting_of(answers: Resolved, size: OptimizerSize, hardware: Hardware) -> Se
 
 def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
     """Ranks that share the states of one copy of the model."""
+    ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, answers.tensor_size)
     size = answers.zero.shard_size
-    if size is None:
-        return hardware.ranks // answers.tensor_size
-    return hardware.per_host if size == "host" else size
+    return ranks if size is None else per_host if size == "host" else size
 
 
 def second_shard(answers: Resolved, hardware: Hardware) -> int:
     """Ranks that gather around use among themselves, 1 where all do that share the states."""
+    _, per_host = with_same_weights(hardware.ranks, hardware.per_host, answers.tensor_size)
     size = answers.zero.gather_size
-    return 1 if size is None else min(hardware.per_host if size == "host" else size, shard_ranks(answers, hardware))
+    return 1 if size is None else min(per_host if size == "host" else size, shard_ranks(answers, hardware))
 
 
 def _step(

@@ -95,8 +95,8 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     ]
     found: list[Reach] = []
     refused: list[ConfigError] = []
-    lane = hardware.ranks // training.tensor_parallel
-    for candidate in candidates(training, ranks=lane, separate=hardware.separate):
+    alike = hardware.ranks // training.tensor_parallel
+    for candidate in candidates(training, ranks=alike, separate=hardware.separate):
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:

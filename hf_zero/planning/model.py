@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.comm.tensor_parts import part_of, whole_shape
+from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
@@ -45,7 +45,7 @@ class Tiling:
         from a head in parts before there is a loss: no tile is smaller then."""
         base: Any = _base(module)
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-        is_whole = all(part_of(parameter) is None for parameter in head.parameters()) if head is not None else True
+        is_whole = all(held_part(parameter) is None for parameter in head.parameters()) if head is not None else True
         return cls(mlp=bool(dense_mlps(module)), loss=is_whole and has_tiled_loss(base))
 
     def features(self, module: nn.Module) -> Features:

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hf_zero.comm import LoneCollectives, Pending
+from hf_zero.comm.parts import held_part
 from hf_zero.comm.rows import num_bytes
-from hf_zero.comm.tensor_parts import part_of
 from hf_zero.layout.traffic import Message
 from hf_zero.sequence.shared import copies_of_key_heads
 
@@ -86,7 +86,7 @@ class AbsentRanks(LoneCollectives):
 
 def messages_of(model: nn.Module) -> Counter[str]:
     """Where the messages of a model that was cut for `AbsentRanks` are written down."""
-    groups = (part.group for parameter in model.parameters() if (part := part_of(parameter)) is not None)
+    groups = (part.group for parameter in model.parameters() if (part := held_part(parameter)) is not None)
     group = next(groups, None)
     return group.sent if isinstance(group, AbsentRanks) else Counter()
 

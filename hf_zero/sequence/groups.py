@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from hf_zero.comm import ParallelGroups, Partition, ProgramGroups, adopt, init_distributed, this_process, torch_group
+from torch import nn
+
+from hf_zero.comm import (
+    Collectives,
+    Mesh,
+    ParallelGroups,
+    Partition,
+    ProgramGroups,
+    adopt,
+    group_of,
+    init_distributed,
+    this_process,
+    torch_group,
+)
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
+from hf_zero.sequence.shared import shares_sequences, unwrapped
 
 _OTHER_SIZES = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
 
@@ -27,12 +41,55 @@ class SequenceGroups(ProgramGroups):
         skips_evaluation: in eval mode each rank has whole sequences.
     """
 
+    name = "sequence"
+    samples = "parts"
+    group_name = "sequence"
     size_name = "sequence_parallel_size"
+    resolved_size = "sequence_size"
+    made: ClassVar[SequenceGroups | None] = None  # by a registration whose engine is not there yet
 
     def __init__(self, partition: Partition) -> None:
         """Collective."""
         super().__init__(partition)
         self.skips_evaluation = False
+        self._alike = tuple(range(self._process.size))
+        self._alike_group: Any = None  # of all ranks
+
+    @classmethod
+    def given(cls, model: Any, mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:
+        return groups_given(mpu, mesh_param)
+
+    @classmethod
+    def current(cls) -> SequenceGroups | None:
+        """Those that were registered last, or those of the latest engine that shares sequences; None: there are
+        none."""
+        return cls.made or super().current()
+
+    @classmethod
+    def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: SequenceGroups | None) -> None:
+        """Let `model` share sequences, or no more. Others than those of transformers are left to their own attention
+        (`DistributedAttention`)."""
+        if asked is None and not shares_sequences(model):
+            return
+        from hf_zero.sequence.attention import attach, detach, is_attached
+
+        takes = getattr(unwrapped(model), "_can_set_attn_implementation", None)
+        if asked is None:
+            detach(model)
+        elif not is_attached(model) and takes is not None and takes():
+            attach(model, groups.along(cls.name), skips_evaluation=asked.skips_evaluation)
+
+    def own_part(self, batch: Any, group: Collectives) -> Any:
+        """Equal parts of sequences, of a batch with names."""
+        from hf_zero.sequence.batches import part_of
+
+        return part_of(batch, group.rank, group.size) if isinstance(batch, Mapping) else batch
+
+    def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:
+        SequenceGroups.made = None
+        super().belong_to(engine, beside, mesh)
+        self._alike = group_of(self._process.rank, mesh.same_weights)
+        self._alike_group = torch_group(mesh.same_weights) if len(mesh.same_weights) > 1 else None
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
         """The groups are there already; another size is an error."""
@@ -49,13 +106,13 @@ class SequenceGroups(ProgramGroups):
         return self._ranks.index(self._process.rank)
 
     def get_sequence_data_parallel_group(self) -> Any:
-        return get_world_group()
+        return self._alike_group or get_world_group()
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        return self._process.size
+        return len(self._alike)
 
     def get_sequence_data_parallel_rank(self) -> int:
-        return self._process.rank
+        return self._alike.index(self._process.rank)
 
     def get_model_parallel_world_size(self) -> int:
         return 1
@@ -64,45 +121,17 @@ class SequenceGroups(ProgramGroups):
         return 0
 
 
-class _Known:
-    """What programs ask of this process without naming an engine: `deepspeed.utils.groups`."""
-
-    def __init__(self) -> None:
-        self.made: SequenceGroups | None = None  # by a registration whose engine is not there yet
-        self.engines: list[tuple[weakref.ref[Any], SequenceGroups]] = []
-
-    def current(self) -> SequenceGroups | None:
-        self.engines = [(engine, groups) for engine, groups in self.engines if engine() is not None]
-        if self.made is not None:
-            return self.made
-        return self.engines[-1][1] if self.engines else None
-
-
-_KNOWN = _Known()
-
-
 def make_groups(size: int) -> SequenceGroups:
     """For ranks that share sequences from now on, also where torch alone has made the process group. Collective."""
     init_distributed()
-    _KNOWN.made = SequenceGroups.of_size(size)
-    return _KNOWN.made
-
-
-def current_groups() -> SequenceGroups | None:
-    """Those that were registered last, or those of the latest engine that shares sequences; None: there are none."""
-    return _KNOWN.current()
-
-
-def use_groups(engine: Any, groups: SequenceGroups | None) -> None:
-    """They are this engine's from now on."""
-    if groups is not None:
-        _KNOWN.made = None
-        _KNOWN.engines.append((weakref.ref(engine), groups))
+    SequenceGroups.made = SequenceGroups.of_size(size)
+    return SequenceGroups.made
 
 
 def process_group_of(groups: ParallelGroups) -> Any:
     """torch's group of the ranks that share this one's sequences; None where it has whole ones. Collective once."""
-    return torch_group(groups.sequences) if groups.sequence.size > 1 else None
+    found = next((each for each in groups.mesh.dimensions if each.name == SequenceGroups.name), None)
+    return None if found is None else torch_group(found.groups)
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:

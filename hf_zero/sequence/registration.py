@@ -1,14 +1,12 @@
-"""Sets up a model to share sequences: under DeepSpeed's name, and automatically in `initialize`."""
+"""Sets up a model to share sequences under DeepSpeed's name."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from hf_zero.comm import Channel, ParallelGroups, collectives_for, local_device
+from hf_zero.comm import Channel, collectives_for, local_device
 from hf_zero.errors import WrongArgument
-from hf_zero.sequence.attention import attach, check_config, check_model, detach, is_attached
+from hf_zero.sequence.attention import attach, check_config, check_model
 from hf_zero.sequence.groups import SequenceGroups, make_groups
 from hf_zero.sequence.shared import text_config, unwrapped
 
@@ -62,7 +60,7 @@ class UlyssesSPAttentionHF:
         groups = make_groups(sequence_parallel_size)
         groups.skips_evaluation = disable_in_eval
         if model is not None:
-            collectives = collectives_for(local_device(), Channel.SEQUENCE, groups.partition)
+            collectives = collectives_for(local_device(), Channel.LAYERS, groups.partition)
             attach(model, collectives, skips_evaluation=disable_in_eval)
         return groups
 
@@ -93,16 +91,3 @@ def _check_known(attention: str | None) -> None:
     known = ["eager", *AttentionInterface._global_mapping]
     if attention is not None and attention not in known:
         raise WrongArgument(f"core_attn_implementation={attention!r} is not known to transformers: {', '.join(known)}")
-
-
-def share_sequences(model: nn.Module, given: SequenceGroups | None, groups: ParallelGroups) -> None:
-    """Make a model that is about to train what the groups of its engine say. Others than those of transformers are
-    left to their own attention (`DistributedAttention`)."""
-    if given is None:
-        detach(model)
-        return
-    if is_attached(model):
-        return
-    takes = getattr(unwrapped(model), "_can_set_attn_implementation", None)
-    if takes is not None and takes():
-        attach(model, groups.sequence, skips_evaluation=given.skips_evaluation)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, ParallelGroups, ledger
-from hf_zero.comm.tensor_parts import part_of
+from hf_zero.comm.parts import held_part
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
@@ -78,8 +78,8 @@ class Agreement:
         groups: ParallelGroups | None = None,
     ) -> None:
         """`groups`: where some ranks hold parts of matrices; default: none do."""
-        self._lane = collectives if groups is None else groups.lane
-        self._tensor_rank = 0 if groups is None else groups.tensor.rank
+        self._same_weights = collectives if groups is None else groups.same_weights
+        self._model_rank = 0 if groups is None else groups.model_rank
         self._store = store
         self._reducer = reducer
         self._sharding = sharding
@@ -206,20 +206,20 @@ class Agreement:
         return total
 
     def _share_of_difference(self) -> int:
-        """What adds up to zero over ranks that hold the same parts if their marks of edits are equal."""
-        weight = self._lane.size - 1 if self._lane.rank == 0 else -1
+        """What adds up to zero over ranks with the same weights if their marks of edits are equal."""
+        weight = self._same_weights.size - 1 if self._same_weights.rank == 0 else -1
         return weight * self._store.edits.mark
 
     def _squares(self, bucket: BucketGradients) -> Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.
         mine = bucket.bucket.shard(self._sharding.rank)
-        if not self._tensor_rank:
+        if not self._model_rank:
             return bucket.reduced.squares(mine if bucket.owns_all else Interval(0, bucket.trained.owned.numel))
-        # What all ranks of a tensor group hold alike is counted by the first one.
+        # What all ranks of one whole model hold alike is counted by the first one.
         total = torch.zeros((), dtype=torch.float64, device=self._store.device)
         offset = mine.start if bucket.owns_all else 0
         for piece in bucket.bucket.pieces(mine):
-            if part_of(self._store.parameters[piece.parameter]) is not None:
+            if held_part(self._store.parameters[piece.parameter]) is not None:
                 start = offset + piece.in_shard
                 total += bucket.reduced.squares(Interval(start, start + piece.numel)).to(total.device)
         return total

@@ -140,7 +140,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
     stage = plan.zero.stage if sharding.shards_optimizer else 0
     refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
-    _check_same_everywhere(trained.specs, plan.groups.lane)
+    _check_same_everywhere(trained.specs, plan.groups.same_weights)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
     # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.

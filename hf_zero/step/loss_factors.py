@@ -24,7 +24,7 @@ class StepRules:
     skip_nonfinite: bool
     require_all_gradients: bool
     loss_scale: LossScalePolicy | None = None
-    sequence_size: int = 1  # ranks whose losses are one and the same
+    ranks_per_loss: int = 1  # whose losses are one and the same
 
 
 class LossFactors:
@@ -37,8 +37,8 @@ class LossFactors:
     def __init__(self, rules: StepRules, world: int) -> None:
         self.scaler = loss_scaler_from(rules.loss_scale)
         self._predivide = rules.gradients.predivide
-        # Ranks of one sequence each go backward through the whole loss, which all of them have.
-        self._mean = 1.0 / (world if rules.gradients.average else rules.sequence_size)
+        # Ranks that see parts of a sample each go backward through the whole loss, which all of them have.
+        self._mean = 1.0 / (world if rules.gradients.average else rules.ranks_per_loss)
         self._seen: set[float] = set()  # since the last step
 
     @property

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
-from hf_zero.comm.tensor_parts import part_of
+from hf_zero.comm.parts import held_part
 from hf_zero.tensor import layers
 from hf_zero.tensor.exchange import summed
 from hf_zero.tensor.extents import Intervals, sizes_of
-from hf_zero.tensor.groups import model_in
 
 Keep = Callable[[nn.Parameter, int, Intervals], None]
 """Keeps this rank's intervals along a dimension of a parameter."""
@@ -62,6 +61,12 @@ def stays_whole(module: Any) -> bool:
     if isinstance(module, (_peft("utils.other", "TrainableTokensWrapper"), _tokens())):
         return True
     return _is_exactly(module, "Embedding") and bool(module.lora_variant)
+
+
+def model_in(model: nn.Module) -> nn.Module:
+    """The model that PEFT's stands around, or `model`."""
+    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return found
 
 
 def modules_in(base: nn.Module) -> dict[str, nn.Module]:
@@ -123,7 +128,7 @@ def check_still_cut(base: nn.Module) -> None:
     """
     for name, module in base.named_modules():
         around = layer_in(module)
-        if around is not module and _HANDLED not in vars(module) and any(map(part_of, around.parameters())):
+        if around is not module and _HANDLED not in vars(module) and any(map(held_part, around.parameters())):
             raise ValueError(
                 f"{name}: an adapter has been put around parts of a matrix, each rank's around its own; make adapters "
                 "before the first deepspeed.initialize of the model"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives, ProgramGroups, adopt
+from hf_zero.comm import Collectives, ParallelGroups, ProgramGroups, adopt, local_device
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
 
@@ -26,7 +25,47 @@ class TensorGroups(ProgramGroups):
         data-parallel group of rank 2        0   2        the same parts, other batches
     """
 
+    name = "tensor"
+    samples = "same"
+    weights = "parts"
+    group_name = "tensor group"
     size_name = "tensor_parallel.autotp_size"
+    resolved_size = "tensor_size"
+
+    @classmethod
+    def given(cls, model: nn.Module, mpu: Any = None, mesh_param: Any = None) -> TensorGroups | None:
+        """What `tp_model_init` and an mpu say; None: nothing. Collective.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's model stands around it
+        size, group = vars(model).get(_WANTED) or vars(inner).get(_WANTED) or (1, None)
+        found = mpu if isinstance(mpu, TensorGroups) else cls._of_mpu(mpu)
+        if found is not None and size not in (1, found.size):
+            rule = f"initialize(mpu=...) has groups of {found.size} ranks"
+            raise ConfigError(Problem("tp_model_init(tp_size=)", size, rule, "give the same size in both"))
+        if found is None and size > 1:
+            found = cls.of_size(size) if group is None else cls(adopt(group))
+        return found
+
+    @classmethod
+    def _of_mpu(cls, mpu: Any) -> TensorGroups | None:
+        # Of an mpu that shares sequences, model parallel may mean just that.
+        number = 1 if hasattr(mpu, "get_sequence_parallel_group") else 2
+        if max((int(getattr(mpu, name)()) for name in _SIZES[:number] if hasattr(mpu, name)), default=1) < 2:
+            return None
+        return cls(adopt(next(getattr(mpu, name)() for name in _GROUPS[:number] if hasattr(mpu, name))))
+
+    @classmethod
+    def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: TensorGroups | None) -> None:
+        """Cut `model`. Collective."""
+        if asked is not None:
+            from hf_zero.tensor.shard import shard_model
+
+            group = groups.along(cls.name)
+            shard_model(model, group, local_device())
+            check_first_batch(model, group)
 
     def get_tensor_model_parallel_group(self) -> Any:
         return self._group
@@ -40,20 +79,6 @@ class TensorGroups(ProgramGroups):
     get_model_parallel_group = get_tensor_model_parallel_group
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
     get_model_parallel_rank = get_tensor_model_parallel_rank
-
-
-_ENGINES: list[tuple[weakref.ref[Any], TensorGroups]] = []  # what `deepspeed.utils.groups` answers from
-
-
-def use_tensor_groups(engine: Any, groups: TensorGroups) -> None:
-    """They are this engine's from now on."""
-    _ENGINES.append((weakref.ref(engine), groups))
-
-
-def current_tensor_groups() -> TensorGroups | None:
-    """Those of the latest engine that has some; None: there is none."""
-    _ENGINES[:] = [(engine, groups) for engine, groups in _ENGINES if engine() is not None]
-    return _ENGINES[-1][1] if _ENGINES else None
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:
@@ -77,36 +102,6 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
         raise WrongArgument(f"tp_model_init: tp_group has {group.size()} ranks, and tp_size is {tp_size}")
     vars(model)[_WANTED] = (tp_size, group)
     return model
-
-
-def model_in(model: nn.Module) -> nn.Module:
-    """The model that PEFT's stands around, or `model`."""
-    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    return found
-
-
-def tensor_groups_given(model: nn.Module, mpu: Any = None) -> TensorGroups | None:
-    """What `tp_model_init` and an mpu say; None: nothing. Collective.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
-    size, group = vars(model).get(_WANTED) or vars(model_in(model)).get(_WANTED) or (1, None)
-    if isinstance(mpu, TensorGroups):
-        found: TensorGroups | None = mpu
-    else:
-        of_mpu = max((int(getattr(mpu, name)()) for name in _SIZES if hasattr(mpu, name)), default=1)
-        if hasattr(mpu, "get_sequence_parallel_group") or of_mpu < 2:
-            found = None
-        else:
-            given = next(getattr(mpu, name)() for name in _GROUPS if hasattr(mpu, name))
-            found = TensorGroups(adopt(given))
-    if found is not None and size not in (1, found.get_tensor_model_parallel_world_size()):
-        rule = f"initialize(mpu=...) has groups of {found.get_tensor_model_parallel_world_size()} ranks"
-        raise ConfigError(Problem("tp_model_init(tp_size=)", size, rule, "give the same size in both"))
-    if found is None and size > 1:
-        found = TensorGroups.of_size(size) if group is None else TensorGroups(adopt(group))
-    return found
 
 
 def check_first_batch(model: nn.Module, group: Collectives) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
-from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shape
+from hf_zero.comm.parts import HeldPart, held_part, keep_part, whole_shape
 from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.tensor import layers
@@ -24,6 +24,7 @@ from hf_zero.tensor.adapters import (
     cut_outputs,
     cut_parameter,
     layer_in,
+    model_in,
     modules_in,
     note_handled,
     parameters_of,
@@ -31,7 +32,6 @@ from hf_zero.tensor.adapters import (
 )
 from hf_zero.tensor.exchange import enter, split
 from hf_zero.tensor.extents import Heads, Intervals, counts, even, heads, sizes_of
-from hf_zero.tensor.groups import model_in
 from hf_zero.tensor.plan import plan_of
 
 _SHARDED = "_hf_zero_tensor_size"
@@ -57,7 +57,7 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
     plan = _plan_for(model)
     _send_values(model, group, device)
     _cut(model, plan, group)
-    cut = [name for name, parameter in model.named_parameters() if part_of(parameter) is not None]
+    cut = [name for name, parameter in model.named_parameters() if held_part(parameter) is not None]
     logger.info("tensor parallelism: %d parameters are cut for %d ranks", len(cut), group.size)
 
 
@@ -135,7 +135,7 @@ class _Sharder:
         for name in (name for name, style in self._plan.items() if style == "moe_tp_experts"):
             handled = {id(parameter) for parameter in adapters_of(self._modules[name])}
             named = self._modules[name].named_parameters()
-            whole = [own for own, p in named if part_of(p) is None and id(p) not in handled]
+            whole = [own for own, p in named if held_part(p) is None and id(p) not in handled]
             if whole:
                 raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
 
@@ -345,7 +345,7 @@ class _Sharder:
             layers.row_parallel(layer, self._group, sizes)
 
     def _keep(self, parameter: nn.Parameter, dim: int, intervals: Intervals) -> None:
-        keep_part(parameter, TensorPart(self._group, Cut(tuple(parameter.shape), dim, intervals)))
+        keep_part(parameter, HeldPart(self._group, Cut(tuple(parameter.shape), dim, intervals)))
 
 
 def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:

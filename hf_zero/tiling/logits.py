@@ -57,7 +57,7 @@ class DeferredLogits(Tensor):
         steps: what was done to the logits since, each a function of (some of) them.
     """
 
-    changes_in_pieces = True  # read by hf_zero.tensor.layers
+    changes_in_pieces = True  # read by what stands around a head that is cut
     hidden: Tensor
     steps: list[Step]
     _make: Callable[[Tensor], Tensor]

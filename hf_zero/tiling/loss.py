@@ -38,7 +38,7 @@ def loss_tile_tokens(width: int, hidden: int) -> int:
 class _Job:
     """What the head is to do in one call: the sum of the losses of all tokens."""
 
-    changes_in_pieces: ClassVar[bool] = True  # read by hf_zero.tensor.layers
+    changes_in_pieces: ClassVar[bool] = True  # read by what stands around a head that is cut
     hidden: Tensor  # [tokens, hidden]
     labels: Tensor  # [tokens]
     width: int
@@ -135,7 +135,7 @@ class TiledLoss(TrainingFeature):
         return self._own(*args, **kwargs)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """Logits of the whole vocabulary: of a head that is cut over ranks (`hf_zero.tensor`) this is a gather more."""
+        """Logits of the whole vocabulary: of a head that is cut over ranks this is a gather more."""
         logits: Tensor = self._own(hidden)
         whole = vars(self._head).get("whole_output")
         return logits if whole is None else whole(logits)

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.opening import view_of_part
 from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Pieces, StateElements
 from hf_zero.comm import LoneCollectives
-from hf_zero.comm.tensor_parts import TensorPart
+from hf_zero.comm.parts import HeldPart
 from hf_zero.layout.cuts import Cut
 from hf_zero.layout.reshard import Extent
 from hf_zero.tensor.extents import even
@@ -41,7 +41,7 @@ def _cuts(ranks: int) -> dict[str, Cut]:
 def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
     """What the files of one tensor rank hold; its elements lie in two pieces, as with two data ranks."""
     lone = LoneCollectives()
-    mine = {n: TensorPart(lone, cuts[n]).of(whole, rank) if n in cuts else whole for n, whole in WHOLE.items()}
+    mine = {n: HeldPart(lone, cuts[n]).of(whole, rank) if n in cuts else whole for n, whole in WHOLE.items()}
     trained = {name: value for name, value in mine.items() if name != FROZEN}
     extents, buffers = {}, {}
     for index, value in enumerate(trained.values()):
@@ -90,20 +90,12 @@ def test_other_parts_are_read(saved: int, wanted: int) -> None:
         assert torch.equal(torch.cat(list(stream.chunks())), expected[FROZEN].flatten().bfloat16())
 
 
-class First(LoneCollectives):
-    """Of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size, self.ranks = 2, (0, 1)
-
-
 def test_the_same_parts_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """States that fit nothing else go on; so do checkpoints of before, which do not say how they are cut."""
     for cuts in (_cuts(2), {}):
         view = replace(_view(cuts, 0), shard_states={(("fused", 0, 1, 0),): {}})
         monkeypatch.setattr("hf_zero.checkpoint.opening.view_of", lambda _folder, _groups, view=view: view)
-        assert view_of_part([view.folder] * 2, None, _cuts(2), First()) is view
+        assert view_of_part([view.folder] * 2, None, _cuts(2), (0, 2)) is view
 
 
 def test_what_cannot_be_put_together() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.comm.hosts import Partition
+from hf_zero.comm.mesh import Partition
 from hf_zero.comm.process_group import Process
 from hf_zero.errors import WrongArgument
 from hf_zero.sequence.groups import SequenceGroups

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.comm import LoneCollectives
-from hf_zero.comm.tensor_parts import TensorPart
+from hf_zero.comm.parts import HeldPart
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 from hf_zero.tensor.extents import even
@@ -28,7 +28,7 @@ def cuts(draw: st.DrawFn) -> Cut:
 def test_elements_of_parts_lie_in_the_whole(cut: Cut, data: st.DataObject) -> None:
     whole = torch.arange(math.prod(cut.shape)).view(cut.shape)
     for rank in range(len(cut.intervals)):
-        part = TensorPart(LoneCollectives(), cut).of(whole, rank)
+        part = HeldPart(LoneCollectives(), cut).of(whole, rank)
         assert tuple(part.shape) == cut.part_shape(rank)
         start = data.draw(st.integers(0, part.numel()))
         stop = data.draw(st.integers(start, part.numel()))
@@ -39,7 +39,7 @@ def test_elements_of_parts_lie_in_the_whole(cut: Cut, data: st.DataObject) -> No
 @given(cuts(), st.data())
 def test_elements_of_the_whole_lie_in_parts(cut: Cut, data: st.DataObject) -> None:
     whole = torch.arange(math.prod(cut.shape)).view(cut.shape)
-    parts = [TensorPart(LoneCollectives(), cut).of(whole, rank).flatten() for rank in range(len(cut.intervals))]
+    parts = [HeldPart(LoneCollectives(), cut).of(whole, rank).flatten() for rank in range(len(cut.intervals))]
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
     found = [parts[rank][run.start : run.stop] for rank, run in cut.in_parts(start, stop)]

@@ -205,7 +205,11 @@ def plan_with(model: PlannedModel, **sizes: int) -> Plan:
 
 def test_parts_of_matrices_in_a_plan(llama: PlannedModel) -> None:
     plain, cut, across = plan_with(llama), plan_with(llama, tensor_parallel=2), plan_with(llama, tensor_parallel=8)
-    assert not any(each.candidate.copy_per_host or each.candidate.second_shard > 1 for each in cut.estimates)
+    grouped = [each.candidate for each in cut.estimates if each.candidate.copy_per_host]
+    assert grouped and {each.candidate.second_shard for each in cut.estimates} == {1, 2}, (
+        "two with the same parts a host"
+    )
+    assert not any(each.candidate.copy_per_host or each.candidate.second_shard > 1 for each in across.estimates)
     for found, size in ((cut, 2), (across, 8)):
         for each in found.estimates:
             assert each.config["tensor_parallel"] == {"autotp_size": size}
@@ -251,7 +255,7 @@ def test_refusals_have_their_equation(llama: PlannedModel, tmp_path: Path, capsy
         (folder, "--sequence-parallel 3", "world size = data ranks x ranks per sequence does not hold: 8 != n x 3"),
         (folder, "--tensor-parallel 8", "attention heads >= ranks per tensor group does not hold: 4 < 8"),
         (folder, "--sequence-parallel 8", "attention heads = ranks per sequence x heads per rank does not hold: 4 !="),
-        (folder, "--tensor-parallel 2 --sequence-parallel 2", "does not go together with tensor parallelism"),
+        (folder, "--tensor-parallel 4 --sequence-parallel 4", "x ranks per tensor group does not hold: 8 != n x 4 x 4"),
         (folder, "--tensor-parallel 0", "must be at least 1"),
         (str(tmp_path / "opt"), "--tensor-parallel 2", "OPTForCausalLM (opt) has no tensor-parallel plan"),
     ):

@@ -18,8 +18,9 @@ from hf_zero.comm import Channel, Collectives, LoneCollectives, collectives_for,
 from hf_zero.sequence.attention import attach, detach, install, is_attached
 from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter, part_of
 from hf_zero.sequence.exchange import HEADS, POSITIONS, exchange
+from hf_zero.sequence.groups import SequenceGroups
 from hf_zero.sequence.layer import DistributedAttention
-from hf_zero.sequence.registration import UlyssesSPAttentionHF, share_sequences
+from hf_zero.sequence.registration import UlyssesSPAttentionHF
 from tests.sequence.training import Rows, batches, model_of, packed, padded
 from tests.support.ranks import run_ranks
 
@@ -69,7 +70,7 @@ def test_models_that_cannot_share_say_why() -> None:
     crossed.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="encoder-decoder models cannot share"):
         register(crossed)
-    share_sequences(nn.Linear(2, 2), None, groups=None)  # type: ignore[arg-type]  # nothing to undo
+    SequenceGroups.prepare(nn.Linear(2, 2), None, None)  # type: ignore[arg-type]  # nothing to undo
 
 
 def test_a_batch_is_dealt_out() -> None:
@@ -96,7 +97,7 @@ class _Broken(Rows):
 
 
 def _two_ranks(rank: int) -> None:
-    group = collectives_for(CPU, Channel.SEQUENCE, ((0, 1),))
+    group = collectives_for(CPU, Channel.LAYERS, ((0, 1),))
     _check_layers(rank, group)
     _check_traffic(rank, group)
     _check_forwards(rank, group)

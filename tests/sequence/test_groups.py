@@ -54,7 +54,7 @@ def _what_four_ranks_are_told(rank: int) -> dict[str, Any]:
     engine = initialize(model=model, config=config, mesh_param=mesh)[0]
     assert answers._get_sequence_parallel_group() is mesh.get_group("sp") is engine.get_sequence_parallel_group()
     told = {
-        "sequence": engine.groups.sequence.ranks,
+        "sequence": engine.groups.along("sequence").ranks,
         "data": engine.groups.data.ranks,
         "shard": engine.groups.shard.ranks,
         "batch": engine.train_batch_size(),
@@ -64,14 +64,14 @@ def _what_four_ranks_are_told(rank: int) -> dict[str, Any]:
     }
     del engine
     other = initialize(model=torch.nn.Linear(4, 4), config={**config, "sequence_parallel_size": 4})[0]
-    assert other.groups.sequence.ranks == (0, 1, 2, 3) and other.sequence_parallel_size == 4
+    assert other.groups.sample.ranks == (0, 1, 2, 3) and other.sequence_parallel_size == 4
     assert answers._get_sequence_parallel_world_size() == 4 and other.dp_world_size == 1
     mpu = sequence_groups.make_groups(2)
     Init(mpu=mpu, enabled=False)
     with pytest.raises(NotImplementedError, match=r"zero.Init\(mpu=...\): parameters are sharded over all ranks"):
         Init(mpu=object(), enabled=False)
     third = initialize(model=torch.nn.Linear(4, 4), config=config, mpu=mpu)[0]
-    assert third.mpu is mpu and third.groups.sequence.size == 2 == answers._get_sequence_parallel_world_size()
+    assert third.mpu is mpu and third.groups.sample.size == 2 == answers._get_sequence_parallel_world_size()
     return told
 
 

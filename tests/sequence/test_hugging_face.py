@@ -152,6 +152,20 @@ def test_groups_that_no_engine_makes(name: str, fix: str) -> None:
     assert fix in str(caught.value)
 
 
+def test_tensor_groups_beside_shared_sequences() -> None:
+    """accelerate would deal one batch to two neighbours of a sequence, and another one to their tensor groups."""
+    config = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
+    accelerator = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),
+        gradient_accumulation_steps=1,
+        num_processes=4,
+        parallelism_config=parallelism(2, data_ranks=2),
+        _dataloaders=[],
+    )
+    with pytest.raises(ConfigError, match=r"(?s)ParallelismConfig.sp_size = 2.* to tensor groups or to ranks"):
+        fill_autos(accelerator, torch.nn.Linear(2, 2))
+
+
 def test_who_says_how_many_ranks_share_sequences() -> None:
     assert sequence_size(parallelism(4), {}) == 4 and sequence_size(None, {}) is None
     launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero.api import engine, engine_gradients, entry
+from hf_zero.api import engine, engine_gradients, entry, parallelism
 from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, ParallelGroups, Pending, Rows, groups
 from hf_zero.comm.collectives import LoneCollectives
@@ -35,8 +35,8 @@ from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.cpu.wires import Gone, Wires
 from hf_zero.comm.demand import Demand
-from hf_zero.comm.hosts import Partition, group_of
 from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.mesh import Partition, group_of
 from hf_zero.comm.process_group import Process
 from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.kernels.accumulate import sum_parts
@@ -556,8 +556,8 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (entry, "this_process", lambda: Process(world.rank, world.world)),
         (entry, "hosts", lambda: world.hosts),
-        (entry, "parallel_groups", parallel_groups),
-        (entry, "local_device", lambda: torch.device("cpu")),
+        (parallelism, "parallel_groups", parallel_groups),
+        *((module, "local_device", lambda: torch.device("cpu")) for module in (entry, parallelism)),
         *((module, "AT_WORK", at_work) for module in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ import transformers.models
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_zero.comm.tensor_parts import part_of, whole_shape
+from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.tensor.shard import shard_model
 from tests.tensor.peculiar import CLASSES, INPUTS, MORE
 from tests.tensor.threads import ThreadCollectives, in_threads
@@ -197,7 +197,7 @@ def compare_models(whole: nn.Module, inputs: dict[str, Any], size: int) -> tuple
     def body(group: ThreadCollectives) -> tuple[float, float, float]:
         model = models[group.rank]
         shard_model(model, group, torch.device("cpu"))
-        assert any(part_of(parameter) is not None for parameter in model.parameters()), "nothing is cut"
+        assert any(held_part(parameter) is not None for parameter in model.parameters()), "nothing is cut"
         first, second = _two_losses(model, copy.deepcopy(inputs))
         worst = max(_difference(name, p, expected[name]) for name, p in model.named_parameters())
         return _relative(first, plain[0]), worst, _relative(second, plain[1])
@@ -215,6 +215,6 @@ def _difference(name: str, parameter: nn.Parameter, plain: nn.Parameter) -> floa
     if parameter.grad is None or plain.grad is None:
         assert parameter.grad is None and plain.grad is None, f"{name}: has no gradient in one of both"
         return 0.0
-    part = part_of(parameter)
+    part = held_part(parameter)
     wanted = plain.grad if part is None else part.of(plain.grad)
     return float((parameter.grad - wanted).abs().max() / (plain.grad.abs().max() + 1e-4)) if wanted.numel() else 0.0

@@ -22,9 +22,9 @@ from peft import (
 from torch import nn
 
 from hf_zero.comm import LoneCollectives
-from hf_zero.comm.tensor_parts import part_of, whole_value
-from hf_zero.tensor.adapters import layer_in
-from hf_zero.tensor.groups import model_in, tensor_groups_given, tp_model_init
+from hf_zero.comm.parts import held_part, whole_value
+from hf_zero.tensor.adapters import layer_in, model_in
+from hf_zero.tensor.groups import TensorGroups, tp_model_init
 from hf_zero.tensor.shard import shard_model
 from tests.support.ranks import run_ranks
 from tests.tensor.lora import ATTENTION, adapted, lora, with_noise
@@ -142,7 +142,7 @@ def test_another_adapter_chosen_after_the_cut() -> None:
         found = {}
         for name, parameter in each.named_parameters():
             if parameter.requires_grad:
-                part = part_of(parameter)
+                part = held_part(parameter)
                 found[name] = parameter.grad if part is None else part.whole(parameter.grad)
         return found
 
@@ -286,6 +286,6 @@ def test_adapters_put_around_parts_are_refused() -> None:
 def test_a_model_noted_before_peft_stood_around_it() -> None:
     model = tp_model_init(model_of("llama"), tp_size=1, dtype=torch.float32)
     around = get_peft_model(model, lora("llama"))  # type: ignore[arg-type]
-    assert model_in(around) is model and tensor_groups_given(around) is None
+    assert model_in(around) is model and TensorGroups.given(around) is None
     query = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert layer_in(query) is query.get_submodule("base_layer") and layer_in(model) is model

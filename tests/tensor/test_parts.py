@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.comm import LoneCollectives
-from hf_zero.comm.tensor_parts import TensorPart, keep_part, part_of, whole_shape, whole_value
+from hf_zero.comm.parts import HeldPart, held_part, keep_part, whole_shape, whole_value
 from hf_zero.config import ConfigError, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 from hf_zero.tensor.exchange import enter, gather, leave, split
 from hf_zero.tensor.extents import Heads, even, heads
-from hf_zero.tensor.groups import TensorGroups, check_first_batch, digest, tensor_groups_given, tp_model_init
+from hf_zero.tensor.groups import TensorGroups, check_first_batch, digest, tp_model_init
 from hf_zero.tensor.layers import partial_vocabulary, row_parallel
 from hf_zero.tensor.plan import plan_of
 from hf_zero.tensor.shard import shard_model
@@ -55,10 +55,10 @@ class Second(LoneCollectives):
 
 def test_a_parameter_in_parts() -> None:
     whole = torch.arange(24.0).view(6, 4)
-    part = TensorPart(Second(), Cut((6, 4), 0, even(6, 2, packed=3)))
+    part = HeldPart(Second(), Cut((6, 4), 0, even(6, 2, packed=3)))
     parameter = nn.Parameter(whole.clone())
     keep_part(parameter, part)
-    assert part_of(parameter) is part and whole_shape(parameter) == (6, 4)
+    assert held_part(parameter) is part and whole_shape(parameter) == (6, 4)
     assert torch.equal(parameter.detach(), whole[1::2])
     expected = whole.clone()
     expected[::2] = 0
@@ -101,7 +101,7 @@ def test_one_part_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_programs_say() -> None:
     model = nn.Linear(2, 2)
-    assert tensor_groups_given(model) is None and tp_model_init(model, 1, None) is model
+    assert TensorGroups.given(model) is None and tp_model_init(model, 1, None) is model
     with pytest.raises(WrongArgument, match="already to be cut for 1 ranks, not 2"):
         tp_model_init(model, 2, None)
     with pytest.raises(WrongArgument, match="1 != n x 2"):
@@ -131,6 +131,6 @@ def test_all_ranks_count_in_the_batch_size() -> None:
     found = resolve({"elasticity": elastic, "tensor_parallel": {"autotp_size": 2}}, world_size=4)
     assert found.batch.micro_batch_size * found.batch.accumulation_steps * 4 == found.batch.train_batch_size
     assert found.samples_per_update == resolve({"elasticity": elastic}, world_size=2).batch.train_batch_size
-    settings = EngineSettings(resolve(config, world_size=4), 2)
+    settings = EngineSettings(resolve(config, world_size=4), 2, 2)
     settings.set_train_batch_size(36)
     assert settings.get_batch_info() == (36, 3, 3) and settings.samples_per_update() == 18

@@ -13,7 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from hf_zero.comm.tensor_parts import whole_value
+from hf_zero.comm.parts import whole_value
 from hf_zero.config import ConfigError
 from hf_zero.zero_to_fp32 import main as zero_to_fp32
 from tests.support.ranks import run_ranks

@@ -127,11 +127,11 @@ def parse(name: str) -> FileName | None:
     return FileName("optimizer", int(found["rank"]), int(found["mp"])) if found else None
 
 
-def model_file(rank: int, stage: int, tensor_rank: int = 0) -> str:
+def model_file(rank: int, stage: int, model_rank: int = 0) -> str:
     """Name of the model file that `rank` of those that hold the same parts reads; below stage 3 it is one for all."""
-    return f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_{tensor_rank:02d}{MODEL_SUFFIX}"
+    return f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_{model_rank:02d}{MODEL_SUFFIX}"
 
 
-def optimizer_file(rank: int, *, bf16: bool, tensor_rank: int = 0) -> str:
+def optimizer_file(rank: int, *, bf16: bool, model_rank: int = 0) -> str:
     """Name of `rank`'s optimizer file."""
-    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_{tensor_rank:02d}{OPTIMIZER_SUFFIX}"
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_{model_rank:02d}{OPTIMIZER_SUFFIX}"

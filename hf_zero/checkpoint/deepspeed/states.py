@@ -33,7 +33,7 @@ class RunState:
     config: Mapping[str, Any]
     client_state: Mapping[str, Any] = field(default_factory=dict)
     features: Mapping[str, Any] = field(default_factory=dict)  # states by feature
-    tensor_size: int = 1
+    model_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def model_states(
         ds.GLOBAL_STEPS: run.global_steps,
         ds.GLOBAL_SAMPLES: run.global_samples,
         ds.DP_WORLD_SIZE: run.world,
-        ds.MP_WORLD_SIZE: run.tensor_size,
+        ds.MP_WORLD_SIZE: run.model_size,
         ds.PARALLEL_DIMENSIONS: {ds.PP_DEGREE: 1, ds.TP_DEGREE: 1},
         ds.DS_CONFIG: plain(run.config),
         ds.DS_VERSION: ds.FORMAT_VERSION,

@@ -30,11 +30,20 @@ def gather_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
     return "host" if in_two_hops else None
 
 
-def group_problems(config: Root, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
+def group_problems(
+    config: Root, world_size: int, host_sizes: tuple[int, ...], tensor_size: int = 1
+) -> Iterator[Problem]:
     """
     Args:
         host_sizes: ranks of every host; empty where that is not known yet.
+        tensor_size: of so many ranks, which stand side by side, one has the same parts of the weights as one of others:
+            states are shared among these.
     """
+    if world_size % tensor_size:
+        return  # a problem of its own
+    world_size //= tensor_size
+    whole = all(size % tensor_size == 0 for size in host_sizes)
+    host_sizes = tuple(size // tensor_size for size in host_sizes) if whole else ()
     zero, own = config.zero_optimization or Zero(), config.hf_zero or HfZero()
     mics, ours = zero.mics_shard_size, own.shard_group
     if mics == 0 or mics < -1:

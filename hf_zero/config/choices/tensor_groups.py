@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_zero.config.choices.shard_groups import HPZ, MICS, SHARD_GROUP, gather_size_in, shard_size_in
 from hf_zero.config.errors import Problem
 from hf_zero.config.schema import Root
-from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import TensorParallel
-from hf_zero.config.schema.zero import Zero
 
 TENSOR = "tensor_parallel.autotp_size"
 
@@ -32,6 +29,10 @@ def tensor_problems(config: Root, world_size: int, sequence_size: int, tensor_si
         rule = f"world size = data ranks x ranks per tensor group does not hold: {world_size} != n x {tensor_size}"
         fix = f"give a divisor of {world_size}, or start a multiple of {tensor_size} ranks"
         yield Problem(TENSOR, tensor_size, rule, fix)
+    elif world_size % (tensor_size * sequence_size):
+        ranks = f"{world_size} != n x {sequence_size} x {tensor_size}"
+        rule = f"world size = data ranks x ranks per sequence x ranks per tensor group does not hold: {ranks}"
+        yield Problem(TENSOR, tensor_size, rule, f"start a multiple of {tensor_size * sequence_size} ranks")
     if section.partition_config is not None:
         rule = "layers are cut by transformers' plan; rules of one's own are not read"
         fix = "remove it, and set tp_plan on the model, with the styles of transformers"
@@ -39,17 +40,3 @@ def tensor_problems(config: Root, world_size: int, sequence_size: int, tensor_si
     if section.vocab_parallel_lm_head:
         rule = "logits are whole on every rank, as losses expect them"
         yield Problem("tensor_parallel.vocab_parallel_lm_head", True, rule, "remove it, or set it to false")
-    for path, value in _beside(config, sequence_size):
-        yield Problem(path, value, "does not go together with tensor parallelism yet", f"remove it, or {TENSOR}")
-
-
-def _beside(config: Root, sequence_size: int) -> Iterator[tuple[str, object]]:
-    zero = config.zero_optimization or Zero()
-    if sequence_size > 1:
-        yield "sequence_parallel_size", sequence_size
-    own = config.hf_zero or HfZero()
-    size = shard_size_in(zero, own)
-    if size is not None:
-        yield MICS if zero.mics_shard_size > 0 else SHARD_GROUP, size
-    if gather_size_in(zero, own) is not None:
-        yield HPZ, gather_size_in(zero, own)

@@ -37,7 +37,7 @@ def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_st
 
 def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int, mp_rank: int) -> str:
     """The path of a rank's optimizer states in fp32 training."""
-    return os.path.join(base_folder, ds.optimizer_file(dp_rank, bf16=False, tensor_rank=mp_rank))
+    return os.path.join(base_folder, ds.optimizer_file(dp_rank, bf16=False, model_rank=mp_rank))
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:

@@ -30,10 +30,11 @@ def _given(name: str) -> Any:
     """A function of the mpu that a program has assigned, else of our own sequence groups; None: neither has it."""
     if mpu is not None:
         return getattr(mpu, name, None)
-    from hf_zero.sequence.groups import current_groups
-    from hf_zero.tensor.groups import current_tensor_groups
+    from hf_zero.sequence.groups import SequenceGroups
+    from hf_zero.tensor.groups import TensorGroups
 
-    return getattr(current_groups() or current_tensor_groups(), name, None)
+    current: Any = SequenceGroups.current() or TensorGroups.current()
+    return None if current is None else getattr(current.of_all_dimensions, name, None)
 
 
 def _get_data_parallel_group() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_zero.sequence.groups import SequenceGroups, current_groups, make_groups
+from hf_zero.sequence.groups import SequenceGroups, make_groups
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
@@ -13,7 +13,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 
 
 def _groups() -> SequenceGroups:
-    groups = current_groups()
+    groups = SequenceGroups.current()
     if groups is None:
         raise AssertionError("sequence parallel group is not initialized: call initialize_sequence_parallel first")
     return groups

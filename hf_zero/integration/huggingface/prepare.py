@@ -77,6 +77,11 @@ def _other_parallelism(accelerator: Any, config: Mapping[str, Any]) -> Iterator[
         rule = f"a model is cut by tensor_parallel.autotp_size in the config, which is {own}; ranks would hold the same"
         fix = f'write "tensor_parallel": {{"autotp_size": {tensor}}} in the config, and leave tp_size out'
         yield Problem("ParallelismConfig.tp_size", tensor, rule, fix)
+    shared = sequence_size(parallelism, {}) or 1
+    if shared > 1 and isinstance(own, int) and own > 1:
+        rule = "accelerate deals batches to tensor groups or to ranks that share sequences, not to both"
+        fix = "keep one of the two, or call deepspeed.initialize with a loader of your own (docs/tensor_parallelism.md)"
+        yield Problem("ParallelismConfig.sp_size", shared, rule, fix)
     if context > 1:
         rule = "accelerate has context parallelism for FSDP alone"
         fix = f'give sp_size={context} and sp_backend="deepspeed" in its place (Ulysses)'

@@ -42,7 +42,7 @@ def note_tokens(trainer: Any, batches: Sequence[Any], device: Any) -> None:
     # Without it, the tokens of each data rank count among themselves, as elsewhere in Trainer.
     everywhere = trainer.args.average_tokens_across_devices
     groups = trainer.model_wrapped.groups
-    (groups.world if everywhere else groups.sequence).sum_small(counted)
+    (groups.world if everywhere else groups.sample).sum_small(counted)
     vars(trainer)[_NOTED] = counted / (groups.data.size if everywhere else 1)
 
 
@@ -52,7 +52,7 @@ def weigh_by_tokens(trainer: Any, inputs: Any, loss: Tensor) -> Tensor:
     if of_update is None or not isinstance(inputs.get(_LABELS), Tensor):
         return loss
     own = _num_tokens(inputs)
-    trainer.model_wrapped.groups.sequence.sum_small(own)
+    trainer.model_wrapped.groups.sample.sum_small(own)
     share = own / of_update.clamp(min=1)
     if not getattr(trainer, "loss_is_scaled_for_ga", None):  # then Trainer is going to divide by it
         share = share * trainer.current_gradient_accumulation_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.comm.tensor_parts import refuse_parts
+from hf_zero.comm.parts import refuse_parts
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("peft.peft_model")

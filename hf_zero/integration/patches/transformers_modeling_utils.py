@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.comm.tensor_parts import refuse_parts
+from hf_zero.comm.parts import refuse_parts
 from hf_zero.integration.patches import Patches
 from hf_zero.params.released import ReleasedView
 from hf_zero.params.sharded_parameter import HANDLE

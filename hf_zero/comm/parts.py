@@ -1,4 +1,4 @@
-"""Parameters of which every rank of a tensor group holds a part: which part, and the whole again."""
+"""Parameters of which ranks hold different parts: which part, and the whole again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.layout.cuts import Cut
 
-_PART = "_hf_zero_tensor_part"
+_PART = "_hf_zero_part"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPart:
+class HeldPart:
     """What this rank holds of a parameter, beside other ranks.
 
     Attributes:
@@ -54,21 +54,21 @@ class TensorPart:
 
 
 @torch.no_grad()
-def keep_part(parameter: nn.Parameter, part: TensorPart) -> None:
+def keep_part(parameter: nn.Parameter, part: HeldPart) -> None:
     """`parameter` holds only this rank's part from now on; it stays the same object, for optimizers that hold it."""
     parameter.data = part.of(parameter.data)
     setattr(parameter, _PART, part)
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # what Megatron and DeepSpeed ask
 
 
-def part_of(parameter: Tensor) -> TensorPart | None:
+def held_part(parameter: Tensor) -> HeldPart | None:
     """None: every rank has all of it."""
-    return cast("TensorPart | None", getattr(parameter, _PART, None))
+    return cast("HeldPart | None", getattr(parameter, _PART, None))
 
 
 def whole_value(parameter: Tensor, values: Tensor) -> Tensor:
     """`values` of this rank's `parameter`, with those of the ranks that hold the rest of it. Collective."""
-    part = part_of(parameter)
+    part = held_part(parameter)
     return values if part is None else part.whole(values)
 
 
@@ -82,7 +82,7 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
         ValueError: one of them is this rank's part of a parameter.
     """
     for name, parameter in model.named_parameters():
-        part, value = part_of(parameter), values.get(name)
+        part, value = held_part(parameter), values.get(name)
         is_part = part is not None and isinstance(value, Tensor) and tuple(value.shape) != part.cut.shape
         if is_part and (not of or any(word in name for word in of)):
             raise ValueError(
@@ -94,5 +94,5 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Of all its parts together."""
-    part = part_of(parameter)
+    part = held_part(parameter)
     return tuple(parameter.shape) if part is None else part.cut.shape

@@ -1,0 +1,170 @@
+"""Dimensions of a mesh together: the numbers of one plain process, and checkpoints that go from shape to shape."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.utils import groups
+
+from hf_zero.config import ConfigError, resolve
+from tests.mesh.training import Shape, compare, differences, engine_of, train
+from tests.support.ranks import run_ranks
+from tests.tensor.training import Trained, batches, in_one_process, model_of
+
+TOLERANCE = 1e-5
+Found = dict[str, tuple[float, ...]]
+
+COPIES: dict[str, Any] = {"own": {"shard_group": 1}}
+FOUR = {
+    "tensor x copies": Shape(tensor=2, **COPIES),
+    "tensor x MiCS": Shape(tensor=2, zero={"mics_shard_size": 1}),
+    "tensor x hpZ": Shape(tensor=2, zero={"zero_hpz_partition_size": 2}),
+    "sequence x copies": Shape(sequence=2, own={"shard_group": 2}),
+    "tensor x sequence": Shape(tensor=2, sequence=2),
+    "tensor x sequence x copies": Shape(tensor=2, sequence=2, **COPIES),
+    "hpZ x shard groups": Shape(zero={"zero_hpz_partition_size": 2}, own={"shard_group": 2}),
+}
+EIGHT = {
+    "tensor x shard groups": Shape(tensor=2, own={"shard_group": 2}),
+    "tensor x hpZ": Shape(tensor=2, zero={"zero_hpz_partition_size": 2}),
+    "sequence x hpZ x shard groups": Shape(sequence=2, zero={"zero_hpz_partition_size": 2}, own={"shard_group": 4}),
+    "hpZ x shard groups": Shape(zero={"zero_hpz_partition_size": 2}, own={"shard_group": 4}),
+    "tensor x sequence": Shape(tensor=2, sequence=2),
+    "tensor x sequence x shard groups": Shape(tensor=2, sequence=2, own={"shard_group": 2}),
+}
+
+
+def _each(rank: int, shapes: dict[str, Shape], stages: tuple[int, ...], world: int, steps: int, kind: str) -> Found:
+    return {
+        f"{name}, stage {stage}": compare(shape, stage, world, steps=steps, kind=kind)
+        for (name, shape), stage in itertools.product(shapes.items(), stages)
+    }
+
+
+def _check(
+    shapes: dict[str, Shape], stages: tuple[int, ...], *, world: int = 4, steps: int = 20, kind: str = "llama"
+) -> None:
+    for found in run_ranks(_each, world, shapes, stages, world, steps, kind, timeout_s=600):
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_four_ranks_train_as_one_process(stage: int) -> None:
+    _check(FOUR, (stage,))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_eight_ranks_train_as_one_process(stage: int) -> None:
+    _check(EIGHT, (stage,), world=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mixtral"])
+def test_other_models_train_as_one_process(kind: str) -> None:
+    shapes = {name: shape for name, shape in FOUR.items() if shape.tensor > 1}
+    _check(shapes, (1, 3), steps=4, kind=kind)
+
+
+WAYS = (
+    ("tensor x copies", "tensor x sequence"),
+    ("tensor x sequence", "hpZ x shard groups"),
+    ("hpZ x shard groups", "tensor x hpZ"),
+    ("tensor x sequence x copies", "sequence x copies"),
+    ("sequence x copies", "tensor x sequence x copies"),
+)
+
+
+def _resumed(rank: int, stage: int, folder: str) -> Found:
+    """Two updates, saved in one shape and loaded in another, and two more. Every update takes four batches."""
+    data, model = batches(16), model_of("llama")
+    plain = in_one_process(model, data, data_ranks=4)
+    found = {}
+    for number, (first, then) in enumerate(WAYS):
+        norms: list[float] = []
+        for name, part in ((first, data[:8]), (then, data[8:])):
+            shape = FOUR[name]
+            data_ranks = 4 // (shape.tensor * shape.sequence)
+            engine = engine_of(model, shape, stage, accumulated=4 // data_ranks)
+            if name == first:
+                trained = train(engine, part)
+                engine.save_checkpoint(folder, f"{number}")
+            else:
+                engine.load_checkpoint(folder, f"{number}")
+                trained = train(engine, part)
+            norms += trained.norms
+            engine.destroy()
+        found[f"{first} to {then}"] = differences(
+            Trained([0.0], norms, trained.weights), Trained([0.0], plain.norms, plain.weights)
+        )
+    return found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_checkpoints_go_from_shape_to_shape(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(_resumed, 4, stage, str(tmp_path), timeout_s=300):
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+
+
+def _registered(rank: int) -> tuple[dict[str, Any], tuple[float, ...]]:
+    """Sequence groups made by a program, neighbours, before the config adds tensor groups."""
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model_of("llama"), None, 2, micro_batch_size=2)
+    engine = engine_of(model_of("llama"), Shape(tensor=2, sequence=2), 2, mpu=mpu)
+    told = {
+        "sequence": engine.groups.along("sequence").ranks,
+        "tensor": engine.groups.along("tensor").ranks,
+        "mpu": (engine.mpu.get_sequence_parallel_world_size(), engine.mpu.get_tensor_model_parallel_rank()),
+        "data": (engine.mpu.get_data_parallel_world_size(), mpu.get_sequence_data_parallel_world_size()),
+        "groups": (groups.get_tensor_model_parallel_world_size(), groups._get_sequence_parallel_world_size()),
+    }
+    engine.destroy()
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model_of("llama"), None, 2, micro_batch_size=2)
+    return told, compare(Shape(tensor=2, sequence=2), 2, 4, steps=2, mpu=mpu)
+
+
+def test_groups_of_a_program_and_of_the_config_cross() -> None:
+    for rank, (told, worst) in enumerate(run_ranks(_registered, 4)):
+        assert told == {
+            "sequence": ((0, 1), (2, 3))[rank // 2],
+            "tensor": ((0, 2), (1, 3))[rank % 2],
+            "mpu": (2, rank // 2),
+            "data": (1, 2),
+            "groups": (2, 2),
+        }
+        assert max(worst) <= TOLERANCE
+
+
+def _dealt_out(rank: int) -> list[tuple[int, ...]]:
+    """The loader of an engine: the first forward compares what ranks of a tensor group see."""
+    rows = [{name: values[0] for name, values in batch.items()} for batch in batches(4, size=1)]
+    engine = engine_of(model_of("llama"), Shape(tensor=2, sequence=2), 1, training_data=rows)
+    shapes = []
+    for batch in engine.training_dataloader:
+        engine.backward(engine(**batch, labels=batch["shift_labels"]).loss)
+        engine.step()
+        shapes.append(tuple(batch["input_ids"].shape))
+    engine.destroy()
+    return shapes
+
+
+def test_an_engines_loader_deals_to_all_dimensions() -> None:
+    assert run_ranks(_dealt_out, 4) == [[(2, 6), (2, 6)]] * 4
+
+
+def test_sizes_must_divide_the_ranks_that_hold_the_same_parts() -> None:
+    base = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    for more, words in (
+        ({"hf_zero": {"shard_group": 4}}, "groups of 4 ranks cannot be made of 2"),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 4}}, "groups of 4 ranks cannot be made of 2"),
+        ({"sequence_parallel_size": 4}, "x ranks per sequence x ranks per tensor group does not hold: 4 != n x 4 x 2"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resolve({"zero_optimization": {"stage": 2}, **base, **more}, world_size=4)
+    resolved = resolve({**base, "sequence_parallel_size": 2, "gradient_accumulation_steps": 3}, world_size=8)
+    assert (resolved.batch.train_batch_size, resolved.samples_per_update) == (12, 6)
