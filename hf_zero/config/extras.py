@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import create_model
 
-from hf_zero.config.choices.arguments import Check
+from hf_zero.config.choices.optimizer_types import OptimizerType, known_type
 from hf_zero.config.errors import Problem, Remark
 from hf_zero.config.policies import BatchPolicy
 from hf_zero.config.schema.fields import Section, detail
@@ -30,7 +30,6 @@ from hf_zero.config.schema.root import HfZero, Root
 _PACKAGE = "hf_zero.extras"
 _GROUP = "hf_zero.extras"
 _OPTIMIZER = "optimizer."
-LAST_STAGE = 3
 INSTALL = "install it (hf_zero's own come with the whole package)"
 
 # What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order. What begins with
@@ -84,23 +83,6 @@ class Sizes:
 
     batch: BatchPolicy | None = None
     problems: tuple[Problem, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerType:
-    """A type of the optimizer section.
-
-    Attributes:
-        name: as it is spelled; found in any case.
-        arguments: what `params` may have, with what checks each.
-        highest_stage: the last ZeRO stage at which it works.
-        made_by: "module:class" of the torch optimizer.
-    """
-
-    name: str
-    arguments: Mapping[str, Check]
-    made_by: str
-    highest_stage: int = LAST_STAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -202,11 +184,14 @@ def section_names() -> tuple[str, ...]:
 
 
 def optimizer_type(name: str) -> OptimizerType | None:
-    """The type that an extra adds; None: none does.
+    """The type that the config means by this name, an extra's included; None: there is none.
 
     Raises:
         ExtraMissing: the extra is not there.
     """
+    kind = known_type(name)
+    if kind is not None:
+        return kind
     extra = extra_asked_by(_OPTIMIZER + name)
     types = () if extra is None else extra.optimizers
     return next((each for each in types if each.name.lower() == name.lower()), None)

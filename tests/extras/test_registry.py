@@ -27,7 +27,8 @@ import torch
 
 from hf_zero.config.choices.arguments import at_least_zero
 from hf_zero.config.errors import Problem
-from hf_zero.config.extras import Examined, Extra, OptimizerType, OwnSection
+from hf_zero.config.choices.optimizer_types import OptimizerType
+from hf_zero.config.extras import Examined, Extra, OwnSection
 from hf_zero.config.schema.fields import Positive, Section, supported
 from hf_zero.features import TrainingFeature
 
