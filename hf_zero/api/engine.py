@@ -16,6 +16,7 @@ from hf_zero.api.engine_settings import EngineSettings
 from hf_zero.api.engine_surface import SURFACE
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved
+from hf_zero.config.schema.root import HfZero
 from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
@@ -152,7 +153,7 @@ class ZeroEngine(nn.Module):
         self.training_features.before_step(self.training_progress)
         with self.phases.phase("step"):
             optimizer.step()
-            if resolved.compatibility.broadcast_buffers:
+            if resolved.section(HfZero).broadcast_buffers:
                 broadcast_buffers(self.module, self.groups.lane)
         self.global_steps += 1
         self.global_samples += self.settings.samples_per_update()
@@ -340,7 +341,7 @@ class ZeroEngine(nn.Module):
         return self._is_destroyed
 
     def _report(self) -> None:
-        every = self.settings.resolved.logging.steps_per_print
+        every = self.settings.resolved.config.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",

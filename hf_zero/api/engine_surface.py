@@ -344,7 +344,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
     "reload_states": _reload_states,
-    "steps_per_print": lambda engine: engine.settings.resolved.logging.steps_per_print,
+    "steps_per_print": lambda engine: engine.settings.resolved.config.steps_per_print,
     "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
     "was_step_applied": _was_step_applied,
     "zenflow_config": lambda engine: None,

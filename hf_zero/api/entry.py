@@ -252,8 +252,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _log_settings(resolved: Resolved) -> None:
-    if resolved.logging.level is not None:
-        logger.setLevel(resolved.logging.level.upper())
+    if resolved.config.log_level is not None:
+        logger.setLevel(resolved.config.log_level.upper())
     log_dist(announcement(), ranks=[0])
     batch, ranks, size = resolved.batch, this_process().size, resolved.sequence_size * resolved.tensor_size
     kind = "sequence" if resolved.sequence_size > 1 else "tensor group"

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from hf_zero.config.errors import ConfigError, Other, Problem
-from hf_zero.config.features.profiling import CommsPolicy, FlopsPolicy, ProfilingPolicy, TracePolicy
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
     CheckpointPolicy,
-    CompatibilityPolicy,
     FeedbackPolicy,
     FilePolicy,
     GatherPolicy,
     GradientPolicy,
-    LoggingPolicy,
     LossScalePolicy,
     OptimizerOffload,
     OptimizerPolicy,

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
+from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
 from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
-from hf_zero.config.schema.training import ActivationCheckpointing, Aio, Checkpoint
+from hf_zero.config.schema.training import Aio, Checkpoint
 from hf_zero.config.schema.zero import Zero
 from hf_zero.config.translate import translate
 from hf_zero.config.validate import validate
@@ -71,18 +72,18 @@ class DeepSpeedFP16Config(Fp16):
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    return _section(DeepSpeedZeroConfig, param_dict, "zero_optimization")
+    return section_of(DeepSpeedZeroConfig, param_dict, "zero_optimization")
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    return _section(DeepSpeedBF16Config, param_dict, "bf16")
+    return section_of(DeepSpeedBF16Config, param_dict, "bf16")
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    return _section(DeepSpeedFP16Config, param_dict, "fp16")
+    return section_of(DeepSpeedFP16Config, param_dict, "fp16")
 
 
-def _section(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
+def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
     """One section of a config in whatever spelling DeepSpeed takes; nothing else of the config is looked at.
 
     Raises:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
+
+if TYPE_CHECKING:
+    from hf_zero.config.schema.fields import S
+    from hf_zero.config.schema.root import Root
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 OffloadDevice = Literal["cpu", "nvme"]
@@ -180,14 +183,6 @@ class SchedulerPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggingPolicy:
-    """How much the engine says."""
-
-    level: str | None  # debug, info, warning, error, critical; None: leave the logger alone
-    steps_per_print: int | None  # a line every so many updates; None: never
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPolicy:
     """What saving and loading do beyond their arguments."""
 
@@ -196,36 +191,6 @@ class CheckpointPolicy:
     node_local: bool = False  # every node has a folder of its own
     in_background: bool = False  # training goes on while files are written
     round_robin: bool = False  # files of stages 1 and 2 in the order of round_robin_gradients
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompatibilityPolicy:
-    """Where the user asked for DeepSpeed's or DistributedDataParallel's behaviour (docs/differences.md)."""
-
-    broadcast_buffers: bool = False  # rank 0's, after every update
-    decay_biases_and_norms: bool = False  # one param group of all parameters under Trainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationsPolicy:
-    """What checkpointed calls keep for backward: where, and what is measured meanwhile."""
-
-    on_host: bool = False
-    partition: bool = False  # over ranks that have the same inputs
-    contiguous: bool = False  # in one buffer
-    number: int | None = None  # calls that it has room for; None: as many as layers are checkpointed
-    synchronize: bool = False
-    profile: bool = False
-
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeaturesPolicy:
-    """What acts while a model trains; extras have policies of their own."""
-
-    activations: ActivationsPolicy | None = None
-    tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
-    tiled_loss: bool = False  # head and loss do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,15 +212,12 @@ class Resolved:
     gradients: GradientPolicy
     optimizer: OptimizerPolicy | None
     scheduler: SchedulerPolicy | None
-    logging: LoggingPolicy
     checkpoint: CheckpointPolicy = CheckpointPolicy()
-    compatibility: CompatibilityPolicy = CompatibilityPolicy()
-    features: FeaturesPolicy = FeaturesPolicy()
-    extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each that is switched on
-    extra_features: tuple[str, ...] = ()  # "module:function", what makes their training features
-    profiling: ProfilingPolicy = ProfilingPolicy()
+    extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each feature that is switched on
+    features: tuple[str, ...] = ()  # "module:function", what makes their training features
     sequence_size: int = 1  # ranks that share each sequence
     tensor_size: int = 1  # ranks that hold parts of the same matrices
+    config: Root  # as it is checked and typed; see `section`
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason
@@ -265,3 +227,7 @@ class Resolved:
     def samples_per_update(self) -> int:
         """Different ones: those that a tensor group sees count once."""
         return self.batch.train_batch_size // self.tensor_size
+
+    def section(self, kind: type[S]) -> S:
+        """The section of this class, with its defaults where the config has none."""
+        return self.config.section(kind)

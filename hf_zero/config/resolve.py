@@ -17,11 +17,9 @@ from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
 from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
 from hf_zero.config.errors import ConfigError, Problem, Remark
-from hf_zero.config.extras import Sizes, extra_named
-from hf_zero.config.features.activations import resolve_features
-from hf_zero.config.features.profiling import profiling_policy
+from hf_zero.config.extras import extra_named
+from hf_zero.config.features import Sizes
 from hf_zero.config.fill import fill, filled
-from hf_zero.config.policies import FeaturesPolicy
 from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
@@ -85,8 +83,7 @@ class Findings:
     batch: policies.BatchPolicy | None  # None: it does not follow from what is known
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
-    features: FeaturesPolicy
-    extras: Mapping[str, Any]  # by name: policies of those that are switched on
+    extras: Mapping[str, Any]  # by name: policies of the features that are switched on
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
@@ -141,8 +138,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += found
     scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
     problems += found
-    features = resolve_features(config, remarks)
-    extras = {extra.name: extra.examine(config) for extra in config.extras if extra.examine is not None}
+    extras = {extra.name: extra.examine(config) for extra in config.features if extra.examine is not None}
     problems += [problem for examined in extras.values() for problem in examined.problems]
     remarks += [remark for examined in extras.values() for remark in examined.remarks]
     if config.hf_zero is not None and config.hf_zero.strict:
@@ -152,7 +148,6 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         batch=batch,
         optimizer=optimizer,
         scheduler=scheduler,
-        features=features,
         extras={name: examined.policy for name, examined in extras.items() if examined.policy is not None},
         problems=tuple(with_origins(problems, origins)),
         remarks=tuple(remarks),
@@ -166,7 +161,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
 
 def _decided_sizes(config: Root, data_ranks: int, origins: Origins, tensor_size: int) -> Iterator[Sizes]:
     """Of the extras that decide batch sizes."""
-    for extra in config.extras:
+    for extra in config.features:
         sizes = extra.sizes(config, data_ranks, origins.is_written, tensor_size) if extra.sizes is not None else None
         if sizes is not None:
             yield sizes
@@ -217,20 +212,17 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
-        logging=policies.LoggingPolicy(
-            level=config.log_level,
-            steps_per_print=config.steps_per_print,
-        ),
         checkpoint=_checkpoint(config),
-        compatibility=compatibility(config),
-        features=findings.features,
         extras=findings.extras,
-        extra_features=tuple(
-            feature for extra in config.extras if extra.name in findings.extras for feature in extra.features
+        features=tuple(
+            target
+            for extra in config.features
+            if extra.name in findings.extras
+            for target in extra.features
         ),
-        profiling=profiling_policy(config),
         sequence_size=findings.sequence_size,
         tensor_size=findings.tensor_size,
+        config=config,
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
@@ -279,14 +271,6 @@ def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
     if wrong:
         raise ConfigError(wrong)
     return findings.extras.get(name)
-
-
-def compatibility(config: Root) -> policies.CompatibilityPolicy:
-    """The section hf_zero as a policy."""
-    own = config.hf_zero or HfZero()
-    return policies.CompatibilityPolicy(
-        broadcast_buffers=own.broadcast_buffers, decay_biases_and_norms=own.decay_biases_and_norms
-    )
 
 
 def _checkpoint(config: Root) -> policies.CheckpointPolicy:

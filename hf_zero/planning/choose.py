@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, resolve
+from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.tiling import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
 from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, lane_of, traffic_of
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
@@ -141,7 +143,8 @@ def given_estimates(
         sequence_size=training.sequence_parallel,
         tensor_size=training.tensor_parallel,
     )
-    tiling = Tiling(mlp=answers.features.tiled_mlp, loss=answers.features.tiled_loss)
+    keys = answers.section(TilingKeys)
+    tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         found = _estimated(model, hardware, training, answers, seen, size, checkpointing=checkpointing)
@@ -208,8 +211,8 @@ def _estimated(
     """What an `Estimate` has beside candidate and config."""
     setting = setting_of(answers, size, hardware)
     memory = rank_memory(model, setting, seen)
-    activations = answers.features.activations
-    if checkpointing and activations is not None and activations.on_host and hardware.separate:
+    on_host = answers.section(ActivationCheckpointing).cpu_checkpointing
+    if checkpointing and on_host and hardware.separate:
         memory = memory.with_activations_on_host(kept_by_layers(model, training))
     seconds, bound = _step(model, hardware, training, answers, seen, recomputes=checkpointing)
     exchanges = _exchanges(hardware, training, seen, training.accumulation)

@@ -23,6 +23,7 @@ from hf_zero.config import (
 )
 from hf_zero.config.fill import apply, drop_unfilled, fill, same
 from hf_zero.config.offers import hidden_size
+from hf_zero.config.schema.root import HfZero
 
 DS_JSON = """{
     // comments and trailing commas are fine
@@ -318,7 +319,7 @@ def test_a_config_with_places_travels() -> None:
 def test_own_settings() -> None:
     base: dict[str, Any] = {"train_batch_size": 1, "optimiser": {"a": 1}}
     resolved = resolve({**base, "hf_zero": {"ignore_unknown_keys": True, "decay_biases_and_norms": True}}, world_size=1)
-    assert resolved.compatibility.decay_biases_and_norms
+    assert resolved.config.hf_zero.decay_biases_and_norms
     assert any(note.startswith("optimiser: there is no such key; ignored") for note in resolved.notes)
     assert problems_of({**base, "hf_zero": {"ignore_unknown_keys": False}}).problems[0].path == "optimiser"
-    assert not resolve({"train_batch_size": 1}, world_size=1).compatibility.decay_biases_and_norms
+    assert not resolve({"train_batch_size": 1}, world_size=1).section(HfZero).decay_biases_and_norms

@@ -60,9 +60,9 @@ def test_supported_keys_reach_their_policy() -> None:
     assert given("gradient_predivide_factor", 4).gradients.predivide == 4.0
     assert resolve({**BASE, "prescale_gradients": True}, world_size=2).gradients.predivide == 2.0
     assert given("dataloader_drop_last", True).batch.drop_last is True
-    assert given("steps_per_print", 10).logging.steps_per_print == 10
-    assert given("log_level", "WARNING").logging.level == "warning"
-    assert given("wall_clock_breakdown", True).profiling.wall_clock is True
+    assert given("steps_per_print", 10).config.steps_per_print == 10
+    assert given("log_level", "WARNING").config.log_level == "warning"
+    assert given("wall_clock_breakdown", True).config.wall_clock_breakdown is True
 
 
 def test_checkpoint_keys_reach_their_policy() -> None:
@@ -86,7 +86,7 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("never", [float("inf"), None])
 def test_infinite_steps_per_print_means_never(never: Any) -> None:
-    assert given("steps_per_print", never).logging.steps_per_print is None
+    assert given("steps_per_print", never).config.steps_per_print is None
 
 
 NONSENSE: list[tuple[str, Any, str]] = [

@@ -87,7 +87,7 @@ def test_it_trains_from_ds_json_and_goes_on_from_a_checkpoint(zero: dict[str, An
     assert type(optimizer.optimizer) is RootDescent
     second.load_checkpoint(str(tmp_path))
     train(second, batches[3:])
-    with hf_zero.zero.GatheredParameters(list(second.module.parameters())):
+    with hf_zero.gathered(second.module):
         weights = {name: weight.detach().clone() for name, weight in second.module.state_dict().items()}
     for name, weight in plain.state_dict().items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
