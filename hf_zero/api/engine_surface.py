@@ -1,4 +1,7 @@
-"""DeepSpeed's further names on an engine: questions about its config, ranks and files, and small conveniences."""
+"""DeepSpeed's further names on an engine: questions about its config, ranks and files, and small conveniences.
+
+A layer over `ZeroEngine` that only `initialize` knows: the engine trains without it (tests/api/test_without_names.py).
+"""
 
 from __future__ import annotations
 
@@ -194,17 +197,6 @@ def _trained(engine: Any) -> ZeroOptimizer | None:
     return assembly.optimizer if assembly is not None else None
 
 
-def _get_lr(engine: Any) -> list[float | None]:
-    """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
-    rates = [group["lr"] for group in _optimizer(engine, "get_lr").param_groups]
-    return [None if rate is None else float(rate) for rate in rates]
-
-
-def _get_mom(engine: Any) -> list[Any]:
-    """Momentum, or betas, of every param group."""
-    return [group.get("betas", group.get("momentum")) for group in _optimizer(engine, "get_mom").param_groups]
-
-
 def _get_global_grad_norm(engine: Any) -> float | None:
     """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
     optimizer = _trained(engine)
@@ -304,7 +296,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "sequence_parallel_size": lambda engine: engine.groups.sequence.size,
     "tput_timer": _throughput_timer,
     "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
-    "training_dataloader": lambda engine: None,
     "use_ds_comm": lambda engine: False,
     "world_size": lambda engine: engine.groups.world.size,
 }
@@ -328,9 +319,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_data_parallel_rank": lambda engine: engine.groups.data.rank,
     "get_data_types": _get_data_types,
     "get_global_grad_norm": _get_global_grad_norm,
-    "get_lr": _get_lr,
     "get_model_parallel_rank": lambda engine: engine.groups.tensor.rank,
-    "get_mom": _get_mom,
     "get_sequence_parallel_group": lambda engine: process_group_of(engine.groups),
     "get_tensor_parallel_rank": lambda engine: engine.groups.tensor.rank,
     "get_type": _get_type,

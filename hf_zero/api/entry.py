@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
+from hf_zero.api.engine_surface import SURFACE as ENGINE_NAMES
 from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
@@ -219,6 +220,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
             client_optimizer=base if given.optimizer is not None else None,
             features=features,
+            names=ENGINE_NAMES,
         )
     )
     engine.phases.onlookers.append(OutOfMemoryHelp(weakref.proxy(engine)))

@@ -160,7 +160,7 @@ class Profiling(TrainingFeature):
         last = self.wall_clock.last
         if last is None:
             return None
-        samples, micro_batch_size, accumulation_steps = self._engine.get_batch_info()
+        samples, micro_batch_size, accumulation_steps = self._engine.settings.get_batch_info()
         return EngineTimes(
             world=self._engine.groups.world.size,
             micro_batch_size=micro_batch_size,

@@ -185,7 +185,7 @@ def _advice(lacks: int, changes: list[Change]) -> str:
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
     """What this engine could still change, the cheapest first, as one would try them by hand."""
     zero, world = engine.settings.resolved.zero, engine.groups.shard.size
-    _, micro_batch, steps = engine.get_batch_info()
+    _, micro_batch, steps = engine.settings.get_batch_info()
     left = 1 - 1 / world
     if micro_batch > 1:
         what = (
