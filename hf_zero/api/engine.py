@@ -99,7 +99,7 @@ class ZeroEngine(nn.Module):
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
         self._saves: EngineCheckpoints | None = None
-        self._is_destroyed = False
+        self.is_destroyed = False
         self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
 
     # Training
@@ -277,7 +277,7 @@ class ZeroEngine(nn.Module):
             assembly.placements.close()
         self.module_view.store = None
         self.training_features.close()
-        self._is_destroyed = True
+        self.is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
 
     # Checkpoints
@@ -349,10 +349,6 @@ class ZeroEngine(nn.Module):
 
             self._saves = EngineCheckpoints(self)
         return self._saves
-
-    @property
-    def is_destroyed(self) -> bool:
-        return self._is_destroyed
 
     def _report(self) -> None:
         every = self.settings.resolved.config.steps_per_print

@@ -105,7 +105,7 @@ _NEVER = (
 def config_of(engine: Any) -> ConfigView:
     """The engine's config as DeepSpeed's object, `engine._config`; made once."""
     if "_config" not in engine.__dict__:
-        engine.__dict__["_config"] = ConfigView(engine.config, engine.dp_world_size)
+        engine.__dict__["_config"] = ConfigView.of(engine.settings.resolved, engine.dp_world_size)
     view: ConfigView = engine.__dict__["_config"]
     return view
 

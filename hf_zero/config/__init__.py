@@ -7,11 +7,10 @@ from hf_zero.config.errors import ConfigError, Other, Problem
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
-    CheckpointPolicy,
     FeedbackPolicy,
-    FilePolicy,
     GatherPolicy,
     GradientPolicy,
+    InitPolicy,
     LossScalePolicy,
     OptimizerOffload,
     OptimizerPolicy,
@@ -30,9 +29,8 @@ from hf_zero.config.resolve import (
     examine,
     resolve,
     resolve_extra,
-    resolve_offload,
-    resolve_precision,
-    resolve_shard_size,
+    resolve_for_init,
 )
+from hf_zero.config.schema.training import Aio
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

@@ -13,6 +13,7 @@ from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
 from hf_zero.config.features.activations import ActivationCheckpointing
 from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
+from hf_zero.config.policies import Resolved
 from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
@@ -122,14 +123,23 @@ class ConfigView:
         Raises:
             ConfigError: with all problems at once.
         """
-        self._param_dict = load_config(config)
+        self._param_dict: Mapping[str, Any] = load_config(config)
         findings = examine(self._param_dict, Views(world_size=world_size))
         if findings.problems:
             raise ConfigError(findings.problems)
         self.world_size = world_size
         self._take(findings)
 
-    def _take(self, findings: Findings) -> None:
+    @classmethod
+    def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
+        """Of a config that has been resolved already."""
+        view = cls.__new__(cls)
+        view._param_dict = resolved.raw
+        view.world_size = world_size
+        view._take(resolved)
+        return view
+
+    def _take(self, findings: Findings | Resolved) -> None:
         root, batch = findings.config, findings.batch
         assert batch is not None
         self._root = root
@@ -161,7 +171,7 @@ class ConfigView:
         self.use_node_local_storage = checkpoint.use_node_local_storage
         self._take_choices(findings)
 
-    def _take_choices(self, findings: Findings) -> None:
+    def _take_choices(self, findings: Findings | Resolved) -> None:
         optimizer, scheduler = findings.optimizer, findings.scheduler
         self.optimizer_name = None if optimizer is None else optimizer.type.lower()
         self.optimizer_params = None if optimizer is None else dict(optimizer.params)

@@ -11,6 +11,7 @@ from hf_zero.config.sources import Source
 if TYPE_CHECKING:
     from hf_zero.config.schema.fields import S
     from hf_zero.config.schema.root import Root
+    from hf_zero.config.schema.training import Aio
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 OffloadDevice = Literal["cpu", "nvme"]
@@ -97,20 +98,6 @@ class WirePolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePolicy:
-    """How files of an NVMe drive are read and written."""
-
-    block_bytes: int = 1 << 20  # of one request
-    queue_depth: int = 8  # requests under way per thread group
-    thread_groups: int = 1
-
-    @property
-    def num_threads(self) -> int:
-        """Each has one request under way."""
-        return self.queue_depth * self.thread_groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOffload:
     """Where masters and optimizer states are kept, and the reduced gradients with them."""
 
@@ -154,7 +141,17 @@ class ZeroPolicy:
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
     offload_optimizer: OptimizerOffload | None = None
     offload_param: ParameterOffload | None = None
-    files: FilePolicy = FilePolicy()
+    files: Aio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitPolicy:
+    """What `zero.Init` takes from a config."""
+
+    precision: PrecisionPolicy
+    shard_size: int | Literal["host"] | None
+    offload: ParameterOffload | None
+    files: Aio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,17 +180,6 @@ class SchedulerPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPolicy:
-    """What saving and loading do beyond their arguments."""
-
-    tag_validation: Literal["Ignore", "Warn", "Fail"] = "Warn"  # when ranks name the tag differently
-    load_universal: bool = False  # read what `latest_universal` names
-    node_local: bool = False  # every node has a folder of its own
-    in_background: bool = False  # training goes on while files are written
-    round_robin: bool = False  # files of stages 1 and 2 in the order of round_robin_gradients
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """The value of one key in the end, and where it came from."""
 
@@ -212,7 +198,6 @@ class Resolved:
     gradients: GradientPolicy
     optimizer: OptimizerPolicy | None
     scheduler: SchedulerPolicy | None
-    checkpoint: CheckpointPolicy = CheckpointPolicy()
     extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each feature that is switched on
     features: tuple[str, ...] = ()  # "module:function", what makes their training features
     sequence_size: int = 1  # ranks that share each sequence

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
-from hf_zero.config.choices.offload import file_policy, optimizer_offload, parameter_offload
+from hf_zero.config.choices.offload import optimizer_offload, parameter_offload
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
@@ -24,7 +24,7 @@ from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.training import Aio, Checkpoint
+from hf_zero.config.schema.training import Aio
 from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
@@ -208,11 +208,10 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     return policies.Resolved(
         batch=batch,
         precision=_precision(config, findings.sequence_size),
-        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero(), config),
+        zero=_zero(config.section(Zero), config.section(Aio), config.section(HfZero), config),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
-        checkpoint=_checkpoint(config),
         extras=findings.extras,
         features=tuple(
             target
@@ -230,31 +229,24 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     )
 
 
-def resolve_precision(raw: Mapping[str, object]) -> policies.PrecisionPolicy:
-    """Only the dtypes, from a config that may still have open ends (a model is built before all is known)."""
-    findings = examine(raw, Views(world_size=1), complete=False)
-    wrong = [problem for problem in findings.problems if problem.path.startswith(("bf16", "fp16", "data_types"))]
-    if wrong:
-        raise ConfigError(wrong)
-    return _precision(findings.config)
+def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]) -> policies.InitPolicy:
+    """What a model that is being built has to know, from a config that may still have open ends.
 
-
-def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffload | None, policies.FilePolicy]:
-    """Only where parameters are kept, from a config that may still have open ends."""
-    config = examine(raw, Views(world_size=1), complete=False).config
-    zero = config.zero_optimization or Zero()
-    return parameter_offload(zero.offload_param if zero.stage == 3 else None), file_policy(config.aio or Aio())
-
-
-def resolve_shard_size(
-    raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]
-) -> int | Literal["host"] | None:
-    """Only over which groups stage 3 shards parameters, from a config that may still have open ends."""
+    Raises:
+        ConfigError: for what is wrong with dtypes and shard groups; the rest is said when all is known.
+    """
     findings = examine(raw, Views(world_size=world_size, host_sizes=host_sizes), complete=False)
-    wrong = [problem for problem in findings.problems if problem.path in GROUP_KEYS]
+    dtypes = ("bf16", "fp16", "data_types")
+    wrong = [one for one in findings.problems if one.path in GROUP_KEYS or one.path.startswith(dtypes)]
     if wrong:
         raise ConfigError(wrong)
-    return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
+    config, zero = findings.config, findings.config.section(Zero)
+    return policies.InitPolicy(
+        precision=_precision(config),
+        shard_size=shard_size_in(zero, config.section(HfZero)),
+        offload=parameter_offload(zero.offload_param if zero.stage == 3 else None),
+        files=config.section(Aio),
+    )
 
 
 def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
@@ -273,18 +265,6 @@ def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
     return findings.extras.get(name)
 
 
-def _checkpoint(config: Root) -> policies.CheckpointPolicy:
-    section, zero = config.checkpoint or Checkpoint(), config.zero_optimization or Zero()
-    own = (config.hf_zero or HfZero()).checkpoint
-    return policies.CheckpointPolicy(
-        tag_validation=section.tag_validation,
-        load_universal=section.load_universal,
-        node_local=section.use_node_local_storage,
-        in_background=own is not None and getattr(own, "async"),  # a keyword of Python
-        round_robin=zero.round_robin_gradients,
-    )
-
-
 def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
@@ -301,7 +281,7 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         optimizer_sees=own.optimizer_sees,
         offload_optimizer=optimizer_offload(zero.offload_optimizer),
         offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
-        files=file_policy(aio),
+        files=aio,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.config import FilePolicy, ParameterOffload
+from hf_zero.config import Aio, ParameterOffload
 from hf_zero.device.registry import runtime_of
 from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.placement import pins
@@ -32,9 +32,8 @@ def store_of_parameters(policy: ParameterOffload | None, device: torch.device, d
     return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
 
 
-def store_at_init(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> SwapStore | None:
+def store_at_init(policy: ParameterOffload | None, files: Aio, collectives: Collectives) -> SwapStore | None:
     """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
-    policy, files = offload
     if policy is None or policy.device == "cpu" or policy.folder is None:
         return None
     folder = policy.folder

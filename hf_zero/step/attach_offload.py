@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.config import ConfigError, FilePolicy, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
+from hf_zero.config import Aio, ConfigError, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
@@ -90,7 +90,7 @@ class _Drives:
         return tuple(self._open.values())
 
 
-def _opened(folder: str, files: FilePolicy) -> Drive:
+def _opened(folder: str, files: Aio) -> Drive:
     from hf_zero.offload.nvme.drive import Drive
 
     return Drive(folder, files)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config import AutocastPolicy, CheckpointPolicy, ConfigError, LossScalePolicy, Resolved, resolve
+from hf_zero.config import AutocastPolicy, ConfigError, LossScalePolicy, Resolved, resolve
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.names import all_paths, section_of, subsection, verdict_of
+from hf_zero.config.schema.root import OurCheckpoints
+from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.zero import Zero
 
 from .test_autos import nested
 
@@ -66,13 +69,13 @@ def test_supported_keys_reach_their_policy() -> None:
 
 
 def test_checkpoint_keys_reach_their_policy() -> None:
-    assert given("checkpoint", None).checkpoint == CheckpointPolicy()
-    assert given("checkpoint.tag_validation", "FAIL").checkpoint.tag_validation == "Fail"
+    assert given("checkpoint", None).section(Checkpoint) == Checkpoint()
+    assert given("checkpoint.tag_validation", "FAIL").section(Checkpoint).tag_validation == "Fail"
     # Read from the raw dict, text would have counted as false.
-    assert given("checkpoint.load_universal", "true").checkpoint.load_universal is True
-    assert given("checkpoint.use_node_local_storage", True).checkpoint.node_local is True
-    assert given("zero_optimization.round_robin_gradients", True).checkpoint.round_robin is True
-    assert given("hf_zero.checkpoint.async", True).checkpoint.in_background is True
+    assert given("checkpoint.load_universal", "true").section(Checkpoint).load_universal is True
+    assert given("checkpoint.use_node_local_storage", True).section(Checkpoint).use_node_local_storage is True
+    assert given("zero_optimization.round_robin_gradients", True).section(Zero).round_robin_gradients is True
+    assert getattr(given("hf_zero.checkpoint.async", True).section(OurCheckpoints), "async") is True
 
 
 def test_defaults() -> None:

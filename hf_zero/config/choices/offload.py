@@ -1,9 +1,8 @@
-"""What the sections on offloading and files say, as policies."""
+"""What the sections on offloading say, as policies."""
 
 from __future__ import annotations
 
 from hf_zero.config import policies
-from hf_zero.config.schema.training import Aio
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 
 
@@ -32,12 +31,4 @@ def parameter_offload(section: OffloadParam | None) -> policies.ParameterOffload
         buffer_count=section.buffer_count,
         buffer_numel=section.buffer_count * section.buffer_size,
         host_numel=section.max_in_cpu,
-    )
-
-
-def file_policy(section: Aio) -> policies.FilePolicy:
-    return policies.FilePolicy(
-        block_bytes=section.block_size,
-        queue_depth=section.queue_depth,
-        thread_groups=max(section.intra_op_parallelism, section.thread_count),
     )

@@ -89,6 +89,11 @@ class Aio(Section):
     overlap_events: Flag = ignored(True, "Overlap submission and completion.", why="they always overlap")
     use_gds: Flag = unsupported(False, "GPUDirect storage.", why="files are read and written through host memory")
 
+    @property
+    def num_threads(self) -> int:
+        """Each has one request under way."""
+        return self.queue_depth * max(self.intra_op_parallelism, self.thread_count)
+
 
 class TensorParallelGroup(Section):
     """Group of a tensor-parallel run."""
