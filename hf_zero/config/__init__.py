@@ -7,20 +7,15 @@ from hf_zero.config.errors import ConfigError, Other, Problem
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
-    FeedbackPolicy,
-    GatherPolicy,
     GradientPolicy,
     InitPolicy,
     LossScalePolicy,
-    OptimizerOffload,
     OptimizerPolicy,
     OptimizerSees,
-    ParameterOffload,
     PrecisionPolicy,
     Provenance,
     Resolved,
     SchedulerPolicy,
-    WirePolicy,
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config
@@ -32,5 +27,6 @@ from hf_zero.config.resolve import (
     resolve_for_init,
 )
 from hf_zero.config.schema.training import Aio
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

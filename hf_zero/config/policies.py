@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hf_zero.config.schema.fields import S
     from hf_zero.config.schema.root import Root
     from hf_zero.config.schema.training import Aio
+    from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-OffloadDevice = Literal["cpu", "nvme"]
 OptimizerSees = Literal["whole_tensors", "flat_shards"]
 
 
@@ -64,66 +64,6 @@ class PrecisionPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherPolicy:
-    """Stage 3: how much of the parameters may be whole at once, and when. Sizes in elements."""
-
-    max_live_numel: int  # most that stays gathered after its use
-    max_reuse_numel: int  # keep what is used again after at most so much else was gathered
-    prefetch_numel: int  # gathered ahead, in whole units; 0: nothing is
-    follows_plans: bool = True  # in the order of the last pass that all ranks have run alike, without asking
-    persistence_numel: int  # parameters up to this size stay gathered ...
-    model_persistence_numel: int  # ... as long as they are no more than this in all
-    leaf_classes: tuple[str, ...]  # modules of these classes, ...
-    leaf_names: tuple[str, ...]  # ... with these names, ...
-    leaf_suffixes: tuple[str, ...]  # ... or names that end so, are gathered as one unit
-    whole_on_save: bool  # saving the model gathers whole weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedbackPolicy:
-    """LoCo: what quantised messages leave out is added to later ones."""
-
-    beta: float  # how much of the old average of errors stays
-    reset_after: int  # reductions until errors are forgotten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WirePolicy:
-    """Stage 3: what travels between ranks in fewer bits (ZeRO++)."""
-
-    rounds_weights: bool = False  # gathers around use bring weights rounded to 8 bits
-    stores_frozen: bool = False  # frozen weights are kept in 8 bits, and gathered so
-    gradient_bits: int | None = None  # 8 or 4, of gradients on their way; None: all
-    feedback: FeedbackPolicy | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOffload:
-    """Where masters and optimizer states are kept, and the reduced gradients with them."""
-
-    device: OffloadDevice
-    folder: str | None  # on the NVMe drive
-    pinned: bool  # page-locked host memory
-    buffer_count: int  # vectors of one sub-group that are in memory at once, for each stage of the pipeline
-    reads_ahead: bool  # the next sub-group is read during an update
-    writes_behind: bool  # the last sub-group is written during an update
-    writes_first: bool  # states are written once before the first step
-    ratio: float  # of the elements that are kept there; the rest stays on the training device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterOffload:
-    """Where stage 3 keeps the shards of parameters. Sizes in elements."""
-
-    device: OffloadDevice
-    folder: str | None
-    pinned: bool
-    buffer_count: int  # shards that are in memory on their way, at most
-    buffer_numel: int  # of all of them
-    host_numel: int  # so many stay in host memory although the place is NVMe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPolicy:
     """What is sharded, and in pieces of which size it travels."""
 
@@ -136,11 +76,12 @@ class ZeroPolicy:
     sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints; 0: uncut
-    gather: GatherPolicy
-    wire: WirePolicy = WirePolicy()
+    keys: Zero  # the section itself, of which most is read as it is
+    follows_plans: bool = True  # stage 3 gathers in the order of the last pass that all ranks have run alike, unasked
+    gradient_bits: int | None = None  # stage 3: 8 or 4, of gradients on their way; None: all
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
-    offload_optimizer: OptimizerOffload | None = None
-    offload_param: ParameterOffload | None = None
+    offload_optimizer: OffloadOptimizer | None = None  # None: on the device
+    offload_param: OffloadParam | None = None
     files: Aio
 
 
@@ -150,7 +91,7 @@ class InitPolicy:
 
     precision: PrecisionPolicy
     shard_size: int | Literal["host"] | None
-    offload: ParameterOffload | None
+    offload: OffloadParam | None
     files: Aio
 
 

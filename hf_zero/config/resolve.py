@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
-from hf_zero.config.choices.offload import optimizer_offload, parameter_offload
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
@@ -25,12 +24,13 @@ from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import Aio
-from hf_zero.config.schema.zero import LeafModule, Zero
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
 from hf_zero.config.verdicts import judge
 from hf_zero.config.views import AcceleratorView, ModelView, TrainingView, Views
 
+Place = TypeVar("Place", OffloadOptimizer, OffloadParam)
 _BATCH_KEYS = (TRAIN, MICRO, STEPS)
 
 
@@ -244,7 +244,7 @@ def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tup
     return policies.InitPolicy(
         precision=_precision(config),
         shard_size=shard_size_in(zero, config.section(HfZero)),
-        offload=parameter_offload(zero.offload_param if zero.stage == 3 else None),
+        offload=_placed(zero.offload_param if zero.stage == 3 else None),
         files=config.section(Aio),
     )
 
@@ -276,38 +276,19 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         sparse_gradients=root.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
-        gather=_gather(zero, zero.leaf_module or LeafModule(), own),
-        wire=_wire(zero, own),
+        keys=zero,
+        follows_plans=own.gather_order == "planned",
+        gradient_bits=own.quantized_gradient_bits if zero.stage == 3 and zero.zero_quantized_gradients else None,
         optimizer_sees=own.optimizer_sees,
-        offload_optimizer=optimizer_offload(zero.offload_optimizer),
-        offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
+        offload_optimizer=_placed(zero.offload_optimizer),
+        offload_param=_placed(zero.offload_param if zero.stage == 3 else None),
         files=aio,
     )
 
 
-def _wire(zero: Zero, own: HfZero) -> policies.WirePolicy:
-    loco = zero.zeropp_loco_param
-    return policies.WirePolicy(
-        rounds_weights=zero.zero_quantized_weights,
-        stores_frozen=zero.zero_quantized_nontrainable_weights,
-        gradient_bits=own.quantized_gradient_bits if zero.zero_quantized_gradients else None,
-        feedback=None if loco is None else policies.FeedbackPolicy(beta=loco.err_beta, reset_after=loco.reset_T),
-    )
-
-
-def _gather(zero: Zero, leaf: LeafModule, own: HfZero) -> policies.GatherPolicy:
-    return policies.GatherPolicy(
-        follows_plans=own.gather_order == "planned",
-        max_live_numel=zero.stage3_max_live_parameters,
-        max_reuse_numel=zero.stage3_max_reuse_distance,
-        prefetch_numel=zero.stage3_prefetch_bucket_size,
-        persistence_numel=zero.stage3_param_persistence_threshold,
-        model_persistence_numel=zero.stage3_model_persistence_threshold,
-        leaf_classes=tuple(leaf.classes),
-        leaf_names=tuple(leaf.names),
-        leaf_suffixes=tuple(leaf.name_suffixes),
-        whole_on_save=zero.stage3_gather_16bit_weights_on_model_save,
-    )
+def _placed(section: Place | None) -> Place | None:
+    """None where the section leaves things on the device."""
+    return None if section is None or section.device in (None, "none") else section
 
 
 def _precision(config: Root, sequence_size: int = 1) -> policies.PrecisionPolicy:

@@ -237,7 +237,7 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
     sizes = Sizes(
         gathered=whole,
         trained=model.num_trained,
-        kept=min(whole, answers.zero.gather.max_live_numel),
+        kept=min(whole, answers.zero.keys.stage3_max_live_parameters),
         weight_bytes=size,
         gradient_bytes=size,
     )
@@ -249,8 +249,8 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         accumulation=answers.batch.accumulation_steps,
         shard=shard_ranks(answers, hardware),
         second_shard=second_shard(answers, hardware),
-        quantized_weights=answers.zero.wire.rounds_weights and answers.zero.stage == 3,
-        gradient_bits=answers.zero.wire.gradient_bits if answers.zero.stage == 3 else None,
+        quantized_weights=answers.zero.keys.zero_quantized_weights and answers.zero.stage == 3,
+        gradient_bits=answers.zero.gradient_bits,
         hops=2 if answers.zero.hops == 2 else 1,
     )
     return traffic_of(sizes, wiring)
@@ -299,7 +299,7 @@ def _step(
         second_shard=second_shard(answers, hardware),
         tensor=training.tensor_parallel,
         exchange=(exchange["forward"], exchange["backward"]),
-        gathers=zero.gather,
+        gathers=zero.keys,
         agreement=_agreement(answers, hardware),
     )
     step = simulate(machine, shape, setup)
@@ -309,7 +309,7 @@ def _step(
 def _agreement(answers: Resolved, hardware: Hardware) -> Literal["plan", "memory", "messages"]:
     if not hardware.separate and hardware.hosts == 1:
         return "memory"
-    return "plan" if answers.zero.gather.follows_plans else "messages"
+    return "plan" if answers.zero.follows_plans else "messages"
 
 
 def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:
