@@ -238,6 +238,18 @@ def test_one_section_fills_another_without_any_trainer() -> None:
     assert str(resolved.provenance["scheduler.params.warmup_max_lr"].source) == "optimizer.params.lr"
 
 
+@pytest.mark.parametrize("kind", ["FusedAdam", "CPUAdam", "FusedLamb", "AdamW8bit", "OneBitAdam"])
+def test_betas_count_for_every_optimizer_that_takes_them(kind: str) -> None:
+    """A list of names beside that of the optimizers did not have these: under Trainer their `"auto"` stayed open, and
+    betas other than TrainingArguments' were accepted without a word."""
+    config = {"train_batch_size": "auto", "optimizer": {"type": kind, "params": {"betas": "auto"}}}
+    optimizer = resolve(config, TrainingView(adam_beta2=0.95), world_size=1).optimizer
+    assert optimizer is not None and optimizer.params["betas"] == (0.9, 0.95)
+    config["optimizer"] = {"type": kind, "params": {"betas": [0.8, 0.9]}}
+    (problem,) = problems_of(config, TrainingView(), world_size=1).problems
+    assert problem.path == "optimizer.params.betas"
+
+
 def test_an_optimizer_gets_only_arguments_that_it_takes() -> None:
     config = {"train_batch_size": "auto", "optimizer": {"type": "SGD", "params": {"lr": "auto", "betas": "auto"}}}
     resolved = resolve(config, TrainingView(), world_size=1)
