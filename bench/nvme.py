@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import hf_zero  # noqa: E402
 from bench.surroundings import keep, machine, public  # noqa: E402
-from hf_zero.config import FilePolicy  # noqa: E402
+from hf_zero.config import Aio  # noqa: E402
 from hf_zero.device.pinned import host_empty  # noqa: E402
 from hf_zero.offload.nvme.drive import Drive  # noqa: E402
 
@@ -71,7 +71,7 @@ def _parse() -> argparse.Namespace:
 
 def _drive_alone(arguments: argparse.Namespace) -> dict[str, float]:
     """GB/s of reading, of writing, and of both at once, with all requests on their way and no work beside them."""
-    policy = FilePolicy(block_bytes=arguments.block, queue_depth=arguments.depth)
+    policy = Aio(block_size=arguments.block, queue_depth=arguments.depth)
     drive = Drive(arguments.folder, policy)
     size, buffers = 64 << 20, [host_empty(64 << 20, torch.uint8) for _ in range(4)]
     file, places = drive.file("alone"), range(24)

@@ -31,7 +31,7 @@ def test_a_step_without_offload_is_its_compute() -> None:
 def test_a_step_with_everything_on_the_host() -> None:
     """Weights come one unit ahead within a pass; gradients leave while the unit before computes; updates follow one
     another."""
-    none_stays = replace(default_gathers(), max_live_numel=0)
+    none_stays = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
     setup = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True, gathers=none_stays)
     step = simulate(ROUND, TWO_UNITS, setup)
     assert spans(step, "in") == [("weights 0", 0, 1), ("weights 1", 1, 2), ("weights 1", 3, 4), ("weights 0", 4, 5)]

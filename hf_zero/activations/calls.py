@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_zero.activations.kept import Buffers, HostPool, KeptInput, OneBuffer, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.config.policies import ActivationsPolicy
+from hf_zero.config.features.activations import ActivationCheckpointing
 from hf_zero.device.kinds import current_device
 from hf_zero.device.pinned import host_empty
 from hf_zero.device.registry import clock_of, runtime_of
@@ -40,7 +40,7 @@ class CheckpointedCalls:
     """
 
     def __init__(
-        self, policy: ActivationsPolicy, *, group: Collectives | None = None, num_slots: int | None = None
+        self, policy: ActivationCheckpointing, *, group: Collectives | None = None, num_slots: int | None = None
     ) -> None:
         """
         Args:
@@ -49,8 +49,8 @@ class CheckpointedCalls:
         self.policy = policy
         self.num_calls = 0
         self.group = group
-        self._group = group if group is not None and policy.partition else LoneCollectives()
-        self._num_slots = policy.number or num_slots or 1
+        self._group = group if group is not None and policy.partition_activations else LoneCollectives()
+        self._num_slots = policy.number_checkpoints or num_slots or 1
         self._buffers: dict[Any, Buffers] = {}
         self._places: dict[torch.device, Place] = {}
         self._order: list[list[weakref.ref[KeptInput]]] = []  # of the calls whose inputs are kept
@@ -83,12 +83,12 @@ class CheckpointedCalls:
 
     def _watched(self, function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         policy = self.policy
-        if not (policy.synchronize or policy.profile):
+        if not (policy.synchronize_checkpoint_boundary or policy.profile):
             return function
         times = None
         if policy.profile:
             times = self._times.setdefault(device, Times(clock_of(device)))
-        return watched(function, runtime_of(device) if policy.synchronize else None, times)
+        return watched(function, runtime_of(device) if policy.synchronize_checkpoint_boundary else None, times)
 
     # What is kept
 
@@ -96,8 +96,8 @@ class CheckpointedCalls:
         runtime = runtime_of(device)
         found = self._places.get(device)
         if found is None or found.runtime is not runtime:
-            on_host = self.policy.on_host and runtime.has_own_memory
-            moves = on_host or self.policy.contiguous
+            on_host = self.policy.cpu_checkpointing and runtime.has_own_memory
+            moves = on_host or self.policy.contiguous_memory_optimization
             found = Place(
                 runtime=runtime,
                 buffers=(lambda position: self._make(position, device, on_host)) if moves else None,
@@ -109,9 +109,10 @@ class CheckpointedCalls:
 
     def _make(self, position: int, device: torch.device, on_host: bool) -> Buffers:
         """The buffers of a position among a call's inputs: where it is one buffer, slots are of one size."""
-        key = (position, device) if self.policy.contiguous else device
+        is_one = self.policy.contiguous_memory_optimization
+        key = (position, device) if is_one else device
         if key not in self._buffers:
-            self._buffers[key] = HostPool() if not self.policy.contiguous else self._one_buffer(device, on_host)
+            self._buffers[key] = self._one_buffer(device, on_host) if is_one else HostPool()
         return self._buffers[key]
 
     def _one_buffer(self, device: torch.device, on_host: bool) -> OneBuffer:

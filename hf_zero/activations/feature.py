@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
 from hf_zero.comm import uncompiled
 from hf_zero.config import Resolved
+from hf_zero.config.features.activations import ActivationCheckpointing as Section
 from hf_zero.features import Progress, TrainingFeature
 from hf_zero.log import logger
 
@@ -22,11 +23,9 @@ _FUNCTION = "_gradient_checkpointing_func"
 _SECTION = "activation_checkpointing"
 
 
-def activation_checkpointing_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for anything."""
-    policy = resolved.features.activations
-    if policy is None:
-        return None
+def activation_checkpointing_of(model: nn.Module, resolved: Resolved) -> TrainingFeature:
+    """The feature, for a config that asks for anything."""
+    policy = resolved.section(Section)
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     return ActivationCheckpointing(layers, CheckpointedCalls(policy, num_slots=len(layers)))
 
@@ -76,7 +75,7 @@ class _Around:
         self.original = original
         # torch's compiler would trace what counts and pools, and compile it anew whenever a count has changed.
         self._run = uncompiled(calls.run)
-        self._checkpoint = _without_offload(original) if calls.policy.on_host else original
+        self._checkpoint = _without_offload(original) if calls.policy.cpu_checkpointing else original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._checkpoint, function, *args, **kwargs)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
 from hf_zero.api.engine_module import ModuleView
 from hf_zero.api.engine_settings import EngineSettings
-from hf_zero.api.engine_surface import SURFACE
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
+from hf_zero.config.schema.root import HfZero
 from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
@@ -27,6 +27,7 @@ from hf_zero.schedules.base import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
+from hf_zero.surface import Surface
 
 if TYPE_CHECKING:
     from hf_zero.api.engine_checkpoints import EngineCheckpoints
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 class EngineParts:
     """What `initialize` builds before there is an engine. No assembly means: no optimizer, forward only.
 
-    The store is the assembly's, or at stage 3 without an optimizer one of its own.
+    The store is the assembly's, or at stage 3 without an optimizer one of its own. `names` are those of DeepSpeed that
+    the engine does not use itself.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class EngineParts:
     lr_scheduler: Any | None
     client_optimizer: torch.optim.Optimizer | None
     features: Features
+    names: Surface | None = None
 
 
 class ZeroEngine(nn.Module):
@@ -61,7 +64,7 @@ class ZeroEngine(nn.Module):
 
     The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
     (updates, skipped ones included), `skipped_steps`, `micro_steps`, `global_samples`. What else DeepSpeed's engine
-    answers is in `hf_zero.api.engine_surface`.
+    answers is a layer over this class, `hf_zero.api.engine_surface`, which `initialize` hands in.
 
     Attributes:
         groups: who shares what with whom.
@@ -75,6 +78,7 @@ class ZeroEngine(nn.Module):
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()
         resolved, assembly = parts.resolved, parts.assembly
+        self._names = parts.names
         self._first_nan = FirstNan(parts.store, parts.device)
         self.phases = Phases(parts.device)
         self.settings = EngineSettings(resolved, parts.groups.data.size, parts.groups.ranks_per_sample)
@@ -97,7 +101,7 @@ class ZeroEngine(nn.Module):
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
         self._saves: EngineCheckpoints | None = None
-        self._is_destroyed = False
+        self.is_destroyed = False
         self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
 
     # Training
@@ -154,7 +158,7 @@ class ZeroEngine(nn.Module):
         self.training_features.before_step(self.training_progress)
         with self.phases.phase("step"):
             optimizer.step()
-            if resolved.compatibility.broadcast_buffers:
+            if resolved.section(HfZero).broadcast_buffers:
                 broadcast_buffers(self.module, self.groups.same_weights)
         self.global_steps += 1
         self.global_samples += self.settings.samples_per_update()
@@ -191,6 +195,16 @@ class ZeroEngine(nn.Module):
             _report_skip(optimizer, number, outcome.found, scale)
 
         outcome.when_skipped(count_skip)
+
+    def get_lr(self) -> list[float | None]:
+        """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
+        rates = [group["lr"] for group in self.gradients.parts("get_lr").optimizer.param_groups]
+        return [None if rate is None else float(rate) for rate in rates]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of every param group."""
+        groups = self.gradients.parts("get_mom").optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
 
     @property
     def training_progress(self) -> Progress:
@@ -239,18 +253,19 @@ class ZeroEngine(nn.Module):
         self.module.compile(**options)
 
     def __getattr__(self, name: str) -> Any:
-        """DeepSpeed's names that the engine itself does not use, then the wrapped model's attributes."""
+        """Names of DeepSpeed, which the engine itself does not use, then those of the wrapped model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if "_modules" not in self.__dict__ or "module" not in self._modules:
                 raise
-        if name in SURFACE:
-            return SURFACE.get(self, name)
+        names = self._names
+        if names is not None and name in names:
+            return names.get(self, name)
         try:
             return getattr(self._modules["module"], name)
         except AttributeError as error:
-            raise SURFACE.missing(name) or error from None
+            raise (names.missing(name) if names is not None else None) or error from None
 
     def destroy(self) -> None:
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
@@ -264,7 +279,7 @@ class ZeroEngine(nn.Module):
             assembly.placements.close()
         self.module_view.store = None
         self.training_features.close()
-        self._is_destroyed = True
+        self.is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
 
     # Checkpoints
@@ -337,12 +352,8 @@ class ZeroEngine(nn.Module):
             self._saves = EngineCheckpoints(self)
         return self._saves
 
-    @property
-    def is_destroyed(self) -> bool:
-        return self._is_destroyed
-
     def _report(self) -> None:
-        every = self.settings.resolved.logging.steps_per_print
+        every = self.settings.resolved.config.steps_per_print
         if every and self.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",

@@ -50,8 +50,7 @@ class EngineCheckpoints:
             model_size=engine.groups.model_size,
         )
         with engine.phases.phase("save"):
-            policy = engine.settings.resolved.checkpoint
-            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, policy, self.background)
+            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)
 
     def load(
         self,
@@ -66,8 +65,7 @@ class EngineCheckpoints:
         """Collective. `with_run`: counters, loss scale, features and schedule, too."""
         self.background.wait()
         request = checkpoint.LoadRequest(load_dir, tag, strict, with_optimizer)
-        policy = self._engine.settings.resolved.checkpoint
-        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request, policy)
+        view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request)
         if view is None:
             return None, None
         if with_run:

@@ -60,7 +60,9 @@ class ModuleView:
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether saving the model writes whole weights where no rank has them: at stage 3 if the config says so, and
         always where ranks hold parts of matrices; elsewhere every rank has them anyway."""
-        return (self._zero.stage == 3 and self._zero.gather.whole_on_save) or (self._zero.stage < 3 and self._is_cut)
+        if self._zero.stage == 3:
+            return self._zero.keys.stage3_gather_16bit_weights_on_model_save
+        return self._is_cut
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict with whole weights, on every rank. Collective at stage 3, and among ranks that hold

@@ -1,4 +1,7 @@
-"""DeepSpeed's further names on an engine: questions about its config, ranks and files, and small conveniences."""
+"""DeepSpeed's further names on an engine: questions about its config, ranks and files, and small conveniences.
+
+A layer over `ZeroEngine` that only `initialize` knows: the engine trains without it (tests/api/test_without_names.py).
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ _NEVER = (
 def config_of(engine: Any) -> ConfigView:
     """The engine's config as DeepSpeed's object, `engine._config`; made once."""
     if "_config" not in engine.__dict__:
-        engine.__dict__["_config"] = ConfigView(engine.config, engine.dp_world_size)
+        engine.__dict__["_config"] = ConfigView.of(engine.settings.resolved, engine.dp_world_size)
     view: ConfigView = engine.__dict__["_config"]
     return view
 
@@ -192,17 +195,6 @@ def _optimizer(engine: Any, caller: str) -> ZeroOptimizer:
 def _trained(engine: Any) -> ZeroOptimizer | None:
     assembly: Assembly | None = engine.gradients.assembly
     return assembly.optimizer if assembly is not None else None
-
-
-def _get_lr(engine: Any) -> list[float | None]:
-    """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
-    rates = [group["lr"] for group in _optimizer(engine, "get_lr").param_groups]
-    return [None if rate is None else float(rate) for rate in rates]
-
-
-def _get_mom(engine: Any) -> list[Any]:
-    """Momentum, or betas, of every param group."""
-    return [group.get("betas", group.get("momentum")) for group in _optimizer(engine, "get_mom").param_groups]
 
 
 def _get_global_grad_norm(engine: Any) -> float | None:
@@ -304,7 +296,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "sequence_parallel_size": lambda engine: engine.groups.sample.size,
     "tput_timer": _throughput_timer,
     "training_data": lambda engine: getattr(engine.training_dataloader, "dataset", None),
-    "training_dataloader": lambda engine: None,
     "use_ds_comm": lambda engine: False,
     "world_size": lambda engine: engine.groups.world.size,
 }
@@ -328,9 +319,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_data_parallel_rank": lambda engine: engine.groups.data.rank,
     "get_data_types": _get_data_types,
     "get_global_grad_norm": _get_global_grad_norm,
-    "get_lr": _get_lr,
     "get_model_parallel_rank": lambda engine: engine.groups.model_rank,
-    "get_mom": _get_mom,
     "get_sequence_parallel_group": lambda engine: process_group_of(engine.groups),
     "get_tensor_parallel_rank": lambda engine: engine.groups.along("tensor").rank,
     "get_type": _get_type,
@@ -344,7 +333,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
     "reload_states": _reload_states,
-    "steps_per_print": lambda engine: engine.settings.resolved.logging.steps_per_print,
+    "steps_per_print": lambda engine: engine.settings.resolved.config.steps_per_print,
     "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
     "was_step_applied": _was_step_applied,
     "zenflow_config": lambda engine: None,

@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
+from hf_zero.api.engine_surface import SURFACE as ENGINE_NAMES
 from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parallelism import Parallelism
@@ -158,6 +159,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
             client_optimizer=base if given.optimizer is not None else None,
             features=features,
+            names=ENGINE_NAMES,
         )
     )
     engine.phases.observers.append(OutOfMemoryHelp(weakref.proxy(engine)))
@@ -191,8 +193,8 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _log_settings(resolved: Resolved, groups: ParallelGroups, parallelism: Parallelism) -> None:
-    if resolved.logging.level is not None:
-        logger.setLevel(resolved.logging.level.upper())
+    if resolved.config.log_level is not None:
+        logger.setLevel(resolved.config.log_level.upper())
     log_dist(announcement(), ranks=[0])
     batch, ranks = resolved.batch, groups.world.size
     per_group = "".join(f", {each.size} per {each.group_name}" for each in parallelism.used)

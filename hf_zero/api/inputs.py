@@ -62,7 +62,7 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
     taken as it is and has to yield each rank its own samples. Ranks that share sequences get their
     parts of the same ones.
     """
-    size, drop_last = engine.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
+    size, drop_last = engine.settings.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
     ranks = engine.groups.data
     is_sized = not isinstance(dataset, IterableDataset)
     draw = Draw(len(dataset) if is_sized else None, engine.settings.samples_per_update(), size, ranks.size, ranks.rank)
@@ -94,7 +94,7 @@ def deepspeed_io(
         batch_size: default, the micro-batch; without a size and a sampler, the loader is `training_loader`'s.
         route: "train" shuffles.
     """
-    size = batch_size or engine.train_micro_batch_size_per_gpu()
+    size = batch_size or engine.settings.train_micro_batch_size_per_gpu()
     if data_sampler is None and batch_size is None and route == "train":
         return training_loader(engine, dataset, collate_fn)
     if data_sampler is None:

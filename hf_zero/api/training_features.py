@@ -11,22 +11,8 @@ from hf_zero.config import Resolved
 from hf_zero.config.extras import extra_named, loaded
 from hf_zero.features import ASKED, Features, TrainingFeature, asked_of
 
-IsAsked = Callable[[Resolved], bool]
-
-
-def _logs_comms() -> bool:
-    return ASKED.get("comms") is not None
-
-
-# (module, function of model and policies that makes it, who asks for it), in the order in which they see a forward;
-# extras see it before them.
-_FEATURES: tuple[tuple[str, str, IsAsked], ...] = (
-    ("hf_zero.activations.feature", "activation_checkpointing_of", lambda r: r.features.activations is not None),
-    ("hf_zero.tiling.feature", "tiled_mlp_of", lambda resolved: resolved.features.tiled_mlp),
-    ("hf_zero.tiling.feature", "tiled_loss_of", lambda resolved: resolved.features.tiled_loss),
-    # Last, so that it sees what the others have made of a forward.
-    ("hf_zero.profiling.feature", "profiling_of", lambda resolved: resolved.profiling.is_on or _logs_comms()),
-)
+# Asked for by a program, too (`deepspeed.comm.configure`).
+_PROFILING = "hf_zero.profiling.feature:profiling_of"
 
 
 def features_of(model: nn.Module, resolved: Resolved) -> Features:
@@ -40,11 +26,11 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
 
 def _made(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFeature | None]:
     of_model = (target for name in sorted(asked_of(model)) for target in extra_named(name).features)
-    for target in dict.fromkeys((*resolved.extra_features, *of_model)):
-        yield loaded(target)(model, resolved)
-    for module, function, is_asked in _FEATURES:
-        if is_asked(resolved):  # what nobody asks for is not even imported
-            yield loaded(f"{module}:{function}")(model, resolved)
+    targets = dict.fromkeys((*of_model, *resolved.features))
+    if ASKED.get("comms") is not None:
+        targets[_PROFILING] = None
+    for target in targets:
+        yield loaded(target)(model, resolved)  # what nobody asks for is not even imported
 
 
 def _has(engine: Any, feature: str) -> bool:

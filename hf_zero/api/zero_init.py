@@ -16,8 +16,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from hf_zero.comm import ParallelGroups, ShardSize, hosts, init_distributed, local_device, parallel_groups
-from hf_zero.config import load_config, resolve_offload, resolve_precision, resolve_shard_size
+from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups
+from hf_zero.config import InitPolicy, load_config, resolve_for_init
 from hf_zero.errors import WrongArgument
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.parameter_placement import store_at_init
@@ -87,12 +87,19 @@ class Init(AbstractContextManager[Any]):
         if remote_device not in (None, "none", "cpu", self._device.type):
             _refuse_device(remote_device)
         config = config_dict_or_path if config_dict_or_path is not None else config
-        groups = parallel_groups(local_device(), _shard_size(config))
-        self._precision = _precision(config, dtype)
-        self._init_rules = _InitRules(groups, self._precision, self._device, _store(config, groups))
+        known = hosts()
+        policy = None if config is None else resolve_for_init(load_config(config), sum(known.sizes), known.sizes)
+        self._check(policy)
+        groups = parallel_groups(local_device(), None if policy is None else policy.shard_size)
+        self._precision = _precision(policy, dtype)
+        store = None if policy is None else store_at_init(policy.offload, policy.files, groups.access_copies)
+        self._init_rules = _InitRules(groups, self._precision, self._device, store)
         if module is not None:
             self._init_rules.shard_tree(module)
             self._init_rules.close()
+
+    def _check(self, policy: InitPolicy | None) -> None:
+        """Raise for what is no config of this context; none is fine here."""
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -130,18 +137,12 @@ class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
         WrongArgument: without a config, or for one that has neither key.
     """
 
-    def __init__(
-        self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, config: Any = None, **others: Any
-    ) -> None:
-        config = config_dict_or_path if config_dict_or_path is not None else config
-        if others.get("enabled", True):
-            init_distributed()
-            if _shard_size(config) is None:
-                raise WrongArgument(
-                    "MiCS_Init(config_dict_or_path=...): it needs a config at stage 3 with "
-                    "zero_optimization.mics_shard_size, or hf_zero.shard_group; zero.Init does without"
-                )
-        super().__init__(module, config_dict_or_path=config, **others)
+    def _check(self, policy: InitPolicy | None) -> None:
+        if policy is None or policy.shard_size is None:
+            raise WrongArgument(
+                "MiCS_Init(config_dict_or_path=...): it needs a config at stage 3 with "
+                "zero_optimization.mics_shard_size, or hf_zero.shard_group; zero.Init does without"
+            )
 
 
 @contextmanager
@@ -265,25 +266,10 @@ def _can_be_sharded(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.numel() > 0 and parameter.device.type != "meta"
 
 
-def _store(config: Any, groups: ParallelGroups) -> SwapStore | None:
-    """On the drive, where the config wants parameters to be."""
-    return None if config is None else store_at_init(resolve_offload(load_config(config)), groups.access_copies)
-
-
-def _shard_size(config: Any) -> ShardSize:
-    """Ranks that share the shards, as the config wants it."""
-    if config is None:
-        return None
-    known = hosts()
-    return resolve_shard_size(load_config(config), sum(known.sizes), known.sizes)
-
-
-def _precision(config: Any, dtype: torch.dtype | None) -> Precision:
-    if dtype is not None:
+def _precision(policy: InitPolicy | None, dtype: torch.dtype | None) -> Precision:
+    if dtype is not None or policy is None:
         return Precision(model=dtype, communication=None, accumulation=None)
-    if config is None:
-        return Precision(model=None, communication=None, accumulation=None)
-    return precision_from(resolve_precision(load_config(config)))
+    return precision_from(policy.precision)
 
 
 def _refuse_device(remote_device: str | None) -> NoReturn:

@@ -21,7 +21,8 @@ from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
-from hf_zero.config import CheckpointPolicy
+from hf_zero.config.schema.root import OurCheckpoints
+from hf_zero.config.schema.training import Checkpoint
 from hf_zero.errors import WrongArgument
 from hf_zero.log import logger
 
@@ -50,11 +51,11 @@ class LoadRequest:
 
 
 def save_checkpoint(
-    subject: ModelSubject, run: RunState, request: SaveRequest, policy: CheckpointPolicy, background: BackgroundSave
+    subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave
 ) -> Path:
     """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
 
-    With `policy.in_background` it returns as soon as everything is copied to host memory.
+    With `hf_zero.checkpoint.async` it returns as soon as everything is copied to host memory.
 
     Raises:
         CheckpointError: when it could not be written; earlier checkpoints are as they were.
@@ -62,20 +63,21 @@ def save_checkpoint(
     root = _named_folder("save_checkpoint(save_dir", request.directory)
     background.wait()
     collectives = subject.groups.world
+    policy = subject.resolved.section(Checkpoint)
     tag = _common_tag(request.tag, policy, collectives)
-    is_leader = get_local_rank() == 0 if policy.node_local else collectives.rank == 0
+    is_leader = get_local_rank() == 0 if policy.use_node_local_storage else collectives.rank == 0
     place = Destination(
         root=root,
         tag=tag,
         is_leader=is_leader,
-        node=node_name(node_local=policy.node_local),
+        node=node_name(node_local=policy.use_node_local_storage),
         save_latest=request.save_latest,
         adds_script=subject.stage > 0,
     )
     with ledger.phase("checkpoint"):
         _check_drives(subject)
         files = together(lambda: _files(subject, run, request, is_leader=is_leader), collectives)
-        if policy.in_background:
+        if getattr(subject.resolved.section(OurCheckpoints), "async"):  # a keyword of Python
             copies, beside = in_host_memory(files), background_collectives()
             background.start(lambda: _write(place, copies, beside))
         else:
@@ -86,7 +88,7 @@ def save_checkpoint(
 def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_leader: bool) -> dict[str, Any]:
     writes_shared = is_leader
     if subject.groups.model_size > 1:  # ranks that hold other parts of the weights have a shared file of their own
-        writes_shared = subject.groups.is_first_beside(per_host=subject.resolved.checkpoint.node_local)
+        writes_shared = subject.groups.is_first_beside(per_host=subject.resolved.section(Checkpoint).use_node_local_storage)
     if isinstance(subject, Subject):
         return files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
     return model_files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
@@ -110,7 +112,7 @@ def _named_folder(call: str, folder: object) -> Path:
     return Path(folder)
 
 
-def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) -> str:
+def _common_tag(tag: str, policy: Checkpoint, collectives: Collectives) -> str:
     tags = collectives.gather_objects(tag)
     if len(set(tags)) > 1:
         problem = f"the ranks name the checkpoint differently: {', '.join(map(repr, tags))}"
@@ -131,7 +133,7 @@ def _common_tag(tag: str, policy: CheckpointPolicy, collectives: Collectives) ->
     return first
 
 
-def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: CheckpointPolicy) -> CheckpointView | None:
+def load_checkpoint(subject: ModelSubject, request: LoadRequest) -> CheckpointView | None:
     """Load a checkpoint of any stage, world size and writer; None (and a warning) where there is none.
 
     Raises:
@@ -141,7 +143,7 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
     if collectives.rank == 0:
         for leftover in leftovers(root):
             logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)
-    tag = request.tag or together(lambda: _latest(root, policy), collectives)
+    tag = request.tag or together(lambda: _latest(root, subject.resolved.section(Checkpoint)), collectives)
     if tag is None:
         together(lambda: _refuse_to_guess(root), collectives)
     if tag is None:
@@ -160,7 +162,7 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest, policy: Checkpo
     return plan.view
 
 
-def _latest(root: Path, policy: CheckpointPolicy) -> str | None:
+def _latest(root: Path, policy: Checkpoint) -> str | None:
     universal = root / ds.LATEST_UNIVERSAL
     if policy.load_universal and universal.is_file():
         return tag_in_latest(root, universal.name)

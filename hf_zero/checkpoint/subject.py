@@ -10,6 +10,8 @@ from torch import nn
 
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved
+from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.zero import Zero
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.assemble import Assembly
 
@@ -36,7 +38,7 @@ class ModelSubject:
     def writes(self) -> bool:
         """Whether this rank's shard goes to its files: of several copies one is written, on each host where ranks of
         a host have files of their own."""
-        return self.groups.is_first_copy(per_host=self.resolved.checkpoint.node_local)
+        return self.groups.is_first_copy(per_host=self.resolved.section(Checkpoint).use_node_local_storage)
 
     @property
     def model_rank(self) -> int:
@@ -91,7 +93,7 @@ class Subject(ModelSubject):
     @property
     def round_robin(self) -> bool:
         """The order that `round_robin_gradients` gives the files of stages 1 and 2."""
-        return self.resolved.checkpoint.round_robin
+        return self.resolved.section(Zero).round_robin_gradients
 
     @property
     def clip_norm(self) -> float:

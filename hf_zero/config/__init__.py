@@ -4,27 +4,18 @@
 from __future__ import annotations
 
 from hf_zero.config.errors import ConfigError, Other, Problem
-from hf_zero.config.features.profiling import CommsPolicy, FlopsPolicy, ProfilingPolicy, TracePolicy
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
-    CheckpointPolicy,
-    CompatibilityPolicy,
-    FeedbackPolicy,
-    FilePolicy,
-    GatherPolicy,
     GradientPolicy,
-    LoggingPolicy,
+    InitPolicy,
     LossScalePolicy,
-    OptimizerOffload,
     OptimizerPolicy,
     OptimizerSees,
-    ParameterOffload,
     PrecisionPolicy,
     Provenance,
     Resolved,
     SchedulerPolicy,
-    WirePolicy,
     ZeroPolicy,
 )
 from hf_zero.config.reading.load import load_config
@@ -33,9 +24,9 @@ from hf_zero.config.resolve import (
     examine,
     resolve,
     resolve_extra,
-    resolve_offload,
-    resolve_precision,
-    resolve_shard_size,
+    resolve_for_init,
 )
+from hf_zero.config.schema.training import Aio
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.sources import ConfigDict, Source
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views

@@ -13,24 +13,22 @@ Nothing else of hf_zero names an extra: whoever needs one asks here, and gets it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from pydantic import create_model
 
-from hf_zero.config.choices.arguments import Check
-from hf_zero.config.errors import Problem, Remark
-from hf_zero.config.policies import BatchPolicy
-from hf_zero.config.schema.fields import Section, detail
+from hf_zero.config.choices.optimizer_types import OptimizerType, known_type
+from hf_zero.config.errors import Problem
+from hf_zero.config.features import Extra
+from hf_zero.config.schema.fields import detail
 from hf_zero.config.schema.root import HfZero, Root
 
 _PACKAGE = "hf_zero.extras"
 _GROUP = "hf_zero.extras"
 _OPTIMIZER = "optimizer."
-LAST_STAGE = 3
 INSTALL = "install it (hf_zero's own come with the whole package)"
 
 # What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order. What begins with
@@ -58,73 +56,6 @@ class ExtraMissing(ImportError):
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"the extra {name!r} is not installed ({reason})")
         self.name = name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSection:
-    """A section of ds.json; `path` is a key of the top level, or `hf_zero.KEY`."""
-
-    path: str
-    kind: type[Section]
-    doc: str
-
-
-@dataclass(slots=True)
-class Examined:
-    """What there is to say of an extra's sections; no policy where they ask for nothing, or have problems."""
-
-    problems: list[Problem] = field(default_factory=list)
-    remarks: list[Remark] = field(default_factory=list)
-    policy: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The batch sizes of a config whose extra decides them; none where it has problems."""
-
-    batch: BatchPolicy | None = None
-    problems: tuple[Problem, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerType:
-    """A type of the optimizer section.
-
-    Attributes:
-        name: as it is spelled; found in any case.
-        arguments: what `params` may have, with what checks each.
-        highest_stage: the last ZeRO stage at which it works.
-        made_by: "module:class" of the torch optimizer.
-    """
-
-    name: str
-    arguments: Mapping[str, Check]
-    made_by: str
-    highest_stage: int = LAST_STAGE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extra:
-    """What an extra tells the core. Its package is imported by those who only look at a config: without torch.
-
-    Attributes:
-        sections: of ds.json.
-        examine: looks at a whole config; a section that is not there, or wrong as a whole, is None. Features are made
-            where there is a policy.
-        features: "module:function" of model and `Resolved`, which returns a TrainingFeature or None.
-        sizes: decides batch sizes by config, number of data ranks, whether the author has written the value at a path,
-            and ranks per tensor group; None where the config leaves them alone.
-        optimizers: types of the optimizer section.
-        services: what else the core calls by a name of its own -> "module:function".
-    """
-
-    name: str
-    sections: tuple[OwnSection, ...] = ()
-    examine: Callable[[Root], Examined] | None = None
-    features: tuple[str, ...] = ()
-    sizes: Callable[[Root, int, Callable[[str], bool], int], Sizes | None] | None = None
-    optimizers: tuple[OptimizerType, ...] = ()
-    services: Mapping[str, str] = field(default_factory=dict)
 
 
 def loaded(target: str) -> Any:
@@ -186,7 +117,7 @@ def service(name: str) -> Any:
 
 def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
     """What the extras that a config asks for do under this name."""
-    for extra in schema_for(tree)[0].extras:
+    for extra in schema_for(tree)[0].features:
         if name in extra.services:
             yield loaded(extra.services[name])
 
@@ -202,11 +133,14 @@ def section_names() -> tuple[str, ...]:
 
 
 def optimizer_type(name: str) -> OptimizerType | None:
-    """The type that an extra adds; None: none does.
+    """The type that the config means by this name, an extra's included; None: there is none.
 
     Raises:
         ExtraMissing: the extra is not there.
     """
+    kind = known_type(name)
+    if kind is not None:
+        return kind
     extra = extra_asked_by(_OPTIMIZER + name)
     types = () if extra is None else extra.optimizers
     return next((each for each in types if each.name.lower() == name.lower()), None)
@@ -265,7 +199,7 @@ def whole_schema() -> type[Root]:
 
 @functools.cache
 def schema_with(extras: tuple[Extra, ...]) -> type[Root]:
-    """The core's sections and those of `extras`, which every config of this class has in `extras`."""
+    """The core's sections and those of `extras`, whose `features` are these and the core's."""
     if not extras:
         return Root
     fields: dict[str, Any] = {}
@@ -277,5 +211,5 @@ def schema_with(extras: tuple[Extra, ...]) -> type[Root]:
         own = create_model("HfZero", __base__=HfZero, __doc__=HfZero.__doc__, **ours)
         fields["hf_zero"] = (own | None, detail(None, Root.model_fields["hf_zero"].description or ""))
     schema = create_model("Root", __base__=Root, __doc__=Root.__doc__, **fields)
-    schema.extras = extras
+    schema.features = (*extras, *Root.features)
     return schema

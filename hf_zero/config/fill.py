@@ -7,18 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.config.choices.optimizer import optimizer_takes
 from hf_zero.config.errors import Edit, Other, Problem
 from hf_zero.config.left_out import left_out
 from hf_zero.config.offers import Offer, offers
 from hf_zero.config.sources import ConfigDict, Source, dotted, is_auto, is_open, leaves, source_in
 from hf_zero.config.views import TrainingView, Views
 
-_ADAMS = ("adam", "adamw", "lamb", "lion", "nadam", "radam", "adamax", "muon", "muadam", "muadamw")
-# Arguments that TrainingArguments has for Adam, and who takes them.
-_TAKEN_BY = {
-    "optimizer.params.betas": _ADAMS,
-    "optimizer.params.eps": (*_ADAMS, "adagrad", "adadelta", "rmsprop", "adafactor"),
-}
+# Arguments that TrainingArguments has for Adam, and not every optimizer takes.
+_OF_ADAM = ("optimizer.params.betas", "optimizer.params.eps")
 
 
 @dataclass(slots=True)
@@ -140,7 +137,9 @@ def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, of
 
 def _is_foreign(config: Mapping[str, Any], path: str) -> bool:
     """Whether the optimizer or schedule in the config does not take the argument that somebody offers."""
-    takers = _TAKEN_BY.get(path)
-    section = config.get("optimizer")
+    section = config.get("optimizer") if path in _OF_ADAM else None
     kind = section.get("type") if isinstance(section, Mapping) else None
-    return takers is not None and isinstance(kind, str) and kind.lower() not in takers
+    if not isinstance(kind, str) or not isinstance(section, Mapping):
+        return False
+    params = section.get("params")
+    return not optimizer_takes(kind, params if isinstance(params, Mapping) else {}, path.rpartition(".")[2])

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
+from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
+from hf_zero.config.policies import Resolved
 from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
-from hf_zero.config.schema.training import ActivationCheckpointing, Aio, Checkpoint
+from hf_zero.config.schema.training import Aio, Checkpoint
 from hf_zero.config.schema.zero import Zero
 from hf_zero.config.translate import translate
 from hf_zero.config.validate import validate
@@ -71,18 +73,18 @@ class DeepSpeedFP16Config(Fp16):
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    return _section(DeepSpeedZeroConfig, param_dict, "zero_optimization")
+    return section_of(DeepSpeedZeroConfig, param_dict, "zero_optimization")
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    return _section(DeepSpeedBF16Config, param_dict, "bf16")
+    return section_of(DeepSpeedBF16Config, param_dict, "bf16")
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    return _section(DeepSpeedFP16Config, param_dict, "fp16")
+    return section_of(DeepSpeedFP16Config, param_dict, "fp16")
 
 
-def _section(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
+def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
     """One section of a config in whatever spelling DeepSpeed takes; nothing else of the config is looked at.
 
     Raises:
@@ -121,14 +123,23 @@ class ConfigView:
         Raises:
             ConfigError: with all problems at once.
         """
-        self._param_dict = load_config(config)
+        self._param_dict: Mapping[str, Any] = load_config(config)
         findings = examine(self._param_dict, Views(world_size=world_size))
         if findings.problems:
             raise ConfigError(findings.problems)
         self.world_size = world_size
         self._take(findings)
 
-    def _take(self, findings: Findings) -> None:
+    @classmethod
+    def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
+        """Of a config that has been resolved already."""
+        view = cls.__new__(cls)
+        view._param_dict = resolved.raw
+        view.world_size = world_size
+        view._take(resolved)
+        return view
+
+    def _take(self, findings: Findings | Resolved) -> None:
         root, batch = findings.config, findings.batch
         assert batch is not None
         self._root = root
@@ -160,7 +171,7 @@ class ConfigView:
         self.use_node_local_storage = checkpoint.use_node_local_storage
         self._take_choices(findings)
 
-    def _take_choices(self, findings: Findings) -> None:
+    def _take_choices(self, findings: Findings | Resolved) -> None:
         optimizer, scheduler = findings.optimizer, findings.scheduler
         self.optimizer_name = None if optimizer is None else optimizer.type.lower()
         self.optimizer_params = None if optimizer is None else dict(optimizer.params)

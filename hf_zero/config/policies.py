@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_zero.config.features.profiling import ProfilingPolicy
 from hf_zero.config.sources import Source
 
+if TYPE_CHECKING:
+    from hf_zero.config.schema.fields import S
+    from hf_zero.config.schema.root import Root
+    from hf_zero.config.schema.training import Aio
+    from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
+
 DtypeName = Literal["fp32", "bf16", "fp16"]
-OffloadDevice = Literal["cpu", "nvme"]
 OptimizerSees = Literal["whole_tensors", "flat_shards"]
 
 
@@ -60,80 +64,6 @@ class PrecisionPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherPolicy:
-    """Stage 3: how much of the parameters may be whole at once, and when. Sizes in elements."""
-
-    max_live_numel: int  # most that stays gathered after its use
-    max_reuse_numel: int  # keep what is used again after at most so much else was gathered
-    prefetch_numel: int  # gathered ahead, in whole units; 0: nothing is
-    follows_plans: bool = True  # in the order of the last pass that all ranks have run alike, without asking
-    persistence_numel: int  # parameters up to this size stay gathered ...
-    model_persistence_numel: int  # ... as long as they are no more than this in all
-    leaf_classes: tuple[str, ...]  # modules of these classes, ...
-    leaf_names: tuple[str, ...]  # ... with these names, ...
-    leaf_suffixes: tuple[str, ...]  # ... or names that end so, are gathered as one unit
-    whole_on_save: bool  # saving the model gathers whole weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedbackPolicy:
-    """LoCo: what quantised messages leave out is added to later ones."""
-
-    beta: float  # how much of the old average of errors stays
-    reset_after: int  # reductions until errors are forgotten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WirePolicy:
-    """Stage 3: what travels between ranks in fewer bits (ZeRO++)."""
-
-    rounds_weights: bool = False  # gathers around use bring weights rounded to 8 bits
-    stores_frozen: bool = False  # frozen weights are kept in 8 bits, and gathered so
-    gradient_bits: int | None = None  # 8 or 4, of gradients on their way; None: all
-    feedback: FeedbackPolicy | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePolicy:
-    """How files of an NVMe drive are read and written."""
-
-    block_bytes: int = 1 << 20  # of one request
-    queue_depth: int = 8  # requests under way per thread group
-    thread_groups: int = 1
-
-    @property
-    def num_threads(self) -> int:
-        """Each has one request under way."""
-        return self.queue_depth * self.thread_groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOffload:
-    """Where masters and optimizer states are kept, and the reduced gradients with them."""
-
-    device: OffloadDevice
-    folder: str | None  # on the NVMe drive
-    pinned: bool  # page-locked host memory
-    buffer_count: int  # vectors of one sub-group that are in memory at once, for each stage of the pipeline
-    reads_ahead: bool  # the next sub-group is read during an update
-    writes_behind: bool  # the last sub-group is written during an update
-    writes_first: bool  # states are written once before the first step
-    ratio: float  # of the elements that are kept there; the rest stays on the training device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterOffload:
-    """Where stage 3 keeps the shards of parameters. Sizes in elements."""
-
-    device: OffloadDevice
-    folder: str | None
-    pinned: bool
-    buffer_count: int  # shards that are in memory on their way, at most
-    buffer_numel: int  # of all of them
-    host_numel: int  # so many stay in host memory although the place is NVMe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPolicy:
     """What is sharded, and in pieces of which size it travels."""
 
@@ -146,12 +76,23 @@ class ZeroPolicy:
     sparse_gradients: bool = False  # sum embeddings by the rows that are not zero
     require_all_gradients: bool  # a trainable parameter without gradient is an error
     sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints; 0: uncut
-    gather: GatherPolicy
-    wire: WirePolicy = WirePolicy()
+    keys: Zero  # the section itself, of which most is read as it is
+    follows_plans: bool = True  # stage 3 gathers in the order of the last pass that all ranks have run alike, unasked
+    gradient_bits: int | None = None  # stage 3: 8 or 4, of gradients on their way; None: all
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
-    offload_optimizer: OptimizerOffload | None = None
-    offload_param: ParameterOffload | None = None
-    files: FilePolicy = FilePolicy()
+    offload_optimizer: OffloadOptimizer | None = None  # None: on the device
+    offload_param: OffloadParam | None = None
+    files: Aio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitPolicy:
+    """What `zero.Init` takes from a config."""
+
+    precision: PrecisionPolicy
+    shard_size: int | Literal["host"] | None
+    offload: OffloadParam | None
+    files: Aio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,55 +121,6 @@ class SchedulerPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggingPolicy:
-    """How much the engine says."""
-
-    level: str | None  # debug, info, warning, error, critical; None: leave the logger alone
-    steps_per_print: int | None  # a line every so many updates; None: never
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointPolicy:
-    """What saving and loading do beyond their arguments."""
-
-    tag_validation: Literal["Ignore", "Warn", "Fail"] = "Warn"  # when ranks name the tag differently
-    load_universal: bool = False  # read what `latest_universal` names
-    node_local: bool = False  # every node has a folder of its own
-    in_background: bool = False  # training goes on while files are written
-    round_robin: bool = False  # files of stages 1 and 2 in the order of round_robin_gradients
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompatibilityPolicy:
-    """Where the user asked for DeepSpeed's or DistributedDataParallel's behaviour (docs/differences.md)."""
-
-    broadcast_buffers: bool = False  # rank 0's, after every update
-    decay_biases_and_norms: bool = False  # one param group of all parameters under Trainer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationsPolicy:
-    """What checkpointed calls keep for backward: where, and what is measured meanwhile."""
-
-    on_host: bool = False
-    partition: bool = False  # over ranks that have the same inputs
-    contiguous: bool = False  # in one buffer
-    number: int | None = None  # calls that it has room for; None: as many as layers are checkpointed
-    synchronize: bool = False
-    profile: bool = False
-
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeaturesPolicy:
-    """What acts while a model trains; extras have policies of their own."""
-
-    activations: ActivationsPolicy | None = None
-    tiled_mlp: bool = False  # dense MLPs run over a few tokens at a time
-    tiled_loss: bool = False  # head and loss do
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """The value of one key in the end, and where it came from."""
 
@@ -247,15 +139,11 @@ class Resolved:
     gradients: GradientPolicy
     optimizer: OptimizerPolicy | None
     scheduler: SchedulerPolicy | None
-    logging: LoggingPolicy
-    checkpoint: CheckpointPolicy = CheckpointPolicy()
-    compatibility: CompatibilityPolicy = CompatibilityPolicy()
-    features: FeaturesPolicy = FeaturesPolicy()
-    extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each that is switched on
-    extra_features: tuple[str, ...] = ()  # "module:function", what makes their training features
-    profiling: ProfilingPolicy = ProfilingPolicy()
+    extras: Mapping[str, Any] = field(default_factory=dict)  # by name: the policy of each feature that is switched on
+    features: tuple[str, ...] = ()  # "module:function", what makes their training features
     sequence_size: int = 1  # ranks that share each sequence
     tensor_size: int = 1  # ranks that hold parts of the same matrices
+    config: Root  # as it is checked and typed; see `section`
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
     notes: tuple[str, ...]  # remarks on single keys: settings that change nothing, old names, autos left open
     warnings: tuple[str, ...] = ()  # settings that ask for something that does not happen, each with the reason
@@ -265,3 +153,7 @@ class Resolved:
     def samples_per_update(self) -> int:
         """Different ones: those that a tensor group sees count once."""
         return self.batch.train_batch_size // self.tensor_size
+
+    def section(self, kind: type[S]) -> S:
+        """The section of this class, with its defaults where the config has none."""
+        return self.config.section(kind)

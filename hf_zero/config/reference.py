@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pydantic.fields import FieldInfo
 
@@ -12,6 +12,7 @@ from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema import Section, Verdict
 from hf_zero.config.schema.fields import ALL_STAGES
 from hf_zero.config.schema.names import subsection, verdict_of
+from hf_zero.config.schema.root import HfZero, Root
 
 _HEAD = """\
 # Every key of ds.json
@@ -42,7 +43,8 @@ def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
     yield f"## {title}\n"
     yield "| key | default | status | meaning |\n|---|---|---|---|"
     below: list[tuple[str, type[Section]]] = []
-    for name, field in section.model_fields.items():
+    for name in sorted(section.model_fields, key=_place(section)):
+        field = section.model_fields[name]
         yield _row(prefix + name, field)
         inner = subsection(field)
         if inner is not None and inner.model_fields:
@@ -50,6 +52,13 @@ def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
     yield ""
     for path, inner in below:
         yield from _section(f"`{path}`", f"{path}.", inner)
+
+
+def _place(section: type[Section]) -> Callable[[str], int]:
+    """Keys of a section itself come before those that features add to it, and these before those of extras."""
+    core = next((kind for kind in (Root, HfZero) if issubclass(section, kind)), section)
+    own = vars(core).get("__annotations__", {})
+    return lambda name: 0 if name in own else 1 if name in core.model_fields else 2
 
 
 def _row(path: str, field: FieldInfo) -> str:

@@ -6,33 +6,31 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, TypeVar, cast
 
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
-from hf_zero.config.choices.offload import file_policy, optimizer_offload, parameter_offload
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
 from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
 from hf_zero.config.errors import ConfigError, Problem, Remark
-from hf_zero.config.extras import Sizes, extra_named
-from hf_zero.config.features.activations import resolve_features
-from hf_zero.config.features.profiling import profiling_policy
+from hf_zero.config.extras import extra_named
+from hf_zero.config.features import Sizes
 from hf_zero.config.fill import fill, filled
-from hf_zero.config.policies import FeaturesPolicy
 from hf_zero.config.provenance import Origins, record, with_origins
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.training import Aio, Checkpoint
-from hf_zero.config.schema.zero import LeafModule, Zero
+from hf_zero.config.schema.training import Aio
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
 from hf_zero.config.verdicts import judge
 from hf_zero.config.views import AcceleratorView, ModelView, TrainingView, Views
 
+Place = TypeVar("Place", OffloadOptimizer, OffloadParam)
 _BATCH_KEYS = (TRAIN, MICRO, STEPS)
 
 
@@ -85,8 +83,7 @@ class Findings:
     batch: policies.BatchPolicy | None  # None: it does not follow from what is known
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
-    features: FeaturesPolicy
-    extras: Mapping[str, Any]  # by name: policies of those that are switched on
+    extras: Mapping[str, Any]  # by name: policies of the features that are switched on
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
@@ -141,8 +138,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     problems += found
     scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
     problems += found
-    features = resolve_features(config, remarks)
-    extras = {extra.name: extra.examine(config) for extra in config.extras if extra.examine is not None}
+    extras = {extra.name: extra.examine(config) for extra in config.features if extra.examine is not None}
     problems += [problem for examined in extras.values() for problem in examined.problems]
     remarks += [remark for examined in extras.values() for remark in examined.remarks]
     if config.hf_zero is not None and config.hf_zero.strict:
@@ -152,7 +148,6 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         batch=batch,
         optimizer=optimizer,
         scheduler=scheduler,
-        features=features,
         extras={name: examined.policy for name, examined in extras.items() if examined.policy is not None},
         problems=tuple(with_origins(problems, origins)),
         remarks=tuple(remarks),
@@ -166,7 +161,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
 
 def _decided_sizes(config: Root, data_ranks: int, origins: Origins, tensor_size: int) -> Iterator[Sizes]:
     """Of the extras that decide batch sizes."""
-    for extra in config.extras:
+    for extra in config.features:
         sizes = extra.sizes(config, data_ranks, origins.is_written, tensor_size) if extra.sizes is not None else None
         if sizes is not None:
             yield sizes
@@ -213,24 +208,20 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     return policies.Resolved(
         batch=batch,
         precision=_precision(config, findings.sequence_size),
-        zero=_zero(config.zero_optimization or Zero(), config.aio or Aio(), config.hf_zero or HfZero(), config),
+        zero=_zero(config.section(Zero), config.section(Aio), config.section(HfZero), config),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
-        logging=policies.LoggingPolicy(
-            level=config.log_level,
-            steps_per_print=config.steps_per_print,
-        ),
-        checkpoint=_checkpoint(config),
-        compatibility=compatibility(config),
-        features=findings.features,
         extras=findings.extras,
-        extra_features=tuple(
-            feature for extra in config.extras if extra.name in findings.extras for feature in extra.features
+        features=tuple(
+            target
+            for extra in config.features
+            if extra.name in findings.extras
+            for target in extra.features
         ),
-        profiling=profiling_policy(config),
         sequence_size=findings.sequence_size,
         tensor_size=findings.tensor_size,
+        config=config,
         raw=cast("dict[str, object]", raw),
         notes=findings.notes,
         warnings=findings.warnings,
@@ -238,31 +229,24 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     )
 
 
-def resolve_precision(raw: Mapping[str, object]) -> policies.PrecisionPolicy:
-    """Only the dtypes, from a config that may still have open ends (a model is built before all is known)."""
-    findings = examine(raw, Views(world_size=1), complete=False)
-    wrong = [problem for problem in findings.problems if problem.path.startswith(("bf16", "fp16", "data_types"))]
-    if wrong:
-        raise ConfigError(wrong)
-    return _precision(findings.config)
+def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]) -> policies.InitPolicy:
+    """What a model that is being built has to know, from a config that may still have open ends.
 
-
-def resolve_offload(raw: Mapping[str, object]) -> tuple[policies.ParameterOffload | None, policies.FilePolicy]:
-    """Only where parameters are kept, from a config that may still have open ends."""
-    config = examine(raw, Views(world_size=1), complete=False).config
-    zero = config.zero_optimization or Zero()
-    return parameter_offload(zero.offload_param if zero.stage == 3 else None), file_policy(config.aio or Aio())
-
-
-def resolve_shard_size(
-    raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]
-) -> int | Literal["host"] | None:
-    """Only over which groups stage 3 shards parameters, from a config that may still have open ends."""
+    Raises:
+        ConfigError: for what is wrong with dtypes and shard groups; the rest is said when all is known.
+    """
     findings = examine(raw, Views(world_size=world_size, host_sizes=host_sizes), complete=False)
-    wrong = [problem for problem in findings.problems if problem.path in GROUP_KEYS]
+    dtypes = ("bf16", "fp16", "data_types")
+    wrong = [one for one in findings.problems if one.path in GROUP_KEYS or one.path.startswith(dtypes)]
     if wrong:
         raise ConfigError(wrong)
-    return shard_size_in(findings.config.zero_optimization or Zero(), findings.config.hf_zero or HfZero())
+    config, zero = findings.config, findings.config.section(Zero)
+    return policies.InitPolicy(
+        precision=_precision(config),
+        shard_size=shard_size_in(zero, config.section(HfZero)),
+        offload=_placed(zero.offload_param if zero.stage == 3 else None),
+        files=config.section(Aio),
+    )
 
 
 def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
@@ -281,26 +265,6 @@ def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
     return findings.extras.get(name)
 
 
-def compatibility(config: Root) -> policies.CompatibilityPolicy:
-    """The section hf_zero as a policy."""
-    own = config.hf_zero or HfZero()
-    return policies.CompatibilityPolicy(
-        broadcast_buffers=own.broadcast_buffers, decay_biases_and_norms=own.decay_biases_and_norms
-    )
-
-
-def _checkpoint(config: Root) -> policies.CheckpointPolicy:
-    section, zero = config.checkpoint or Checkpoint(), config.zero_optimization or Zero()
-    own = (config.hf_zero or HfZero()).checkpoint
-    return policies.CheckpointPolicy(
-        tag_validation=section.tag_validation,
-        load_universal=section.load_universal,
-        node_local=section.use_node_local_storage,
-        in_background=own is not None and getattr(own, "async"),  # a keyword of Python
-        round_robin=zero.round_robin_gradients,
-    )
-
-
 def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
     return policies.ZeroPolicy(
         stage=zero.stage,
@@ -312,38 +276,19 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         sparse_gradients=root.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
-        gather=_gather(zero, zero.leaf_module or LeafModule(), own),
-        wire=_wire(zero, own),
-        optimizer_sees=own.optimizer_sees,
-        offload_optimizer=optimizer_offload(zero.offload_optimizer),
-        offload_param=parameter_offload(zero.offload_param if zero.stage == 3 else None),
-        files=file_policy(aio),
-    )
-
-
-def _wire(zero: Zero, own: HfZero) -> policies.WirePolicy:
-    loco = zero.zeropp_loco_param
-    return policies.WirePolicy(
-        rounds_weights=zero.zero_quantized_weights,
-        stores_frozen=zero.zero_quantized_nontrainable_weights,
-        gradient_bits=own.quantized_gradient_bits if zero.zero_quantized_gradients else None,
-        feedback=None if loco is None else policies.FeedbackPolicy(beta=loco.err_beta, reset_after=loco.reset_T),
-    )
-
-
-def _gather(zero: Zero, leaf: LeafModule, own: HfZero) -> policies.GatherPolicy:
-    return policies.GatherPolicy(
+        keys=zero,
         follows_plans=own.gather_order == "planned",
-        max_live_numel=zero.stage3_max_live_parameters,
-        max_reuse_numel=zero.stage3_max_reuse_distance,
-        prefetch_numel=zero.stage3_prefetch_bucket_size,
-        persistence_numel=zero.stage3_param_persistence_threshold,
-        model_persistence_numel=zero.stage3_model_persistence_threshold,
-        leaf_classes=tuple(leaf.classes),
-        leaf_names=tuple(leaf.names),
-        leaf_suffixes=tuple(leaf.name_suffixes),
-        whole_on_save=zero.stage3_gather_16bit_weights_on_model_save,
+        gradient_bits=own.quantized_gradient_bits if zero.stage == 3 and zero.zero_quantized_gradients else None,
+        optimizer_sees=own.optimizer_sees,
+        offload_optimizer=_placed(zero.offload_optimizer),
+        offload_param=_placed(zero.offload_param if zero.stage == 3 else None),
+        files=aio,
     )
+
+
+def _placed(section: Place | None) -> Place | None:
+    """None where the section leaves things on the device."""
+    return None if section is None or section.device in (None, "none") else section
 
 
 def _precision(config: Root, sequence_size: int = 1) -> policies.PrecisionPolicy:

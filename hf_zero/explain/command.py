@@ -89,7 +89,7 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
 
 def _by_extras(findings: Findings) -> Iterator[Any]:
     """What the extras of a config without problems have to say beside it: functions of findings and --model."""
-    for extra in findings.config.extras if not findings.problems else ():
+    for extra in findings.config.features if not findings.problems else ():
         if "explain" in extra.services and extra.name in findings.extras:
             yield loaded(extra.services["explain"])
 

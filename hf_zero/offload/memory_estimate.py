@@ -91,7 +91,7 @@ def estimate_memory(
     else:
         host += far
     if rest is not None and rest.device == "nvme":
-        share = min(1.0, rest.host_numel / max(1, numel * sharding.kept_rows))
+        share = min(1.0, rest.max_in_cpu / max(1, numel * sharding.kept_rows))
         disk += round(rows * (1 - share))
         host += 0 if on_host else round(rows * share)
         if share < 1.0:
@@ -109,7 +109,7 @@ def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.devic
     Raises:
         DoesNotFit: with both numbers.
     """
-    folders = [place.folder for place in (zero.offload_optimizer, zero.offload_param) if place is not None]
+    folders = [place.nvme_path for place in (zero.offload_optimizer, zero.offload_param) if place is not None]
     folder = next((name for name in folders if name is not None), None)
     available = MemoryEstimate(
         device=runtime_of(device).available() if estimate.device else 0,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.config import FilePolicy, ParameterOffload
+from hf_zero.config import Aio, OffloadParam
 from hf_zero.device.registry import runtime_of
 from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.placement import pins
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_zero.offload.nvme.swap_store import SwapStore
 
 
-def store_of_parameters(policy: ParameterOffload | None, device: torch.device, drive: Drive | None) -> Store:
+def store_of_parameters(policy: OffloadParam | None, device: torch.device, drive: Drive | None) -> Store:
     """For a model on `device`; `drive` is where the policy's folder lies."""
     if policy is None:
         return MemoryStore(runtime_of(device).own)
@@ -29,15 +29,14 @@ def store_of_parameters(policy: ParameterOffload | None, device: torch.device, d
     from hf_zero.offload.nvme.swap_store import BufferPool
 
     pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)
-    return CappedStore(host, policy.host_numel, drive.store(drive.file("parameters"), pool))
+    return CappedStore(host, policy.max_in_cpu, drive.store(drive.file("parameters"), pool))
 
 
-def store_at_init(offload: tuple[ParameterOffload | None, FilePolicy], collectives: Collectives) -> SwapStore | None:
+def store_at_init(policy: OffloadParam | None, files: Aio, collectives: Collectives) -> SwapStore | None:
     """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
-    policy, files = offload
-    if policy is None or policy.device == "cpu" or policy.folder is None:
+    if policy is None or policy.device == "cpu" or policy.nvme_path is None:
         return None
-    folder = policy.folder
+    folder = policy.nvme_path
 
     def open_drive() -> SwapStore:
         from hf_zero.offload.nvme.drive import Drive

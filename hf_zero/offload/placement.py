@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
-from hf_zero.config import OptimizerOffload, ParameterOffload
+from hf_zero.config import OffloadOptimizer, OffloadParam
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import HOST_MEMORY, Memory
 from hf_zero.layout import Bucket, Interval
@@ -58,7 +58,7 @@ def in_memory_placement(device: torch.device) -> Placement:
     return Placement(work=own, masters=store, states=None, gradients=store, staging=staging_in(own, device))
 
 
-def beside_placement(device: torch.device, policy: OptimizerOffload) -> Placement:
+def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placement:
     """Host memory beside `device`; the CPU runs the update. Where `device` is the CPU this is the same place."""
     pinned = pins(policy, device)
     return host_placement(device, MemoryStore(pinned=pinned), None, MemoryStore(pinned=pinned), pinned=pinned)
@@ -75,9 +75,9 @@ def host_placement(
     return Placement(HOST_MEMORY, masters, states, gradients, staging, departures)
 
 
-def pins(policy: OptimizerOffload | ParameterOffload, device: torch.device) -> bool:
+def pins(policy: OffloadOptimizer | OffloadParam, device: torch.device) -> bool:
     """Whether host memory for `device` is page-locked."""
-    return policy.pinned and runtime_of(device).has_own_memory
+    return policy.pin_memory and runtime_of(device).has_own_memory
 
 
 def staging_in(memory: Memory, device: torch.device, *, pinned: bool = False, limit: int = 3) -> StagingPool:

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.kernels.adagrad import AdagradRule, adagrad
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates, refuse_amsgrad
+from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates, has_none_of, refuse_amsgrad
 
 
 class AdagradFamily(Family):
@@ -52,3 +52,9 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
         self.fp32_optimizer_states = fp32_optimizer_states
         self.state_dtype = torch.float32 if fp32_optimizer_states else None
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+
+def family_of_torch_adagrad(optimizer: torch.optim.Optimizer) -> Family | None:
+    """For torch's own class without options that the kernel lacks."""
+    plain = type(optimizer) is torch.optim.Adagrad and has_none_of(optimizer, ("maximize", "differentiable"))
+    return AdagradFamily("sum") if plain else None

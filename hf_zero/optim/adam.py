@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.kernels.adam import AdamRule, adam
+from hf_zero.kernels.adam import AdamRule
+from hf_zero.kernels.adam import adam as run_adam
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates, refuse_amsgrad
+from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, check_rates, has_none_of, refuse_amsgrad
 
 
 class AdamFamily(Family):
@@ -21,7 +22,7 @@ class AdamFamily(Family):
     def update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
-        adam(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip, applied.seed)
+        run_adam(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip, applied.seed)
 
 
 class FusedAdam(ElementwiseOptimizer):
@@ -82,6 +83,37 @@ class DeepSpeedCPUAdam(FusedAdam):
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
         self.fp32_optimizer_states = fp32_optimizer_states
         self.state_dtype = torch.float32 if fp32_optimizer_states else None
+
+
+def adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> torch.optim.Optimizer:
+    """What "Adam" means in ds.json: AdamW, unless `adam_w_mode` is false."""
+    return _section_adam(params, adam_w_mode, **arguments)
+
+
+def adamw(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> torch.optim.Optimizer:
+    """What "AdamW" means in ds.json; as in DeepSpeed `adam_w_mode` changes nothing."""
+    return _section_adam(params, True, **arguments)
+
+
+def _section_adam(
+    params: Iterable[Any], decoupled: bool, torch_adam: bool = False, **arguments: Any
+) -> torch.optim.Optimizer:
+    if torch_adam:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **arguments)
+    return FusedAdam(params, adam_w_mode=decoupled, **arguments)
+
+
+def cpu_adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> DeepSpeedCPUAdam:
+    """What "CPUAdam" means in ds.json, which may say `adam_w_mode` for the class's `adamw_mode`."""
+    return DeepSpeedCPUAdam(params, **{"adamw_mode": adam_w_mode, **arguments})
+
+
+def family_of_torch_adam(optimizer: torch.optim.Optimizer) -> Family | None:
+    """For torch's own classes without options that the kernel lacks."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return None
+    flags = ("amsgrad", "maximize", "capturable", "differentiable")
+    return AdamFamily() if has_none_of(optimizer, flags) else None
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamRule:

@@ -104,6 +104,11 @@ def check_rates(name: str, betas: Sequence[float] = (), **numbers: float) -> Non
         raise ValueError(f"{name} needs {rule}, got {got}")
 
 
+def has_none_of(optimizer: torch.optim.Optimizer, flags: Sequence[str]) -> bool:
+    """Whether no group of a torch optimizer has one of these options switched on."""
+    return not any(group.get(flag) for group in optimizer.param_groups for flag in flags)
+
+
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
     if amsgrad:
         raise ValueError(

@@ -9,27 +9,8 @@ import torch
 
 from hf_zero.config import ConfigError, OptimizerPolicy, Problem
 from hf_zero.config.extras import loaded, optimizer_type
-from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from hf_zero.optim.traits import Traits, family_of
 from hf_zero.precision import Precision
-
-# By lower-case type; the names that ds.json and DeepSpeed's own classes use. Adam and AdamW are a matter of their own.
-_BY_TYPE = {
-    "adam8bit": "hf_zero.optim.adam8:Adam8bit",
-    "adamw8bit": "hf_zero.optim.adam8:AdamW8bit",
-    "fusedadam": "hf_zero.optim.adam:FusedAdam",
-    "cpuadam": "hf_zero.optim.adam:DeepSpeedCPUAdam",
-    "deepspeedcpuadam": "hf_zero.optim.adam:DeepSpeedCPUAdam",
-    "lamb": "hf_zero.optim.lamb:FusedLamb",
-    "fusedlamb": "hf_zero.optim.lamb:FusedLamb",
-    "muon": "hf_zero.optim.muon:Muon",
-    "lion": "hf_zero.optim.lion:FusedLion",
-    "fusedlion": "hf_zero.optim.lion:FusedLion",
-    "cpulion": "hf_zero.optim.lion:DeepSpeedCPULion",
-    "deepspeedcpulion": "hf_zero.optim.lion:DeepSpeedCPULion",
-    "cpuadagrad": "hf_zero.optim.adagrad:DeepSpeedCPUAdagrad",
-    "deepspeedcpuadagrad": "hf_zero.optim.adagrad:DeepSpeedCPUAdagrad",
-}
 
 
 def build_optimizer(
@@ -43,7 +24,9 @@ def build_optimizer(
     Raises:
         ConfigError: for a type that neither we nor torch.optim have, or parameters it does not take.
     """
-    factory, params = _factory(policy)
+    kind = optimizer_type(policy.type)
+    factory = _maker(policy.type, kind.made_by if kind is not None else "")
+    params = dict(policy.params) if kind is None else kind.passed(policy.params)
     if hasattr(factory, "groups_for"):
         groups = factory.groups_for(groups, names or {})
     try:
@@ -54,46 +37,14 @@ def build_optimizer(
         ) from error
 
 
-def _factory(policy: OptimizerPolicy) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
-    params = dict(policy.params)
-    kind = policy.type.lower()
-    if kind in ("adam", "adamw"):
-        decoupled = kind == "adamw" or bool(params.pop("adam_w_mode", True))
-        params.pop("adam_w_mode", None)
-        if params.pop("torch_adam", False):
-            return (torch.optim.AdamW if decoupled else torch.optim.Adam), params
-        return FusedAdam, {**_without_what_is_so_anyway(params), "adam_w_mode": decoupled}
-    if kind in _BY_TYPE:
-        ours = loaded(_BY_TYPE[kind])
-        params = _without_what_is_so_anyway(params)
-        if ours is DeepSpeedCPUAdam and "adam_w_mode" in params:
-            params["adamw_mode"] = params.pop("adam_w_mode")
-        return ours, params
-    found = getattr(torch.optim, policy.type, None)
-    added = optimizer_type(policy.type) if found is None else None
-    if added is not None:
-        return loaded(added.made_by), params
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
-        return found, params
-    raise ConfigError(
-        [
-            Problem(
-                "optimizer.type",
-                policy.type,
-                "is neither one of our optimizers nor a class of torch.optim",
-                'write the class name exactly as torch.optim spells it, for example "SGD"',
-            )
-        ]
-    )
-
-
-def _without_what_is_so_anyway(params: dict[str, Any]) -> dict[str, Any]:
-    """States are always fp32 here, and gradients are always set to None; not every class has the flags for it."""
-    return {
-        key: value
-        for key, value in params.items()
-        if key not in ("fp32_optimizer_states", "set_grad_none", "per_head_muon")
-    }
+def _maker(name: str, made_by: str) -> Callable[..., torch.optim.Optimizer]:
+    """The callable at `made_by`; an older torch may lack a class that we know."""
+    if made_by and not (made_by.startswith("torch.optim:") and not hasattr(torch.optim, made_by.partition(":")[2])):
+        maker: Callable[..., torch.optim.Optimizer] = loaded(made_by)
+        return maker
+    rule = "is neither one of our optimizers nor a class of torch.optim"
+    fix = 'write the class name exactly as torch.optim spells it, for example "SGD"'
+    raise ConfigError([Problem("optimizer.type", name, rule, fix)])
 
 
 def states_per_element(optimizer: torch.optim.Optimizer) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.kernels.sgd import SgdRule, sgd
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.optim.elementwise import Applied, Family
+from hf_zero.optim.elementwise import Applied, Family, has_none_of
 
 
 class SgdFamily(Family):
@@ -29,6 +29,9 @@ class SgdFamily(Family):
         sgd(vectors, rule, applied.scale, applied.skip, applied.seed)
 
 
-def has_no_dampening(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the first step is like every other."""
-    return all(not group["momentum"] or not group["dampening"] for group in optimizer.param_groups)
+def family_of_torch_sgd(optimizer: torch.optim.Optimizer) -> Family | None:
+    """For torch's own class without options that the kernel lacks; dampening would make the first step another one."""
+    if type(optimizer) is not torch.optim.SGD or not has_none_of(optimizer, ("maximize", "differentiable")):
+        return None
+    dampens = any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)
+    return None if dampens else SgdFamily()

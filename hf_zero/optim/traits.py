@@ -9,23 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import cast
 
 import torch
 
 from hf_zero.config import OptimizerSees
+from hf_zero.config.choices.optimizer_types import type_of_class
 from hf_zero.config.extras import loaded
-from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.updater import Peers, Ranks, SubGroup, Updater, WholeStepUpdater
 from hf_zero.optim.whole_tensors import WholeTensorUpdater
-
-# Their update depends on whole matrices, which a flat shard does not have.
-WHOLE_TENSOR_NAMES = ("Muon", "Adafactor", "AdaFactor", "Shampoo", "SOAP", "LARS", "Lamb", "LAMB", "FusedLamb")
-# These cannot run on masters of any shape: what they need does not reach a sharded step.
-_NEEDS = {"LBFGS": "a closure that evaluates the loss again", "SparseAdam": "sparse gradients"}
-_ADAM_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
-_OTHER_FLAGS = ("maximize", "differentiable")
 
 Make = Callable[[Sequence[SubGroup], "Peers | None", "Ranks | None"], Updater]
 
@@ -75,19 +67,13 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
     Args:
         choice: what the config says about optimizers that would run as themselves, and about Adafactor.
     """
-    ours = _built_in(optimizer)
+    ours = _built_in(optimizer, choice)
     if ours is not None:
         return ours
-    sees = Sees.WHOLE_TENSORS if choice == "whole_tensors" else Sees.FLAT_SHARDS
-    if choice is None and _needs_whole_tensors(optimizer):
-        sees = Sees.WHOLE_TENSORS
-    if type(optimizer).__name__ == "Adafactor" and choice != "flat_shards" and _is_plain(optimizer, ()):
-        # None for another class of this name.
-        ours = cast("Traits | None", loaded("hf_zero.optim.adafactor:adafactor_traits")(optimizer))
-        if ours is not None:
-            return ours
-    unmet = next((_NEEDS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _NEEDS), None)
-    return Traits(sees, unmet=unmet)
+    known = [found for kind in type(optimizer).__mro__ if (found := type_of_class(kind)) is not None]
+    is_whole = choice == "whole_tensors" or choice is None and any(kind.whole_tensors for kind in known)
+    unmet = next((kind.needs for kind in known if kind.needs), None)
+    return Traits(Sees.WHOLE_TENSORS if is_whole else Sees.FLAT_SHARDS, unmet=unmet)
 
 
 def runs_natively(optimizer: torch.optim.Optimizer) -> bool:
@@ -102,21 +88,20 @@ def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     """The elementwise rule of this optimizer. Exact classes only: a subclass may do something else."""
-    kind = type(optimizer)
-    own = vars(kind).get("family")
-    if isinstance(own, Family):
-        return own
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return AdamFamily() if _is_plain(optimizer, _ADAM_FLAGS) else None
-    if kind is torch.optim.Adagrad and _is_plain(optimizer, _OTHER_FLAGS):
-        from hf_zero.optim.adagrad import AdagradFamily
+    own = vars(type(optimizer)).get("family")
+    found = own if isinstance(own, Family) else _stand_in(optimizer)
+    return found if isinstance(found, Family) else None
 
-        return AdagradFamily("sum")
-    if kind is torch.optim.SGD and _is_plain(optimizer, _OTHER_FLAGS):
-        from hf_zero.optim.sgd import SgdFamily, has_no_dampening
 
-        return SgdFamily() if has_no_dampening(optimizer) else None
-    return None
+def _stand_in(optimizer: torch.optim.Optimizer) -> Family | Traits | None:
+    """How a class that is not ours is run instead of its own step, which nobody watches."""
+    kind = type_of_class(type(optimizer))
+    if kind is None or not kind.stands_in:
+        return None
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return None
+    found: Family | Traits | None = loaded(kind.stands_in)(optimizer)
+    return found
 
 
 def updater_for(
@@ -140,26 +125,17 @@ def updater_for(
     return WholeStepUpdater(optimizer, sub_groups)
 
 
-def _built_in(optimizer: torch.optim.Optimizer) -> Traits | None:
+def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) -> Traits | None:
     """Of the optimizers that run natively at every stage they have."""
-    family = family_of(optimizer)
-    if family is not None:
-        rule = family
+    rule = family_of(optimizer)
+    if rule is not None:
         return Traits(
             Sees.ELEMENTS,
             lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule),
-            family=family,
+            family=rule,
         )
     described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
-    return None if described is None else described(optimizer)
-
-
-def _needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    return any(ancestor.__name__ in WHOLE_TENSOR_NAMES for ancestor in type(optimizer).__mro__)
-
-
-def _is_plain(optimizer: torch.optim.Optimizer, flags: tuple[str, ...]) -> bool:
-    """Whether nobody watches the optimizer's own step, and none of the flags is set in any group."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
-    return not any(group.get(flag) for group in optimizer.param_groups for flag in flags)
+    if described is not None:
+        return described(optimizer)
+    found = _stand_in(optimizer) if choice != "flat_shards" else None
+    return found if isinstance(found, Traits) else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from hf_zero.config import GatherPolicy
+from hf_zero.config import Zero
 
 _MARK = "_z3_leaf"  # DeepSpeed's name; others look for it
 
@@ -63,14 +63,17 @@ def set_z3_leaf_modules_by_suffix(
     return _mark_each(model, module_name_suffixes, lambda name, suffix: name.endswith(suffix), flag, raise_if_not_found)
 
 
-def mark_leaves(model: nn.Module, policy: GatherPolicy) -> None:
+def mark_leaves(model: nn.Module, policy: Zero) -> None:
     """What zero_optimization.leaf_module asks for; names that a model does not have are no error there."""
-    if policy.leaf_classes:
-        set_z3_leaf_modules(model, policy.leaf_classes, raise_if_not_found=False)
-    if policy.leaf_names:
-        set_z3_leaf_modules_by_name(model, policy.leaf_names, raise_if_not_found=False)
-    if policy.leaf_suffixes:
-        set_z3_leaf_modules_by_suffix(model, policy.leaf_suffixes, raise_if_not_found=False)
+    wanted = policy.leaf_module
+    if wanted is None:
+        return
+    if wanted.classes:
+        set_z3_leaf_modules(model, wanted.classes, raise_if_not_found=False)
+    if wanted.names:
+        set_z3_leaf_modules_by_name(model, wanted.names, raise_if_not_found=False)
+    if wanted.name_suffixes:
+        set_z3_leaf_modules_by_suffix(model, wanted.name_suffixes, raise_if_not_found=False)
 
 
 def _mark_each(

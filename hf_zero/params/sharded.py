@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from hf_zero.comm import ParallelGroups, Pending
-from hf_zero.config import GatherPolicy, WirePolicy
+from hf_zero.config import Zero
 from hf_zero.offload.placement import Placements
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
@@ -42,13 +42,14 @@ class ShardedParameters(ParameterStore):
         module: nn.Module,
         trained: Trained,
         precision: Precision,
-        policy: GatherPolicy,
+        policy: Zero,
         groups: ParallelGroups,
         placements: Placements,
-        wire: WirePolicy | None = None,
+        *,
+        follows_plans: bool,
     ) -> None:
         """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
-        builder = UnitBuilder(module, trained, precision, groups, placements, wire)
+        builder = UnitBuilder(module, trained, precision, groups, placements, policy)
         _retire_earlier_stores(builder.everything)
         mark_leaves(module, policy)
         gathered_modules = find_gathered_modules(module)
@@ -57,8 +58,8 @@ class ShardedParameters(ParameterStore):
         layout, buckets = builder.lay_out(self._in_reduce_order)
         super().__init__(layout, trained.parameters, buckets, placements)
         self.negotiation = groups.gather.negotiation
-        self.negotiation.follows &= policy.follows_plans
-        self.max_live_numel = policy.max_live_numel
+        self.negotiation.follows &= follows_plans
+        self.max_live_numel = policy.stage3_max_live_parameters
         self._module = module
         self._groups = groups
         self._buffers = GatherBuffers(self.device)
@@ -188,12 +189,12 @@ class ShardedParameters(ParameterStore):
         return [self._order.first_use.get(unit, -1) for unit, _ in self._in_reduce_order]
 
 
-def _plan_by(policy: GatherPolicy) -> partial[GatherPlan]:
+def _plan_by(policy: Zero) -> partial[GatherPlan]:
     return partial(
         plan_gathers,
-        max_live_numel=policy.max_live_numel,
-        max_reuse_numel=policy.max_reuse_numel,
-        prefetch_numel=policy.prefetch_numel,
+        max_live_numel=policy.stage3_max_live_parameters,
+        max_reuse_numel=policy.stage3_max_reuse_distance,
+        prefetch_numel=policy.stage3_prefetch_bucket_size,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import ParallelGroups
 from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages
-from hf_zero.config import GatherPolicy, WirePolicy
+from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import (
     ALIGN_NUMEL,
@@ -51,7 +51,7 @@ class UnitBuilder:
         precision: Precision,
         groups: ParallelGroups,
         placements: Placements,
-        wire: WirePolicy | None = None,
+        wire: Zero | None = None,
     ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         inside = list(module.parameters())
@@ -62,20 +62,20 @@ class UnitBuilder:
         self._precision = precision
         self._groups = groups
         self._placements = placements
-        self._wire = wire if wire is not None and groups.shard.size > 1 else WirePolicy()  # alone, nothing travels
+        self._wire = wire if wire is not None and groups.shard.size > 1 else Zero()  # alone, nothing travels
         self._device = placements.device
         self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
 
     # Units
 
-    def choose_persistent(self, policy: GatherPolicy) -> set[int]:
+    def choose_persistent(self, policy: Zero) -> set[int]:
         """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
         outside = [id(parameter) not in self._names for parameter in self.everything]
         stays = stay_gathered(
             [parameter.numel() for parameter in self.everything],
             outside,
-            largest=policy.persistence_numel,
-            budget=policy.model_persistence_numel,
+            largest=policy.stage3_param_persistence_threshold,
+            budget=policy.stage3_model_persistence_threshold,
         )
         return {id(parameter) for parameter, chosen in zip(self.everything, stays, strict=True) if chosen}
 
@@ -101,12 +101,12 @@ class UnitBuilder:
 
     def _stores(self, parameter: nn.Parameter) -> bool:
         """Whether it is kept as a message, which what is trained is not: so it is in a part of its own."""
-        return self._wire.stores_frozen and self._group_of(parameter) is None
+        return self._wire.zero_quantized_nontrainable_weights and self._group_of(parameter) is None
 
     def _form_of(self, parameters: Sequence[nn.Parameter]) -> PlainRows:
         if self._stores(parameters[0]):
             return StoredMessages()
-        return RoundedRows() if self._wire.rounds_weights else PlainRows()
+        return RoundedRows() if self._wire.zero_quantized_weights else PlainRows()
 
     def _build_parts(self, parameters: Sequence[nn.Parameter], persistent_in: Store | None = None) -> list[UnitPart]:
         """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from hf_zero.config import ConfigDict, ConfigError, Resolved, TrainingView, Views, examine, load_config, resolve
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.checks import model_dtype
+from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 from hf_zero.config.sources import is_auto
 from hf_zero.planning.model import PlannedModel
 
@@ -265,13 +266,17 @@ def given_config(config: ConfigDict, training: Training) -> ConfigDict:
     return found
 
 
+def _place_of(section: OffloadOptimizer | OffloadParam | None) -> Literal["cpu", "nvme"] | None:
+    return None if section is None else "nvme" if section.device == "nvme" else "cpu"
+
+
 def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
     """The candidate that a user's ds.json is."""
     zero = answers.zero
     return Candidate(
         zero.stage,
-        optimizer=None if zero.offload_optimizer is None else zero.offload_optimizer.device,
-        parameters=None if zero.offload_param is None else zero.offload_param.device,
+        optimizer=_place_of(zero.offload_optimizer),
+        parameters=_place_of(zero.offload_param),
         checkpointing=checkpointing,
         copy_per_host=zero.shard_size == "host",
         second_shard=zero.gather_size if isinstance(zero.gather_size, int) else 1,

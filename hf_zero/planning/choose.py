@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, resolve
+from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.tiling import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
 from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
@@ -141,7 +143,8 @@ def given_estimates(
         sequence_size=training.sequence_parallel,
         tensor_size=training.tensor_parallel,
     )
-    tiling = Tiling(mlp=answers.features.tiled_mlp, loss=answers.features.tiled_loss)
+    keys = answers.section(TilingKeys)
+    tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         found = _estimated(model, hardware, training, answers, seen, size, checkpointing=checkpointing)
@@ -208,8 +211,8 @@ def _estimated(
     """What an `Estimate` has beside candidate and config."""
     setting = setting_of(answers, size, hardware)
     memory = rank_memory(model, setting, seen)
-    activations = answers.features.activations
-    if checkpointing and activations is not None and activations.on_host and hardware.separate:
+    on_host = answers.section(ActivationCheckpointing).cpu_checkpointing
+    if checkpointing and on_host and hardware.separate:
         memory = memory.with_activations_on_host(kept_by_layers(model, training))
     seconds, bound = _step(model, hardware, training, answers, seen, recomputes=checkpointing)
     exchanges = _exchanges(hardware, training, seen, training.accumulation)
@@ -234,7 +237,7 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
     sizes = Sizes(
         gathered=whole,
         trained=model.num_trained,
-        kept=min(whole, answers.zero.gather.max_live_numel),
+        kept=min(whole, answers.zero.keys.stage3_max_live_parameters),
         weight_bytes=size,
         gradient_bytes=size,
     )
@@ -246,8 +249,8 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         accumulation=answers.batch.accumulation_steps,
         shard=shard_ranks(answers, hardware),
         second_shard=second_shard(answers, hardware),
-        quantized_weights=answers.zero.wire.rounds_weights and answers.zero.stage == 3,
-        gradient_bits=answers.zero.wire.gradient_bits if answers.zero.stage == 3 else None,
+        quantized_weights=answers.zero.keys.zero_quantized_weights and answers.zero.stage == 3,
+        gradient_bits=answers.zero.gradient_bits,
         hops=2 if answers.zero.hops == 2 else 1,
     )
     return traffic_of(sizes, wiring)
@@ -296,7 +299,7 @@ def _step(
         second_shard=second_shard(answers, hardware),
         tensor=training.tensor_parallel,
         exchange=(exchange["forward"], exchange["backward"]),
-        gathers=zero.gather,
+        gathers=zero.keys,
         agreement=_agreement(answers, hardware),
     )
     step = simulate(machine, shape, setup)
@@ -306,7 +309,7 @@ def _step(
 def _agreement(answers: Resolved, hardware: Hardware) -> Literal["plan", "memory", "messages"]:
     if not hardware.separate and hardware.hosts == 1:
         return "memory"
-    return "plan" if answers.zero.gather.follows_plans else "messages"
+    return "plan" if answers.zero.follows_plans else "messages"
 
 
 def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:

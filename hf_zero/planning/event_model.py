@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-from hf_zero.config import resolve
-from hf_zero.config.policies import GatherPolicy
+from hf_zero.config import Zero, resolve
 from hf_zero.params.gather_plan import Use, plan_gathers
 
 LANES = ("compute", "collectives", "in", "out", "host", "disk", "exchange", "messages")
@@ -72,9 +71,9 @@ class Shape:
 
 
 @cache
-def default_gathers() -> GatherPolicy:
+def default_gathers() -> Zero:
     """Of stage 3 where ds.json says nothing."""
-    return resolve({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}, world_size=1).zero.gather
+    return resolve({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}, world_size=1).zero.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class Setup:
     second_shard: int = 1  # of stage 3: ranks of a host that gather around use (hpZ); 1: all that share the states
     tensor: int = 1  # consecutive ranks that hold parts of the same matrices; the others share the states
     exchange: tuple[float, float] = (0.0, 0.0)  # seconds of a forward and of a backward in which activations travel
-    gathers: GatherPolicy = field(default_factory=default_gathers)
+    gathers: Zero = field(default_factory=default_gathers)
     agreement: Literal["plan", "memory", "messages"] = "plan"
 
     @property
@@ -266,9 +265,9 @@ class _Passes:
         self._numel = max(1, round(shape.parameters / shape.units))
         self._plan = plan_gathers(
             [Use((unit,), self._numel, has_trained=True, reads_in_backward=True) for unit in range(shape.units)],
-            max_live_numel=setup.gathers.max_live_numel,
-            max_reuse_numel=setup.gathers.max_reuse_numel,
-            prefetch_numel=setup.gathers.prefetch_numel,
+            max_live_numel=setup.gathers.stage3_max_live_parameters,
+            max_reuse_numel=setup.gathers.stage3_max_reuse_distance,
+            prefetch_numel=setup.gathers.stage3_prefetch_bucket_size,
         )
         self._is_sharded = setup.stage == 3
         self._agreement = setup.agreement if machine.gpus > setup.tensor else "memory"

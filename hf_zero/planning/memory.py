@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
-from hf_zero.config.policies import GatherPolicy, Resolved
+from hf_zero.config import Zero
+from hf_zero.config.policies import Resolved
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, GRADIENT_BUFFERS
@@ -99,7 +100,7 @@ class Setting:
     @property
     def looks_far(self) -> bool:
         """Ranks follow plans, and gather as far ahead as they may."""
-        return self.resolved.zero.gather.follows_plans and (self.separate or self.hosts > 1)
+        return self.resolved.zero.follows_plans and (self.separate or self.hosts > 1)
 
     @property
     def sharding(self) -> Sharding:
@@ -150,13 +151,13 @@ def trained_specs(module: nn.Module) -> list[ParameterSpec]:
 def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, PlannedUnits | None]:
     zero = setting.resolved.zero
     if setting.sharding.shards_parameters:
-        return _unit_layout(model, setting.shard_ranks, zero.gather, setting.looks_far)
+        return _unit_layout(model, setting.shard_ranks, zero.keys, setting.looks_far)
     return _flat_layout(model, setting.shard_ranks, zero.bucket_numel), None
 
 
 @lru_cache(maxsize=4)  # many candidates of one model have the same
 def _unit_layout(
-    model: PlannedModel, ranks: int, policy: GatherPolicy, looks_far: bool
+    model: PlannedModel, ranks: int, policy: Zero, looks_far: bool
 ) -> tuple[FlatLayout, PlannedUnits]:
     specs = _specs(model)
     units = plan_units(model, specs, ranks, policy, looks_far=looks_far)
@@ -220,7 +221,7 @@ def _parameters(
     elif policy.device == "cpu":
         ledger.add("host", PARAMETERS, rows)
     else:  # as CappedStore has it: units go to host memory until one does not fit any more
-        share = min(1.0, policy.host_numel / max(1, units.row_numel * count))
+        share = min(1.0, policy.max_in_cpu / max(1, units.row_numel * count))
         ledger.add("host", PARAMETERS, rows * share)
         ledger.add("disk", PARAMETERS, rows * (1 - share))
         if share < 1:
@@ -244,7 +245,7 @@ def _weights_are_at_hand(setting: Setting, layout: FlatLayout) -> bool:
     """Whether the weights lie in the memory in which the update runs."""
     policy = setting.resolved.zero.offload_param
     numel = sum(numel for _, numel in _owned(setting, layout))
-    if policy is not None and policy.device == "nvme" and numel > policy.host_numel:
+    if policy is not None and policy.device == "nvme" and numel > policy.max_in_cpu:
         return False
     on_device, updates_on_device = policy is None, _far(setting) == "device"
     return not setting.separate or on_device == updates_on_device

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_zero.config.policies import GatherPolicy
+from hf_zero.config import Zero
 from hf_zero.layout import (
     ALIGN_NUMEL,
     Bucket,
@@ -137,7 +137,7 @@ class PlannedUnits:
 
 
 def plan_units(
-    model: PlannedModel, specs: Sequence[ParameterSpec], world: int, policy: GatherPolicy, *, looks_far: bool = False
+    model: PlannedModel, specs: Sequence[ParameterSpec], world: int, policy: Zero, *, looks_far: bool = False
 ) -> PlannedUnits:
     """Lay out `model`'s parameters over `world` ranks as the engine does.
 
@@ -150,8 +150,8 @@ def plan_units(
     stays = stay_gathered(
         [parameter.numel() for parameter in everything],
         [False] * len(everything),
-        largest=policy.persistence_numel,
-        budget=policy.model_persistence_numel,
+        largest=policy.stage3_param_persistence_threshold,
+        budget=policy.stage3_model_persistence_threshold,
     )
     persistent = {id(parameter) for parameter, chosen in zip(everything, stays) if chosen}
     units: list[PlannedUnit] = []
@@ -166,9 +166,9 @@ def plan_units(
     uses = _uses(model, units, unit_of)
     plan = plan_gathers(
         [use for _, use in uses],
-        max_live_numel=policy.max_live_numel,
-        max_reuse_numel=policy.max_reuse_numel,
-        prefetch_numel=policy.prefetch_numel,
+        max_live_numel=policy.stage3_max_live_parameters,
+        max_reuse_numel=policy.stage3_max_reuse_distance,
+        prefetch_numel=policy.stage3_prefetch_bucket_size,
     )
     laid = [part for unit in (*reversed(units), rest) for part in unit.parts if part[0].trained_numel]
     buckets = tuple(

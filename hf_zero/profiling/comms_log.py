@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.config import CommsPolicy
+from hf_zero.config.features.profiling import CommsLogger
 from hf_zero.log import announce
 from hf_zero.profiling.calls import FinishedCall
 from hf_zero.profiling.numbers import amount, trim_mean
@@ -54,7 +54,7 @@ class CommsLog:
 
     wants_intervals = False
 
-    def __init__(self, policy: CommsPolicy) -> None:
+    def __init__(self, policy: CommsLogger) -> None:
         self.policy = policy
         self.is_on = policy.enabled
         self.records: dict[str, dict[int, Record]] = {}
@@ -70,10 +70,10 @@ class CommsLog:
 
     def _is_wanted(self, operation: str) -> bool:
         # DeepSpeed's names go on: all_gather_into_tensor, reduce_scatter_tensor.
-        return self.policy.all_operations or any(name.startswith(operation) for name in self.policy.operations)
+        return self.policy.prof_all or any(name.startswith(operation) for name in self.policy.prof_ops)
 
     def _note(self, call: FinishedCall) -> None:
-        name = f"{call.operation} | [Caller Func: {call.caller}]" if self.policy.callers else call.operation
+        name = f"{call.operation} | [Caller Func: {call.caller}]" if self.policy.debug else call.operation
         record = self.records.setdefault(name, {}).setdefault(call.num_bytes, Record())
         algorithm, bus = bandwidth_gbps(call.operation, call.num_bytes, call.num_ranks, call.latency_ms)
         record.latencies_ms.append(call.latency_ms)

@@ -59,8 +59,8 @@ class RunEvents:
         events: list[Event] = []
         if rates and rates[0] is not None:
             events.append((f"{_ROOT}/lr", float(rates[0]), samples))
-        if engine.fp16_enabled():
-            events.append((f"{_ROOT}/loss_scale", engine.loss_scale(), samples))
+        if engine.settings.resolved.precision.model == "fp16":
+            events.append((f"{_ROOT}/loss_scale", engine.optimizer.loss_scale, samples))
         loss, self._loss = self._loss, None
         if self._with_times:
             self._samples[number] = samples

@@ -18,7 +18,8 @@ from torch import nn
 
 from hf_zero.comm import local_device, watching_collectives
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config import ProfilingPolicy, Resolved
+from hf_zero.config import Resolved
+from hf_zero.config.features import profiling as sections
 from hf_zero.device.registry import clock_of
 from hf_zero.features import ASKED, EngineTools, Progress, TrainingFeature
 from hf_zero.log import announce
@@ -44,12 +45,14 @@ class Profiling(TrainingFeature):
     name = "profiling"
     waits_for_outcome = False
 
-    def __init__(self, model: nn.Module, policy: ProfilingPolicy) -> None:
+    def __init__(self, model: nn.Module, policy: sections.Observation, trace: sections.Trace) -> None:
         """
         Raises:
             ConfigError: a monitor's library is not installed.
         """
         self.policy = policy
+        self._flops_policy = policy.section(sections.FlopsProfiler)
+        self._trace_policy = trace
         self.recorder: Recorder | None = None
         self.comms: CommsLog | None = None
         self.wall_clock: WallClock | None = None
@@ -60,7 +63,7 @@ class Profiling(TrainingFeature):
         self._flops: FlopsProfiler | None = None
         self._engine: Any = None
         self._rank = 0
-        self._monitors = Monitors(policy)  # before anything is built: a missing library is said first
+        self._monitors = Monitors(policy.monitors)  # before anything is built: a missing library is said first
 
     def begin(self, tools: EngineTools) -> None:
         policy, self._engine = self.policy, tools.engine
@@ -68,23 +71,25 @@ class Profiling(TrainingFeature):
         if rank == 0:
             self._monitors.open()
         device = local_device()
-        if policy.memory:
+        if policy.memory_breakdown:
             tools.phases.observers.append(MemoryLog())
         if policy.throughput_every is not None:
             self._throughput = ThroughputLog(clock_of(device), device, policy.throughput_every)
-        if policy.wall_clock:
-            self.wall_clock = WallClock(watching_collectives(), every=policy.table_every)
-        elif policy.flops is not None and rank == 0:
+        if policy.wall_clock_breakdown:
+            self.wall_clock = WallClock(watching_collectives(), every=policy.steps_per_print)
+        elif self._flops_policy.enabled and rank == 0:
             self.wall_clock = WallClock(LoneCollectives(), every=None, prints=False)
-        comms = policy.comms or ASKED.get("comms")
+        own = policy.section(sections.CommsLogger)
+        comms = own if own.enabled else ASKED.get("comms")
         if comms is not None:
             self.comms = CommsLog(comms)
-        if policy.trace is not None:
-            path = Path(policy.trace.folder) / f"trace_rank{rank}.json"
-            start, num_updates = policy.trace.start, policy.trace.num_updates
-            self._trace = TraceFile(path, rank, start=start, num_updates=num_updates)
-        if policy.has_monitors:
-            self._events = RunEvents(self._monitors, with_times=policy.wall_clock or policy.flops is not None)
+        trace = self._trace_policy
+        if trace.enabled:
+            path = Path(trace.output_path) / f"trace_rank{rank}.json"
+            self._trace = TraceFile(path, rank, start=trace.start_step, num_updates=trace.num_steps)
+        if self._monitors.enabled:
+            with_times = policy.wall_clock_breakdown or self._flops_policy.enabled
+            self._events = RunEvents(self._monitors, with_times=with_times)
         listeners = [each for each in (self.wall_clock, self.comms, self._trace) if each is not None]
         if listeners:
             self.recorder = Recorder(clock_of(device), device)
@@ -96,9 +101,9 @@ class Profiling(TrainingFeature):
     # An update
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        policy = self.policy.flops
-        if policy is not None and progress.step == policy.step and progress.training and self._rank == 0:
-            self._flops = FlopsProfiler(self._model, self._engine, policy.recomputed)
+        policy = self._flops_policy
+        if policy.enabled and progress.step == policy.profile_step and progress.training and self._rank == 0:
+            self._flops = FlopsProfiler(self._model, self._engine, policy.recompute_fwd_factor)
             self._flops.start_profile()
         return keywords
 
@@ -128,20 +133,22 @@ class Profiling(TrainingFeature):
             return
         if self._trace is not None and self._trace.is_written:
             self.recorder.drop(self._trace)
-        is_profiled = self.policy.flops is not None and self._engine.global_steps > self.policy.flops.step
-        if is_profiled and not self.policy.wall_clock and self.wall_clock is not None and self._events is None:
+        flops = self._flops_policy
+        is_profiled = flops.enabled and self._engine.global_steps > flops.profile_step
+        is_wanted = self.policy.wall_clock_breakdown or self._events is not None
+        if is_profiled and not is_wanted and self.wall_clock is not None:
             self.recorder.drop(self.wall_clock)
 
     def _report_flops(self, step: int) -> None:
-        profiler, policy = self._flops, self.policy.flops
-        assert profiler is not None and policy is not None
+        profiler, policy = self._flops, self._flops_policy
+        assert profiler is not None
         self._flops = None
         profiler.print_model_profile(
             profile_step=step,
-            module_depth=policy.depth,
-            top_modules=policy.top,
+            module_depth=policy.module_depth,
+            top_modules=policy.top_modules,
             detailed=policy.detailed,
-            output_file=policy.file,
+            output_file=policy.output_file or None,
             times=self._times(),
         )
         profiler.end_profile()
@@ -153,7 +160,7 @@ class Profiling(TrainingFeature):
         last = self.wall_clock.last
         if last is None:
             return None
-        samples, micro_batch_size, accumulation_steps = self._engine.get_batch_info()
+        samples, micro_batch_size, accumulation_steps = self._engine.settings.get_batch_info()
         return EngineTimes(
             world=self._engine.groups.world.size,
             micro_batch_size=micro_batch_size,
@@ -187,7 +194,7 @@ class Profiling(TrainingFeature):
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
     """The feature; for a config that wants to see anything, or a program that does."""
-    return Profiling(model, resolved.profiling)
+    return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.Trace))
 
 
 def dump_state(engine: Any) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.config.features.profiling import CometPolicy, FileMonitorPolicy, ProfilingPolicy, WandbPolicy
+from hf_zero.config.features import profiling as sections
 
 Event = tuple[str, float, int]  # name, value, global samples
 # Section of ds.json -> (module, package)
@@ -37,7 +37,7 @@ class Monitor(ABC):
 class TensorBoardMonitor(Monitor):
     """Scalars over samples in output_path/job_name."""
 
-    def __init__(self, policy: FileMonitorPolicy) -> None:
+    def __init__(self, policy: sections.TensorBoard) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.summary_writer: Any = SummaryWriter(log_dir=str(policy.folder("runs")))
@@ -57,7 +57,7 @@ class CsvMonitor(Monitor):
     An earlier run's file is gone on with; one that has these samples already (from behind a checkpoint) is cut there.
     """
 
-    def __init__(self, policy: FileMonitorPolicy) -> None:
+    def __init__(self, policy: sections.CsvMonitor) -> None:
         self.folder = policy.folder("csv_monitor")
         self._last: dict[str, int] = {}
 
@@ -85,7 +85,7 @@ def _cut(path: Path, samples: int, title: str) -> None:
 class WandbMonitor(Monitor):
     """One log call for the events of an update, at its samples."""
 
-    def __init__(self, policy: WandbPolicy) -> None:
+    def __init__(self, policy: sections.WandB) -> None:
         import wandb
 
         self._run: Any = wandb.run or wandb.init(project=policy.project, group=policy.group, entity=policy.team)
@@ -105,13 +105,13 @@ class WandbMonitor(Monitor):
 class CometMonitor(Monitor):
     """Each name at most once per `samples_log_interval`."""
 
-    def __init__(self, policy: CometPolicy) -> None:
+    def __init__(self, policy: sections.Comet) -> None:
         import comet_ml
 
-        self.experiment: Any = comet_ml.start(**policy.arguments)
-        if policy.name is not None:
-            self.experiment.set_name(policy.name)
-        self._interval = policy.interval
+        self.experiment: Any = comet_ml.start(**policy.arguments())
+        if policy.experiment_name is not None:
+            self.experiment.set_name(policy.experiment_name)
+        self._interval = policy.samples_log_interval
         self._last: dict[str, int] = {}
 
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -124,32 +124,35 @@ class CometMonitor(Monitor):
         self.experiment.end()
 
 
+MONITORS: dict[str, Callable[[Any], Monitor]] = {
+    "tensorboard": TensorBoardMonitor,
+    "csv_monitor": CsvMonitor,
+    "wandb": WandbMonitor,
+    "comet": CometMonitor,
+}
+
+
 class Monitors(Monitor):
     """All that are switched on, as one."""
 
-    def __init__(self, policy: ProfilingPolicy) -> None:
+    def __init__(self, policies: Mapping[str, sections.Monitor]) -> None:
         """
+        Args:
+            policies: sections by their names.
+
         Raises:
             ConfigError: for every monitor whose library is not installed.
         """
-        missing = list(_missing(policy))
+        self._policies = {name: policy for name, policy in policies.items() if policy.enabled}
+        missing = [_missing(name) for name in self._policies if name in LIBRARIES and not find_spec(LIBRARIES[name][0])]
         if missing:
             raise ConfigError(missing)
-        self.enabled = policy.has_monitors
-        self._policy = policy
+        self.enabled = bool(self._policies)
         self._all: list[Monitor] = []
 
     def open(self) -> None:
         """On the rank that writes; elsewhere events go nowhere."""
-        policy = self._policy
-        if policy.tensorboard is not None:
-            self._all.append(TensorBoardMonitor(policy.tensorboard))
-        if policy.csv is not None:
-            self._all.append(CsvMonitor(policy.csv))
-        if policy.wandb is not None:
-            self._all.append(WandbMonitor(policy.wandb))
-        if policy.comet is not None:
-            self._all.append(CometMonitor(policy.comet))
+        self._all += [MONITORS[name](policy) for name, policy in self._policies.items()]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         for monitor in self._all:
@@ -161,10 +164,7 @@ class Monitors(Monitor):
         self._all.clear()
 
 
-def _missing(policy: ProfilingPolicy) -> list[Problem]:
-    found = []
-    for section, (module, package) in LIBRARIES.items():
-        if getattr(policy, section) is not None and find_spec(module) is None:
-            fix = f"pip install {package}, or set enabled to false (csv_monitor needs no package)"
-            found.append(Problem(f"{section}.enabled", True, f"needs the package {package}, which is not there", fix))
-    return found
+def _missing(section: str) -> Problem:
+    package = LIBRARIES[section][1]
+    fix = f"pip install {package}, or set enabled to false (csv_monitor needs no package)"
+    return Problem(f"{section}.enabled", True, f"needs the package {package}, which is not there", fix)

@@ -13,6 +13,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.tiling import Tiling
 from hf_zero.device import figures
 from hf_zero.device.limits import host_available
 from hf_zero.device.registry import runtime_of
@@ -183,7 +185,7 @@ def _advice(lacks: int, changes: list[Change]) -> str:
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
     """What this engine could still change, the cheapest first, as one would try them by hand."""
     zero, world = engine.settings.resolved.zero, engine.groups.shard.size
-    _, micro_batch, steps = engine.get_batch_info()
+    _, micro_batch, steps = engine.settings.get_batch_info()
     left = 1 - 1 / world
     if micro_batch > 1:
         what = (
@@ -210,20 +212,21 @@ def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
     """Gradient checkpointing; then, of what it leaves, tiles, and inputs of layers on the host."""
     config, shape = _text_config(engine.module), tuple(engine.input_shape or ())
     blocks = int(getattr(config, "num_hidden_layers", None) or _BLOCKS_WITHOUT_A_NUMBER)
-    features, tokens = engine.settings.resolved.features, math.prod(shape)
+    resolved, tokens = engine.settings.resolved, math.prod(shape)
+    tiling = resolved.section(Tiling)
     is_off = _can_checkpoint(engine.module)
     if is_off:
         yield Change("gradient checkpointing (--gradient_checkpointing)", int(rest * (1 - 2 / (blocks + 1))))
     size = next((parameter.element_size() for parameter in engine.module.parameters()), 4)
     cut = max(0, tokens - _TILE_TOKENS)  # tokens whose share is gone when a tile at a time is there
     logits = cut * int(getattr(config, "vocab_size", None) or 0) * (size + _LOSS_BYTES)
-    if logits and not features.tiled_loss:
+    if logits and not tiling.tiled_loss:
         yield Change('hf_zero {"tiled_loss": true}', min(rest, logits))
     inner = cut * int(getattr(config, "intermediate_size", None) or 0) * size * _MLP_TENSORS
-    if inner and not features.tiled_mlp:
+    if inner and not tiling.tiled_mlp:
         yield Change('hf_zero {"tiled_mlp": true}', min(rest, inner * (blocks if is_off else 1)))
     inputs = tokens * int(getattr(config, "hidden_size", None) or 0) * size * max(0, blocks - _INPUTS_ON_DEVICE)
-    if inputs and not (features.activations and features.activations.on_host) and runtime_is_separate(engine):
+    if inputs and not resolved.section(ActivationCheckpointing).cpu_checkpointing and runtime_is_separate(engine):
         also = "gradient checkpointing and " if is_off else ""
         yield Change(also + 'activation_checkpointing {"cpu_checkpointing": true}', min(rest, inputs))
 

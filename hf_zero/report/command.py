@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.config import FilePolicy
+from hf_zero.config import Aio
 
 if TYPE_CHECKING:
     from hf_zero.report.availability import Feature
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", metavar="FOLDER", action="append", default=[], help="also how fast this drive is")
-    usual = FilePolicy()
-    parser.add_argument("--block-size", type=int, default=usual.block_bytes, help="for --probe: bytes per request")
+    usual = Aio()
+    parser.add_argument("--block-size", type=int, default=usual.block_size, help="for --probe: bytes per request")
     parser.add_argument("--queue-depth", type=int, default=usual.queue_depth, help="for --probe: requests at once")
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hf_zero.report.environment import between_devices
 
     found = _sections()
-    policy = FilePolicy(block_bytes=arguments.block_size, queue_depth=arguments.queue_depth)
+    policy = Aio(block_size=arguments.block_size, queue_depth=arguments.queue_depth)
     drives, failed = _drives(arguments.probe, policy)
     if drives:
         found["drives"] = drives
@@ -72,7 +72,7 @@ def _sections() -> dict[str, list[Row]]:
     return found
 
 
-def _drives(folders: Iterable[str], policy: FilePolicy) -> tuple[list[Row], bool]:
+def _drives(folders: Iterable[str], policy: Aio) -> tuple[list[Row], bool]:
     """Rows, and whether one could not be probed."""
     from hf_zero.offload.failures import StorageError
     from hf_zero.report.drive import probe

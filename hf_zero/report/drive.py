@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config import FilePolicy
+from hf_zero.config import Aio
 from hf_zero.device.limits import disk_available
 from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.drive import Drive
@@ -24,22 +24,22 @@ class DriveSpeed:
     """Bytes per second."""
 
     folder: str
-    policy: FilePolicy
+    policy: Aio
     read: float
     write: float
 
     def __str__(self) -> str:
-        settings = f"block_size {self.policy.block_bytes}, {self.policy.num_threads} requests at once"
+        settings = f"block_size {self.policy.block_size}, {self.policy.num_threads} requests at once"
         return f"writes {self.write / GIB:.2f} GiB/s, reads {self.read / GIB:.2f} GiB/s ({settings})"
 
 
-def probe(folder: str, policy: FilePolicy | None = None, num_bytes: int = PROBE_BYTES) -> DriveSpeed:
+def probe(folder: str, policy: Aio | None = None, num_bytes: int = PROBE_BYTES) -> DriveSpeed:
     """Write and read `num_bytes` in `folder`, and remove them again.
 
     Raises:
         StorageError: the folder cannot be used, or has no room.
     """
-    policy = policy or FilePolicy()
+    policy = policy or Aio()
     try:
         room = disk_available(folder)
     except OSError as error:

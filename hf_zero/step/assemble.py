@@ -78,17 +78,16 @@ class Plan:
     @property
     def quantized_reduction(self) -> QuantizedReduction | None:
         """How gradients travel in fewer bits; None: they do not."""
-        wire = self.zero.wire
-        if self.zero.stage < 3 or wire.gradient_bits is None:
+        if self.zero.gradient_bits is None:
             return None
         from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction  # what few configs ask for
 
-        feedback = wire.feedback
-        rule = None if feedback is None else FeedbackRule(feedback.beta, feedback.reset_after)
+        loco = self.zero.keys.zeropp_loco_param
+        rule = None if loco is None else FeedbackRule(loco.err_beta, loco.reset_T)
         groups = self.groups
         are_two = groups.host.size > 1 and groups.across_hosts.size > 1
         hops = [groups.host, groups.across_hosts] if are_two else [groups.shard]
-        return QuantizedReduction(hops, wire.gradient_bits, rule)
+        return QuantizedReduction(hops, self.zero.gradient_bits, rule)
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
@@ -216,8 +215,10 @@ def _sharded(module: nn.Module, trained: Trained, plan: Plan, placements: Placem
     """The store of stage 3, which no other stage imports."""
     from hf_zero.params.sharded import ShardedParameters
 
-    wire = plan.zero.wire
-    return ShardedParameters(module, trained, plan.precision, plan.zero.gather, plan.groups, placements, wire)
+    zero = plan.zero
+    return ShardedParameters(
+        module, trained, plan.precision, zero.keys, plan.groups, placements, follows_plans=zero.follows_plans
+    )
 
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.config import ConfigError, FilePolicy, OptimizerOffload, ParameterOffload, Problem, ZeroPolicy
+from hf_zero.config import Aio, ConfigError, OffloadOptimizer, OffloadParam, Problem, ZeroPolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
@@ -76,27 +76,27 @@ class _Drives:
 
     def __init__(self, zero: ZeroPolicy) -> None:
         folders = [
-            policy.folder
+            policy.nvme_path
             for policy in (zero.offload_optimizer, zero.offload_param)
-            if policy is not None and policy.device == "nvme" and policy.folder is not None
+            if policy is not None and policy.device == "nvme" and policy.nvme_path is not None
         ]
         self._open = {folder: _opened(folder, zero.files) for folder in dict.fromkeys(folders)}
 
-    def of(self, policy: OptimizerOffload | ParameterOffload | None) -> Drive | None:
-        return None if policy is None or policy.folder is None else self._open.get(policy.folder)
+    def of(self, policy: OffloadOptimizer | OffloadParam | None) -> Drive | None:
+        return None if policy is None or policy.nvme_path is None else self._open.get(policy.nvme_path)
 
     @property
     def all(self) -> tuple[Drive, ...]:
         return tuple(self._open.values())
 
 
-def _opened(folder: str, files: FilePolicy) -> Drive:
+def _opened(folder: str, files: Aio) -> Drive:
     from hf_zero.offload.nvme.drive import Drive
 
     return Drive(folder, files)
 
 
-def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Drives) -> Placement:
+def _far_placement(policy: OffloadOptimizer, device: torch.device, drives: _Drives) -> Placement:
     drive, pinned = drives.of(policy), pins(policy, device)
     if policy.device == "cpu" or drive is None:
         return beside_placement(device, policy)
@@ -104,12 +104,12 @@ def _far_placement(policy: OptimizerOffload, device: torch.device, drives: _Driv
 
     stages = 1 + policy.reads_ahead + policy.writes_behind
     sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
-    states = drive.store(drive.file("optimizer"), sub_groups, writes_first=policy.writes_first)
+    states = drive.store(drive.file("optimizer"), sub_groups, writes_first=not policy.fast_init)
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
     return host_placement(device, states, states, gradients, pinned=pinned)
 
 
-def attach_offload(updater: Updater, reducer: GradientReducer, policy: OptimizerOffload | None) -> None:
+def attach_offload(updater: Updater, reducer: GradientReducer, policy: OffloadOptimizer | None) -> None:
     """Give `updater` a stager that fetches, where anything has to be.
 
     Raises:
@@ -136,7 +136,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: Optimizer
         bucket.reduced.reserve()
 
 
-def _check_buffers(policy: OptimizerOffload, name: str, needed: int) -> None:
+def _check_buffers(policy: OffloadOptimizer, name: str, needed: int) -> None:
     if policy.buffer_count < needed:
         rule = f"{name} works on {needed} vectors at once (masters and states)"
         path = "zero_optimization.offload_optimizer.buffer_count"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.config.features.tiling import Tiling
 from hf_zero.features import TrainingFeature
 from hf_zero.log import logger
 from hf_zero.tiling.loss import TiledLoss
@@ -17,7 +18,7 @@ def tiled_mlp_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None
     Raises:
         ConfigError: the model has no dense MLP.
     """
-    if not resolved.features.tiled_mlp:
+    if not resolved.section(Tiling).tiled_mlp:
         return None
     try:
         feature = TiledMLPs(model)
@@ -34,7 +35,7 @@ def tiled_loss_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
     Raises:
         ConfigError: head or loss of the model are of another kind.
     """
-    if not resolved.features.tiled_loss:
+    if not resolved.section(Tiling).tiled_loss:
         return None
     base = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.calls import CheckpointedCalls
-from hf_zero.config.policies import ActivationsPolicy
+from hf_zero.config.features.activations import ActivationCheckpointing
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.registry import use
 from hf_zero.device.runtime import HOST, Memory
@@ -24,11 +24,19 @@ from tests.support.memory import most_allocated, profiled_memory, still_allocate
 
 WIDTH, ROWS, LAYERS = 64, 16, 5
 POLICIES = {
-    "host": ActivationsPolicy(on_host=True),
-    "one buffer": ActivationsPolicy(contiguous=True, number=LAYERS),
-    "one buffer on the host": ActivationsPolicy(on_host=True, contiguous=True, number=LAYERS - 2),
-    "watched": ActivationsPolicy(synchronize=True, profile=True),
-    "all": ActivationsPolicy(on_host=True, contiguous=True, number=LAYERS, synchronize=True, profile=True),
+    "host": ActivationCheckpointing(cpu_checkpointing=True),
+    "one buffer": ActivationCheckpointing(contiguous_memory_optimization=True, number_checkpoints=LAYERS),
+    "one buffer on the host": ActivationCheckpointing(
+        cpu_checkpointing=True, contiguous_memory_optimization=True, number_checkpoints=LAYERS - 2
+    ),
+    "watched": ActivationCheckpointing(synchronize_checkpoint_boundary=True, profile=True),
+    "all": ActivationCheckpointing(
+        cpu_checkpointing=True,
+        contiguous_memory_optimization=True,
+        number_checkpoints=LAYERS,
+        synchronize_checkpoint_boundary=True,
+        profile=True,
+    ),
 }
 
 
@@ -84,7 +92,7 @@ def test_the_same_bits(name: str, reentrant: bool) -> None:
     policy = POLICIES[name]
     for transposed in (False, True):
         expected = train(net(), lambda *args: checkpoint(*args, use_reentrant=reentrant), transposed=transposed)
-        with use(Late()) if policy.on_host else nullcontext():
+        with use(Late()) if policy.cpu_checkpointing else nullcontext():
             calls = CheckpointedCalls(policy)
 
             def run(*args: Any, calls: CheckpointedCalls = calls) -> Any:
@@ -130,8 +138,8 @@ def test_a_graph_that_is_kept_can_be_walked_again() -> None:
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("policy", [ActivationsPolicy(), ActivationsPolicy(on_host=True)])
-def test_memory_between_forward_and_backward(policy: ActivationsPolicy) -> None:
+@pytest.mark.parametrize("policy", [ActivationCheckpointing(), ActivationCheckpointing(cpu_checkpointing=True)])
+def test_memory_between_forward_and_backward(policy: ActivationCheckpointing) -> None:
     """On the host all inputs but the last are out of the device's memory, and backward fetches two at a time."""
     size = 512 * WIDTH * 4
     layers = net()
@@ -148,9 +156,9 @@ def test_memory_between_forward_and_backward(policy: ActivationsPolicy) -> None:
                 y.sum().backward()
             del y  # while nobody counts
     kept = still_allocated(forward) / size
-    assert kept == pytest.approx(2 if policy.on_host else LAYERS + 1, abs=0.25)  # and the output
+    assert kept == pytest.approx(2 if policy.cpu_checkpointing else LAYERS + 1, abs=0.25)  # and the output
     assert most_allocated(backward) < 12 * size
-    if policy.on_host:  # all homes are free again, by themselves
+    if policy.cpu_checkpointing:  # all homes are free again, by themselves
         pool: Any = calls._buffers[HOST]
         assert len(pool._free) == LAYERS - 1
 
@@ -169,7 +177,7 @@ def test_one_input_of_all_calls_is_kept_once() -> None:
     assert len(copies) == LAYERS  # the shared one, and those of all layers but the last
 
 
-CALLS = CheckpointedCalls(ActivationsPolicy(on_host=True))
+CALLS = CheckpointedCalls(ActivationCheckpointing(cpu_checkpointing=True))
 
 
 def test_an_input_that_is_changed_afterwards_is_an_error() -> None:
@@ -202,7 +210,7 @@ def test_what_others_offload_is_what_we_leave() -> None:
 
 
 def test_times_are_said_when_the_next_forward_begins(caplog: pytest.LogCaptureFixture) -> None:
-    calls = CheckpointedCalls(ActivationsPolicy(profile=True))
+    calls = CheckpointedCalls(ActivationCheckpointing(profile=True))
     with caplog.at_level(logging.INFO, logger="hf_zero"):
         train(net(), lambda *args: calls.run(checkpoint, *args, use_reentrant=False))
         calls.close()
@@ -219,7 +227,7 @@ def test_the_device_is_waited_for_at_each_boundary() -> None:
 
     runtime = Counting(HOST)
     with use(runtime):
-        calls = CheckpointedCalls(ActivationsPolicy(synchronize=True))
+        calls = CheckpointedCalls(ActivationCheckpointing(synchronize_checkpoint_boundary=True))
         train(net(), lambda *args: calls.run(checkpoint, *args, use_reentrant=False), micro_batches=1)
     assert runtime.num_waits == 2 * 2 * LAYERS
 

@@ -47,15 +47,15 @@ def test_the_section_is_read_and_arguments_go_first() -> None:
     checkpointing.configure(None, config, synchronize=False, num_checkpoints=LAYERS)
     assert CONFIGURED.calls is not None
     policy = CONFIGURED.calls.policy
-    assert (policy.on_host, policy.contiguous, policy.number) == (True, True, LAYERS)
-    assert not policy.synchronize and not policy.profile
+    assert policy.cpu_checkpointing and policy.contiguous_memory_optimization and policy.number_checkpoints == LAYERS
+    assert not policy.synchronize_checkpoint_boundary and not policy.profile
     expected = train(net(), plain)
     with use(Late()):
         assert same(train(net(), checkpointing.checkpoint), expected)
         checkpointing.reset()
         assert same(train(net(), checkpointing.non_reentrant_checkpoint), expected)
     checkpointing.set_num_layers(3)
-    assert CONFIGURED.calls.policy.number == 3 and CONFIGURED.calls.policy.on_host
+    assert CONFIGURED.calls.policy.number_checkpoints == 3 and CONFIGURED.calls.policy.cpu_checkpointing
 
 
 def test_what_cannot_be_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.activations.calls import CheckpointedCalls
 from hf_zero.activations.kept import KeptInput, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config.policies import ActivationsPolicy
+from hf_zero.config.features.activations import ActivationCheckpointing
 from hf_zero.device.clocks import Clock
 from hf_zero.device.registry import runtime_of, use
 from hf_zero.device.runtime import HOST
@@ -75,7 +75,7 @@ PROGRAMS = (training, forward_alone, half_a_backward)
 
 def found_by(program: Callable[[CheckpointedCalls], list[Any]], runtime: Late) -> list[Any]:
     with use(runtime):
-        return program(CheckpointedCalls(ActivationsPolicy(on_host=True)))
+        return program(CheckpointedCalls(ActivationCheckpointing(cpu_checkpointing=True)))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

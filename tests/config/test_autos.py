@@ -28,8 +28,8 @@ STRAYS = [
     ("data_types.grad_accum_dtype", lambda r: r.precision.accumulation is None),
     ("communication_data_type", lambda r: r.precision.communication is None),
     ("gradient_clipping", lambda r: r.gradients.clip_norm == 1.0),
-    ("steps_per_print", lambda r: r.logging.steps_per_print is None),
-    ("wall_clock_breakdown", lambda r: not r.profiling.wall_clock),
+    ("steps_per_print", lambda r: r.config.steps_per_print is None),
+    ("wall_clock_breakdown", lambda r: not r.config.wall_clock_breakdown),
 ]
 
 

@@ -23,6 +23,7 @@ from hf_zero.config import (
 )
 from hf_zero.config.fill import apply, drop_unfilled, fill, same
 from hf_zero.config.offers import hidden_size
+from hf_zero.config.schema.root import HfZero
 
 DS_JSON = """{
     // comments and trailing commas are fine
@@ -237,6 +238,18 @@ def test_one_section_fills_another_without_any_trainer() -> None:
     assert str(resolved.provenance["scheduler.params.warmup_max_lr"].source) == "optimizer.params.lr"
 
 
+@pytest.mark.parametrize("kind", ["FusedAdam", "CPUAdam", "FusedLamb", "AdamW8bit", "OneBitAdam"])
+def test_betas_count_for_every_optimizer_that_takes_them(kind: str) -> None:
+    """A list of names beside that of the optimizers did not have these: under Trainer their `"auto"` stayed open, and
+    betas other than TrainingArguments' were accepted without a word."""
+    config = {"train_batch_size": "auto", "optimizer": {"type": kind, "params": {"betas": "auto"}}}
+    optimizer = resolve(config, TrainingView(adam_beta2=0.95), world_size=1).optimizer
+    assert optimizer is not None and optimizer.params["betas"] == (0.9, 0.95)
+    config["optimizer"] = {"type": kind, "params": {"betas": [0.8, 0.9]}}
+    (problem,) = problems_of(config, TrainingView(), world_size=1).problems
+    assert problem.path == "optimizer.params.betas"
+
+
 def test_an_optimizer_gets_only_arguments_that_it_takes() -> None:
     config = {"train_batch_size": "auto", "optimizer": {"type": "SGD", "params": {"lr": "auto", "betas": "auto"}}}
     resolved = resolve(config, TrainingView(), world_size=1)
@@ -318,7 +331,7 @@ def test_a_config_with_places_travels() -> None:
 def test_own_settings() -> None:
     base: dict[str, Any] = {"train_batch_size": 1, "optimiser": {"a": 1}}
     resolved = resolve({**base, "hf_zero": {"ignore_unknown_keys": True, "decay_biases_and_norms": True}}, world_size=1)
-    assert resolved.compatibility.decay_biases_and_norms
+    assert resolved.config.hf_zero.decay_biases_and_norms
     assert any(note.startswith("optimiser: there is no such key; ignored") for note in resolved.notes)
     assert problems_of({**base, "hf_zero": {"ignore_unknown_keys": False}}).problems[0].path == "optimiser"
-    assert not resolve({"train_batch_size": 1}, world_size=1).compatibility.decay_biases_and_norms
+    assert not resolve({"train_batch_size": 1}, world_size=1).section(HfZero).decay_biases_and_norms

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config import ConfigError, resolve, resolve_shard_size
+from hf_zero.config import ConfigError, resolve, resolve_for_init
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 
@@ -31,7 +31,7 @@ def config(stage: int, shard_group: object = None, **zero: Any) -> dict[str, Any
 )
 def test_which_ranks_share_the_states(given: dict[str, Any], size: object) -> None:
     assert resolve(given, world_size=8, host_sizes=(4, 4)).zero.shard_size == size
-    assert resolve_shard_size(given, 8, (4, 4)) == size
+    assert resolve_for_init(given, 8, (4, 4)).shard_size == size
 
 
 HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -90,7 +90,7 @@ def test_one_error_for_groups_that_cannot_be(
 ) -> None:
     for ask in (
         lambda: resolve(given, world_size=8, host_sizes=hosts),
-        lambda: resolve_shard_size(given, 8, hosts),
+        lambda: resolve_for_init(given, 8, hosts),
     ):
         with pytest.raises(ConfigError) as caught:
             ask()

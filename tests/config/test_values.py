@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config import AutocastPolicy, CheckpointPolicy, ConfigError, LossScalePolicy, Resolved, resolve
+from hf_zero.config import AutocastPolicy, ConfigError, LossScalePolicy, Resolved, resolve
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.names import all_paths, section_of, subsection, verdict_of
+from hf_zero.config.schema.root import OurCheckpoints
+from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.zero import Zero
 
 from .test_autos import nested
 
@@ -60,19 +63,19 @@ def test_supported_keys_reach_their_policy() -> None:
     assert given("gradient_predivide_factor", 4).gradients.predivide == 4.0
     assert resolve({**BASE, "prescale_gradients": True}, world_size=2).gradients.predivide == 2.0
     assert given("dataloader_drop_last", True).batch.drop_last is True
-    assert given("steps_per_print", 10).logging.steps_per_print == 10
-    assert given("log_level", "WARNING").logging.level == "warning"
-    assert given("wall_clock_breakdown", True).profiling.wall_clock is True
+    assert given("steps_per_print", 10).config.steps_per_print == 10
+    assert given("log_level", "WARNING").config.log_level == "warning"
+    assert given("wall_clock_breakdown", True).config.wall_clock_breakdown is True
 
 
 def test_checkpoint_keys_reach_their_policy() -> None:
-    assert given("checkpoint", None).checkpoint == CheckpointPolicy()
-    assert given("checkpoint.tag_validation", "FAIL").checkpoint.tag_validation == "Fail"
+    assert given("checkpoint", None).section(Checkpoint) == Checkpoint()
+    assert given("checkpoint.tag_validation", "FAIL").section(Checkpoint).tag_validation == "Fail"
     # Read from the raw dict, text would have counted as false.
-    assert given("checkpoint.load_universal", "true").checkpoint.load_universal is True
-    assert given("checkpoint.use_node_local_storage", True).checkpoint.node_local is True
-    assert given("zero_optimization.round_robin_gradients", True).checkpoint.round_robin is True
-    assert given("hf_zero.checkpoint.async", True).checkpoint.in_background is True
+    assert given("checkpoint.load_universal", "true").section(Checkpoint).load_universal is True
+    assert given("checkpoint.use_node_local_storage", True).section(Checkpoint).use_node_local_storage is True
+    assert given("zero_optimization.round_robin_gradients", True).section(Zero).round_robin_gradients is True
+    assert getattr(given("hf_zero.checkpoint.async", True).section(OurCheckpoints), "async") is True
 
 
 def test_defaults() -> None:
@@ -86,7 +89,7 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("never", [float("inf"), None])
 def test_infinite_steps_per_print_means_never(never: Any) -> None:
-    assert given("steps_per_print", never).logging.steps_per_print is None
+    assert given("steps_per_print", never).config.steps_per_print is None
 
 
 NONSENSE: list[tuple[str, Any, str]] = [
@@ -157,7 +160,7 @@ def test_nonsense_is_named(path: str, value: Any, rule: str) -> None:
 def test_of_a_size_with_a_fraction_the_whole_part_counts() -> None:
     """The script for inference on transformers' page gives 0.9 times the square of the hidden size: 943718.4 of T0."""
     found = given("zero_optimization", {"stage": 3, "stage3_prefetch_bucket_size": 0.9 * 1024 * 1024})
-    assert found.zero.gather.prefetch_numel == 943718
+    assert found.zero.keys.stage3_prefetch_bucket_size == 943718
     (problem,) = problems(nested("zero_optimization.stage3_prefetch_bucket_size", 0.4))
     assert "must be a whole number" in problem[1]
 

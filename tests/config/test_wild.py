@@ -68,9 +68,8 @@ def test_a_key_by_the_name_of_its_field() -> None:
     flags = dict.fromkeys(("gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params"), True)
     zero = {"stage": 3, **fields, **flags, "allgather_sequential": False}
     resolved = resolve({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
-    gather = resolved.zero.gather
-    found = (gather.prefetch_numel, gather.persistence_numel, gather.model_persistence_numel, gather.max_live_numel)
-    assert found == (7, 8, 9, 10) and gather.max_reuse_numel == 11 and gather.whole_on_save
+    assert {name: getattr(resolved.zero.keys, f"stage3_{name}") for name in FIELD_NAMES} == fields
+    assert resolved.zero.keys.stage3_gather_16bit_weights_on_model_save
 
 
 def test_an_open_key_by_the_name_of_its_field_is_filled() -> None:
@@ -78,7 +77,8 @@ def test_an_open_key_by_the_name_of_its_field_is_filled() -> None:
     resolved = resolve(
         {"train_batch_size": 1, "zero_optimization": zero}, model=ModelView(config={"hidden_size": 10}), world_size=1
     )
-    assert resolved.zero.gather.prefetch_numel == 90 and resolved.zero.gather.persistence_numel == 100
+    keys = resolved.zero.keys
+    assert keys.stage3_prefetch_bucket_size == 90 and keys.stage3_param_persistence_threshold == 100
 
 
 def test_both_names_of_a_key_at_once() -> None:

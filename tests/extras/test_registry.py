@@ -27,7 +27,8 @@ import torch
 
 from hf_zero.config.choices.arguments import at_least_zero
 from hf_zero.config.errors import Problem
-from hf_zero.config.extras import Examined, Extra, OptimizerType, OwnSection
+from hf_zero.config.choices.optimizer_types import OptimizerType
+from hf_zero.config.features import Examined, Extra, OwnSection
 from hf_zero.config.schema.fields import Positive, Section, supported
 from hf_zero.features import TrainingFeature
 
@@ -128,9 +129,9 @@ def test_the_table_and_what_extras_declare_are_the_same() -> None:
 
 def test_a_config_has_the_sections_that_it_asks_for() -> None:
     schema, missing = schema_for({"elasticity": {}, "compression_training": None, "zero_optimization": {}})
-    assert not missing and [extra.name for extra in schema.extras] == ["elasticity"]
+    assert not missing and schema.features[0].name == "elasticity" and schema.features[1:] == Root.features
     assert "elasticity" in schema.model_fields and "compression_training" not in schema.model_fields
-    assert schema_for({"train_batch_size": 1}) == (Root, []) and not Root.extras
+    assert schema_for({"train_batch_size": 1}) == (Root, [])
     assert set(section_names()) <= set(whole_schema().model_fields)
     assert set(optimizer_names()) == {"OneBitAdam", "OneBitLamb", "ZeroOneAdam"}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hf_zero.integration.names.unsupported import with_homes
 from tests.integration.sites import ROOT, Site
 from tests.support import deepspeed_names
 
@@ -107,6 +109,16 @@ def test_the_tables_of_names_are_those_of_the_real_package(oracle: str) -> None:
     done = subprocess.run([oracle, "-c", where], capture_output=True, text=True, env={"HF_ZERO": "0"}, check=True)
     for path, text in deepspeed_names.texts(Path(done.stdout.strip()).parent).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m tests.support.deepspeed_names"
+
+
+def test_the_table_says_of_borrowed_names_only_what_no_rule_does() -> None:
+    """A name that one module alone defines comes from there: half of the table said so, name by name."""
+    text = deepspeed_names.NAMES.read_text(encoding="utf-8")
+    table = json.loads(text)
+    assert deepspeed_names.write_lines(deepspeed_names.packed(with_homes(table))) == text
+    assert with_homes(table)[""]["borrowed"]["DeepSpeedEngine"] == "runtime.engine"
+    small = {"a": {"classes": "X Y"}, "b": {"values": {"Y": 1}}, "c": {"uses": "X", "borrowed": {"b": "Y"}}}
+    assert with_homes(small)["c"] == {"borrowed": {"X": "a", "Y": "b"}}
 
 
 def test_names_are_the_objects_of_hf_zero(full: Site) -> None:

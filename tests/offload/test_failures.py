@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config.policies import ParameterOffload
+from hf_zero.config import OffloadParam
 from hf_zero.offload.failures import StorageError, all_or_none, stop_if_any, sync_failures
 from hf_zero.offload.nvme import run_folder
 from hf_zero.offload.parameter_placement import store_of_parameters
@@ -61,7 +61,7 @@ def test_while_all_is_well_one_number_travels() -> None:
 
 
 def test_shards_of_parameters_stay_in_memory_unless_a_drive_is_asked_for() -> None:
-    policy = ParameterOffload(device="cpu", folder=None, pinned=False, buffer_count=1, buffer_numel=1, host_numel=0)
+    policy = OffloadParam(device="cpu", pin_memory=False)
     for store in (store_of_parameters(None, CPU, None), store_of_parameters(policy, CPU, None)):
         assert isinstance(store, MemoryStore) and not store.can_fail
         assert store.adopt("weights", torch.arange(3.0)).take().tolist() == [0, 1, 2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.config import FilePolicy
+from hf_zero.config import Aio
 from hf_zero.device.at_once import AtOnce
 from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.swap_store import BufferPool
@@ -29,7 +29,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "memory":
         yield InMemoryVector(values)
         return
-    drive = Drive(tmp_path, FilePolicy())
+    drive = Drive(tmp_path, Aio())
     yield drive.store(drive.file("weights"), BufferPool(limit=3)).adopt("weights", values)
     drive.close()
 

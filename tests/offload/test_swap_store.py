@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from hf_zero.config import FilePolicy
+from hf_zero.config import Aio
 from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme import swap_store
 from hf_zero.offload.nvme.drive import Drive
@@ -32,7 +32,7 @@ ODD = (1, 7, 1024, 5000, 100_003)
 
 
 def store_in(folder: Path, limit: int = 3, block_bytes: int = 8192, **options: bool) -> tuple[Drive, SwapStore]:
-    drive = Drive(folder, FilePolicy(block_bytes=block_bytes, queue_depth=3))
+    drive = Drive(folder, Aio(block_size=block_bytes, queue_depth=3))
     return drive, drive.store(drive.file("vectors"), BufferPool(limit=limit), **options)
 
 
@@ -279,7 +279,7 @@ def test_where_direct_io_is_refused_the_cache_serves(
             raise OSError(errno.EINVAL, "no direct I/O here")
         return plain(path, flags, mode)
 
-    drive = Drive(tmp_path, FilePolicy())
+    drive = Drive(tmp_path, Aio())
     monkeypatch.setattr("hf_zero.offload.nvme.swap_file.os.open", refusing)
     file = drive.file("vectors")
     monkeypatch.undo()
@@ -289,7 +289,7 @@ def test_where_direct_io_is_refused_the_cache_serves(
 
 
 def test_places_in_a_file_are_whole_pages_and_are_used_again(tmp_path: Path) -> None:
-    drive = Drive(tmp_path, FilePolicy(block_bytes=8192, queue_depth=3))
+    drive = Drive(tmp_path, Aio(block_size=8192, queue_depth=3))
     file = drive.file("places")
     assert isinstance(file, SwapFile)
     first, second = file.allocate(10), file.allocate(5000)

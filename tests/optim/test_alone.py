@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
-from hf_zero.optim.sgd import SgdFamily, has_no_dampening
+from hf_zero.optim.sgd import SgdFamily, family_of_torch_sgd
 
 
 class Recording(LoneOptimizer):
@@ -51,5 +51,6 @@ def test_dampening_without_momentum_changes_nothing() -> None:
     def sgd(**options: float) -> torch.optim.SGD:
         return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, **options)
 
-    assert has_no_dampening(sgd()) and has_no_dampening(sgd(momentum=0.9)) and has_no_dampening(sgd(dampening=0.5))
-    assert not has_no_dampening(sgd(momentum=0.9, dampening=0.5))
+    for without in (sgd(), sgd(momentum=0.9), sgd(dampening=0.5)):
+        assert isinstance(family_of_torch_sgd(without), SgdFamily)
+    assert family_of_torch_sgd(sgd(momentum=0.9, dampening=0.5)) is None

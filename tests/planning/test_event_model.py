@@ -82,15 +82,14 @@ def of_model(step: Step) -> Log:
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3, 20])
 def test_units_are_asked_for_when_the_engine_asks_for_them(ahead: int, live: int) -> None:
     """Somebody else's belief stood here: always one unit ahead, and nothing stays for backward."""
-    sizes = {"prefetch_numel": ahead * UNIT, "max_live_numel": live * UNIT}
-    step = simulate(MACHINE, SHAPE, Setup(3, tokens=1, gathers=replace(default_gathers(), **sizes)))
     zero = {"stage3_prefetch_bucket_size": ahead * UNIT, "stage3_max_live_parameters": live * UNIT}
+    step = simulate(MACHINE, SHAPE, Setup(3, tokens=1, gathers=default_gathers().model_copy(update=zero)))
     assert of_model(step) == of_engine(zero, {}, negotiates=True)
 
 
 def test_who_follows_no_plan_gathers_one_unit_ahead() -> None:
     zero = {"stage3_prefetch_bucket_size": 3 * UNIT, "stage3_max_live_parameters": NUM_UNITS * UNIT}
-    limits = replace(default_gathers(), prefetch_numel=3 * UNIT, max_live_numel=NUM_UNITS * UNIT)
+    limits = default_gathers().model_copy(update=zero)
     step = simulate(MACHINE, SHAPE, Setup(3, tokens=1, gathers=limits, agreement="memory"))
     assert of_model(step) == of_engine(zero, {}, negotiates=False)
 
@@ -99,7 +98,7 @@ def test_who_follows_no_plan_gathers_one_unit_ahead() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_hosts_tell_each_other_as_much_as_the_engines_do(agreement: Any, order: str, micro_batches: int) -> None:
     layers = 20
-    limits = replace(default_gathers(), max_reuse_numel=0)
+    limits = default_gathers().model_copy(update={"stage3_max_reuse_distance": 0})
     setup = Setup(3, tokens=4, micro_batches=micro_batches, gathers=limits, agreement=agreement)
     step = simulate(replace(MACHINE, gpus=16, message=1.0), Shape("blocks", layers * UNIT, layers), setup)
     found = messages_of(world=16, layers=layers, updates=3, order=order, micro_batches=micro_batches)
@@ -120,7 +119,7 @@ def test_messages_cost_time_where_the_host_waits_for_them_and_elsewhere_only_whe
 
 
 def test_a_gather_that_is_agreed_on_overlaps_nothing() -> None:
-    none_stays = replace(default_gathers(), max_live_numel=0)
+    none_stays = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
     pieces = {
         agreement: simulate(MACHINE, SHAPE, Setup(3, tokens=4, gathers=none_stays, agreement=agreement)).pieces
         for agreement in ("plan", "messages")

@@ -59,7 +59,7 @@ def test_every_config_is_one_that_the_resolver_takes(model: PlannedModel, tmp_pa
     found = longest_sequences(model, hardware(MACHINE), Training(nvme_path=str(tmp_path)))
     for each in found:
         answers = resolve(each.config, TrainingView(bf16=True), world_size=1)
-        assert answers.features.tiled_mlp and answers.features.tiled_loss
+        assert answers.config.hf_zero.tiled_mlp and answers.config.hf_zero.tiled_loss
         if each.candidate.optimizer == "nvme":
             assert answers.zero.sub_group_numel == 100_000_000
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Pending
-from hf_zero.config import CommsPolicy
+from hf_zero.config.features.profiling import CommsLogger
 from hf_zero.device.clocks import Clock, HostMark
 from hf_zero.device.runtime import HOST, Event
 from hf_zero.profiling.breakdown import PARTS, Breakdown, table
@@ -164,7 +164,7 @@ def call(operation: str, num_bytes: int, latency_ms: float) -> FinishedCall:
 
 def test_five_equal_calls_have_five_equal_times() -> None:
     """DeepSpeed 0.19.8 never resets its timer: five equal calls record 8.3, 8.6, 8.6, 8.7, 8.7 ms."""
-    log = CommsLog(CommsPolicy(enabled=True))
+    log = CommsLog(CommsLogger(enabled=True))
     log.take([call("all_reduce", 2**20, 1.5)] * 5 + [call("all_gather", 64, 0.1)])
     assert log.get_raw_data()["all_reduce"][2**20][:2] == [5, [1.5] * 5]
     assert log.get_total_operations() == 6 and log.total_bytes() == {"all_reduce": 5 * 2**20, "all_gather": 64}
@@ -178,13 +178,13 @@ def test_five_equal_calls_have_five_equal_times() -> None:
 @pytest.mark.parametrize(
     ("policy", "names"),
     [
-        (CommsPolicy(enabled=True, all_operations=False, operations=("all_gather_into_tensor",)), ["all_gather"]),
-        (CommsPolicy(enabled=True, all_operations=False), []),
-        (CommsPolicy(enabled=False), []),
-        (CommsPolicy(enabled=True, callers=True), [f"{o} | [Caller Func: launch]" for o in OPERATIONS]),
+        (CommsLogger(enabled=True, prof_all=False, prof_ops=["all_gather_into_tensor"]), ["all_gather"]),
+        (CommsLogger(enabled=True, prof_all=False), []),
+        (CommsLogger(enabled=False), []),
+        (CommsLogger(enabled=True, debug=True), [f"{o} | [Caller Func: launch]" for o in OPERATIONS]),
     ],
 )
-def test_what_is_logged(policy: CommsPolicy, names: list[str]) -> None:
+def test_what_is_logged(policy: CommsLogger, names: list[str]) -> None:
     log = CommsLog(policy)
     log.take([call("all_reduce", 8, 1.0), call("all_gather", 8, 1.0)])
     assert log.get_operation_names() == names
@@ -192,7 +192,7 @@ def test_what_is_logged(policy: CommsPolicy, names: list[str]) -> None:
 
 def test_sizes_that_not_all_ranks_have_called_are_no_stragglers() -> None:
     """DeepSpeed reduces the numbers of rank 0's sizes over all ranks, and hangs where another rank has others."""
-    fast, slow = CommsLog(CommsPolicy(enabled=True)), CommsLog(CommsPolicy(enabled=True))
+    fast, slow = CommsLog(CommsLogger(enabled=True)), CommsLog(CommsLogger(enabled=True))
     fast.take([call("all_reduce", 8, 1.0), call("all_reduce", 8, 3.0), call("all_reduce", 16, 1.0)])
     slow.take([call("all_reduce", 8, 2.0), call("all_reduce", 8, 4.0)])
     found = stragglers([summary(fast), summary(slow)], 1)

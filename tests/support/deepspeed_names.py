@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_zero.integration.names.unsupported import definers
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "hf_zero" / "integration" / "names" / "names.json"
 MODULES = ROOT / "tests" / "integration" / "data" / "deepspeed_modules.txt"
@@ -132,7 +134,7 @@ def _note_import(module: Module, statement: ast.ImportFrom, name: str) -> None:
 
 
 def table(tree: dict[str, Module]) -> dict[str, dict[str, Any]]:
-    """What names.json holds: per module its kind, own public names, constants, and what a package borrows."""
+    """What names.json says: per module its kind, own public names, constants, and what a package borrows."""
     rows = {}
     for name, module in sorted(tree.items()):
         row: dict[str, Any] = {"package": True} if module.is_package else {}
@@ -151,6 +153,24 @@ def table(tree: dict[str, Module]) -> dict[str, dict[str, Any]]:
             row["stars"] = " ".join(stars)
         rows[name] = row
     return rows
+
+
+def packed(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The table as names.json has it: `uses` for borrowed names that one module alone defines, the others by module."""
+    found = definers(rows)
+    table = {}
+    for name, row in rows.items():
+        borrowed = row.get("borrowed", {})
+        uses = sorted(own for own, home in borrowed.items() if found.get(own) == [home])
+        others: dict[str, list[str]] = {}
+        for own in sorted(set(borrowed) - set(uses)):
+            others.setdefault(borrowed[own], []).append(own)
+        table[name] = {kind: value for kind, value in row.items() if kind != "borrowed"}
+        if uses:
+            table[name]["uses"] = " ".join(uses)
+        if others:
+            table[name]["borrowed"] = {home: " ".join(names) for home, names in sorted(others.items())}
+    return table
 
 
 def _borrowed(tree: dict[str, Module], name: str) -> dict[str, str]:
@@ -230,7 +250,7 @@ def texts(folder: Path) -> dict[Path, str]:
     """Every file this script writes, with its content."""
     tree = read_tree(folder)
     return {
-        NAMES: write_lines(table(tree)),
+        NAMES: write_lines(packed(table(tree))),
         MODULES: "".join(f"{name}\n" for name in sorted(tree) if name),
         SURFACES: write_lines(surfaces(folder)),
         ACCELERATOR: "".join(f"{name}\n" for name in _accelerator(folder)),

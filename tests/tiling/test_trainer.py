@@ -25,7 +25,7 @@ def run_in_small_tiles(rank: int, words: list[str]) -> int:
 
     with small(), use(Late()), mock.patch.object(CheckpointedCalls, "run", counted):
         run_script(rank, words)
-    assert all(one.policy.on_host and one.policy.contiguous for one in calls)
+    assert all(one.policy.cpu_checkpointing and one.policy.contiguous_memory_optimization for one in calls)
     return len(calls)
 
 

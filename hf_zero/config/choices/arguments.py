@@ -16,11 +16,7 @@ Check = Callable[[object], object]
 Table = Mapping[str, Check]
 Checked = tuple[dict[str, object], list[Problem]]
 
-# The classes of torch.optim and torch.optim.lr_scheduler.
-OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
+# The classes of torch.optim.lr_scheduler.
 SCHEDULES = (
     "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
     "LRScheduler", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR",
@@ -129,15 +125,23 @@ def whole_from(low: int) -> Callable[[object], int]:
 steps, count = whole_from(1), whole_from(0)
 
 
-def only(expected: bool, rule: str) -> Check:
-    """A switch that has one position; the rule says why."""
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A switch that has one position.
 
-    def check(value: object) -> bool:
-        if as_flag(value) is not expected:
-            raise ValueError(rule)
-        return expected
+    Attributes:
+        rule: why.
+        is_passed: whether what is made of the section has an argument for it at all.
+    """
 
-    return check
+    expected: bool
+    rule: str
+    is_passed: bool = True
+
+    def __call__(self, value: object) -> bool:
+        if as_flag(value) is not self.expected:
+            raise ValueError(self.rule)
+        return self.expected
 
 
 def one_of(names: Collection[str], rule: str) -> Check:

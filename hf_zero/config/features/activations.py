@@ -1,59 +1,65 @@
-"""From the sections of the core's training-time features to their policies."""
+"""What gradient checkpointing keeps for backward: the section `activation_checkpointing`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from hf_zero.config.errors import ConfigError, Edit, Problem, Remark
-from hf_zero.config.policies import ActivationsPolicy, FeaturesPolicy
-from hf_zero.config.schema import Root
-from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.training import ActivationCheckpointing
-from hf_zero.config.validate import validate
+from hf_zero.config.errors import Edit, Remark
+from hf_zero.config.features import Examined, Extra
+from hf_zero.config.schema.fields import Count, Flag, Section, ignored, supported
 
+if TYPE_CHECKING:
+    from hf_zero.config.schema.root import Root
 
-def read_activations(config: Mapping[str, Any]) -> ActivationsPolicy:
-    """Of a config of which nothing but this section is looked at, and may be missing.
-
-    Raises:
-        ConfigError: for values that cannot be.
-    """
-    section = config.get("activation_checkpointing")
-    root, findings = validate({"activation_checkpointing": dict(section)} if isinstance(section, Mapping) else {})
-    problems = [finding for finding in findings if isinstance(finding, Problem)]
-    if problems:
-        raise ConfigError(problems)
-    return activations_policy(root.activation_checkpointing or ActivationCheckpointing())
+_PARTITION = (
+    "no two ranks have the same activations (with sequence parallelism each has its own), but for tensor groups, which "
+    "keep them whole; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
+)
 
 
-def activations_policy(section: ActivationCheckpointing) -> ActivationsPolicy:
-    """All of it."""
-    return ActivationsPolicy(
-        on_host=section.cpu_checkpointing,
-        partition=section.partition_activations,
-        contiguous=section.contiguous_memory_optimization,
-        number=section.number_checkpoints,
-        synchronize=section.synchronize_checkpoint_boundary,
-        profile=section.profile,
+class ActivationCheckpointing(Section):
+    """What gradient checkpointing (`gradient_checkpointing=True`) keeps for backward (docs/long_sequences.md)."""
+
+    partition_activations: Flag = ignored(
+        False, "Each rank of a tensor-parallel group keeps a part of what they all have.", why=_PARTITION
+    )
+    cpu_checkpointing: Flag = supported(
+        False, "Keep the inputs of checkpointed layers in host memory, copied beside the computation."
+    )
+    contiguous_memory_optimization: Flag = supported(
+        False, "Copy them into one buffer, so that memory between them is not broken into pieces."
+    )
+    number_checkpoints: Count | None = supported(
+        None, "How many that buffer has room for; by default as many as the model has layers."
+    )
+    synchronize_checkpoint_boundary: Flag = supported(
+        False, "Wait for the device before and after each checkpointed layer, in forward and when it runs again."
+    )
+    profile: Flag = supported(
+        False, "Log how long the checkpointed layers of a micro-batch took, in forward and when they ran again."
     )
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is asked for that a layer of the model can have."""
+        moves = self.cpu_checkpointing or self.contiguous_memory_optimization
+        return moves or self.synchronize_checkpoint_boundary or self.profile
 
-def resolve_features(config: Root, remarks: list[Remark]) -> FeaturesPolicy:
-    """What has no effect is added to `remarks`."""
-    own = config.hf_zero or HfZero()
-    activations = resolve_activations(config.activation_checkpointing, remarks)
-    return FeaturesPolicy(activations=activations, tiled_mlp=own.tiled_mlp, tiled_loss=own.tiled_loss)
 
-
-def resolve_activations(section: ActivationCheckpointing | None, remarks: list[Remark]) -> ActivationsPolicy | None:
-    """None where nothing is asked for; what has no effect is added to `remarks`."""
+def examine(config: Root) -> Examined:
+    section = config.activation_checkpointing
     if section is None:
-        return None
+        return Examined()
+    remarks = []
     if section.number_checkpoints is not None and not section.contiguous_memory_optimization:
         path = ("activation_checkpointing", "number_checkpoints")
         text = "no effect without contiguous_memory_optimization, whose buffer has room for so many"
         remarks.append(Remark(".".join(path), text, section.number_checkpoints, edit=Edit(path)))
-    policy = activations_policy(section)
-    acts = policy.on_host or policy.contiguous or policy.synchronize or policy.profile
-    return policy if acts else None
+    return Examined(remarks=remarks, policy=section if section.is_on else None)
+
+
+ACTIVATIONS = Extra(
+    name="activation_checkpointing",
+    examine=examine,
+    features=("hf_zero.activations.feature:activation_checkpointing_of",),
+)

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import numbers
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 Kind = Literal["supported", "ignored", "unsupported", "detail", "check"]
 ALL_STAGES = (0, 1, 2, 3)
 LARGEST = 2**63 - 1
+S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
     """One object of the config. A key that it does not list is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
+
+
+    def section(self, kind: type[S]) -> S:
+        """The section of this class in or below this one, wherever it stands; with its defaults where there is none.
+
+        A class that a section inherits stands for it, so that keys of several owners may share one section.
+        """
+        if isinstance(self, kind):
+            return self
+        found: Any = self
+        for name in _path_to(type(self), kind) or ():
+            found = getattr(found, name, None)
+        return kind() if found is None else found
+
+
+@functools.cache
+def _path_to(section: type[Section], kind: type[Section]) -> tuple[str, ...] | None:
+    """The keys that lead from one section to the first below it that is, or inherits, another."""
+    for name, field in section.model_fields.items():
+        below = subsection(field)
+        path = None if below is None else () if issubclass(below, kind) else _path_to(below, kind)
+        if path is not None:
+            return (name, *path)
+    return None
+
+
+def subsection(field: FieldInfo) -> type[Section] | None:
+    """The section class of a field that holds one."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
 
 
 class Verdict(BaseModel):

@@ -9,18 +9,10 @@ from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.schema.fields import Section, Verdict
+from hf_zero.config.schema.fields import Section, Verdict, subsection
 
 _FEW = 12  # as many names as a message may list
 _SEVERAL = 3  # as many places as a message may offer
-
-
-def subsection(field: FieldInfo) -> type[Section] | None:
-    """The section class of a field that holds one."""
-    for candidate in (field.annotation, *get_args(field.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
 
 
 def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, create_model
 
+from hf_zero.config.features import Extra
+from hf_zero.config.features.activations import ACTIVATIONS, ActivationCheckpointing
+from hf_zero.config.features.profiling import PROFILING, Observation, Trace
+from hf_zero.config.features.tiling import TILING, Tiling
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,
@@ -24,18 +27,7 @@ from hf_zero.config.schema.fields import (
     unsupported,
 )
 from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.profiling import (
-    Comet,
-    CommsLogger,
-    CsvMonitor,
-    FlopsProfiler,
-    TensorBoard,
-    Timers,
-    Trace,
-    WandB,
-)
 from hf_zero.config.schema.training import (
-    ActivationCheckpointing,
     Aio,
     Checkpoint,
     Optimizer,
@@ -45,11 +37,6 @@ from hf_zero.config.schema.training import (
 from hf_zero.config.schema.zero import Zero
 
 _NO_EXPERTS = "expert parallelism is not supported; stage 3 shards experts as it does the rest"
-
-
-def _as_interval(value: object) -> object:
-    # Accelerate writes float infinity for "never".
-    return None if value is None or (isinstance(value, float) and value == math.inf) else as_whole(value)
 
 
 def _as_shard_group(value: object) -> object:
@@ -68,7 +55,6 @@ def _as_hops(value: object) -> object:
     return value.lower() if isinstance(value, str) and value.lower() == "auto" else as_whole(value)
 
 
-Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_interval)]
 GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(as_lower)]
 Hops = Annotated[Literal["auto", 1, 2], BeforeValidator(_as_hops)]
@@ -94,7 +80,7 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
 )
 
 
-class HfZero(Section):
+class HfZero(Tiling):
     """Settings of our own: DeepSpeed's way where hf_zero goes another, and what DeepSpeed does not have."""
 
     broadcast_buffers: Flag = supported(
@@ -133,15 +119,6 @@ class HfZero(Section):
         False,
         "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
     )
-    tiled_loss: Flag = supported(
-        False,
-        "Compute the head and the loss of a causal language model over a few tokens at a time, and never the logits of "
-        "a whole sequence (docs/long_sequences.md).",
-    )
-    tiled_mlp: Flag = supported(
-        False,
-        "Compute dense MLPs and norms over a few tokens at a time, in backward once more (docs/long_sequences.md).",
-    )
     shard_group: ShardGroup | None = supported(
         None,
         'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
@@ -160,10 +137,12 @@ class HfZero(Section):
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
 
 
-class Root(Section):
+class Root(Observation):
     """The whole config; with sections of extras it is one of the classes that `hf_zero.config.extras` makes of it."""
 
-    extras: ClassVar[tuple[Any, ...]] = ()  # those whose sections a config of this class may have
+    # Whose keys a config of this class may have, in the order in which they see a forward; the last sees what the
+    # others have made of it.
+    features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING)
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
     train_micro_batch_size_per_gpu: Positive | None = supported(
@@ -174,17 +153,10 @@ class Root(Section):
         True, "The engine counts micro-batches.", why="every step() outside a boundary is held back until the boundary"
     )
 
-    steps_per_print: Interval = supported(None, "A log line every so many updates; unset or infinity: never.")
-    wall_clock_breakdown: Flag = supported(
-        False, "Where the time of every update went, and a table over ranks every steps_per_print (or 10) updates."
-    )
     log_level: Level | None = supported(None, "debug, info, warning, error or critical.")
-    memory_breakdown: Flag = supported(False, "Log memory before and after forward, backward and step.")
-    dump_state: Flag = supported(False, "Log the engine's attributes once.")
     disable_python_gc: Flag = unsupported(
         False, "Switch Python's collector off.", why="call gc.disable() in the script"
     )
-    timers: Timers | None = detail(None, "Further timers.")
     vocabulary_size: Positive | None = check(None, "Only checked: a multiple of 8 is faster.")
     disable_allgather: Flag = ignored(False, "Stored, never read, also in DeepSpeed.", why="nothing reads it")
     dataloader_drop_last: Flag = supported(False, "The engine's own loader leaves out an incomplete last batch.")
@@ -240,12 +212,6 @@ class Root(Section):
     )
     checkpoint: Checkpoint | None = detail(None, "Checkpoints.")
 
-    flops_profiler: FlopsProfiler | None = detail(None, "Operation counts (docs/profiling.md).")
-    comms_logger: CommsLogger | None = detail(None, "Times of collectives (docs/profiling.md).")
-    tensorboard: TensorBoard | None = detail(None, "Monitor.")
-    csv_monitor: CsvMonitor | None = detail(None, "Monitor.")
-    wandb: WandB | None = detail(None, "Monitor.")
-    comet: Comet | None = detail(None, "Monitor.")
     eigenvalue: Free | None = unsupported(
         None,
         "Eigenvalues of the Hessian.",

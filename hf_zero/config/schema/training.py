@@ -1,4 +1,4 @@
-"""Sections around the training loop: optimizer, scheduler, checkpoints, activations, parallelism."""
+"""Sections around the training loop: optimizer, scheduler, checkpoints, parallelism."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ from hf_zero.config.schema.fields import (
 )
 
 _WRITER = "every rank streams its own files from a few threads, fsynced and checksummed"
-_PARTITION = (
-    "no two ranks have the same activations (with sequence parallelism each has its own), but for tensor groups, which "
-    "keep them whole; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
-)
 
 
 class Optimizer(Section):
@@ -80,29 +76,6 @@ class Checkpoint(Section):
     writer: CheckpointWriter | None = detail(None, "The writer.")
 
 
-class ActivationCheckpointing(Section):
-    """What gradient checkpointing (`gradient_checkpointing=True`) keeps for backward (docs/long_sequences.md)."""
-
-    partition_activations: Flag = ignored(
-        False, "Each rank of a tensor-parallel group keeps a part of what they all have.", why=_PARTITION
-    )
-    cpu_checkpointing: Flag = supported(
-        False, "Keep the inputs of checkpointed layers in host memory, copied beside the computation."
-    )
-    contiguous_memory_optimization: Flag = supported(
-        False, "Copy them into one buffer, so that memory between them is not broken into pieces."
-    )
-    number_checkpoints: Count | None = supported(
-        None, "How many that buffer has room for; by default as many as the model has layers."
-    )
-    synchronize_checkpoint_boundary: Flag = supported(
-        False, "Wait for the device before and after each checkpointed layer, in forward and when it runs again."
-    )
-    profile: Flag = supported(
-        False, "Log how long the checkpointed layers of a micro-batch took, in forward and when they ran again."
-    )
-
-
 class Aio(Section):
     """File access under NVMe offload. Every request under way has a thread, which holds nothing of the interpreter."""
 
@@ -115,6 +88,11 @@ class Aio(Section):
     )
     overlap_events: Flag = ignored(True, "Overlap submission and completion.", why="they always overlap")
     use_gds: Flag = unsupported(False, "GPUDirect storage.", why="files are read and written through host memory")
+
+    @property
+    def num_threads(self) -> int:
+        """Each has one request under way."""
+        return self.queue_depth * max(self.intra_op_parallelism, self.thread_count)
 
 
 class TensorParallelGroup(Section):
@@ -144,7 +122,3 @@ class TensorParallel(Section):
     )
     dtype: Any = ignored(None, "Dtype.", why="the sections bf16 and fp16 say it", met=True)
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.")
-
-
-
-

@@ -55,6 +55,14 @@ class OffloadOptimizer(Section):
     )
     cpuadam_cores_perc: Fraction = ignored(0.8, "Fraction of the CPU cores for that variant.", why=_INTERNAL)
 
+    @property
+    def reads_ahead(self) -> bool:
+        return self.pipeline_read is not False
+
+    @property
+    def writes_behind(self) -> bool:
+        return self.pipeline_write is not False
+
 
 class OffloadParam(Section):
     """Where parameters live between uses; stage 3 only."""
@@ -71,6 +79,11 @@ class OffloadParam(Section):
         1_000_000_000, "nvme: as much of a rank's shards stays in host memory.", unit="elements"
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
+
+    @property
+    def buffer_numel(self) -> int:
+        """Of all buffers together."""
+        return self.buffer_count * self.buffer_size
 
 
 class LeafModule(Section):

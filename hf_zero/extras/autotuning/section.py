@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_zero.config.errors import Problem
-from hf_zero.config.extras import Examined
+from hf_zero.config.features import Examined
 from hf_zero.config.schema.fields import Count, Flag, Free, Positive, Section, ignored, supported, unsupported
 
 _BY_TRIALS = "stages and batch sizes are tried, not computed from a profile"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_zero.config.errors import Edit, Problem, Remark
-from hf_zero.config.extras import Examined
+from hf_zero.config.features import Examined
 from hf_zero.extras.compression.policy import BLOCK_PATTERN, EVERYTHING, ROOT, compression_policy
 from hf_zero.extras.compression.section import TECHNIQUES, Compression, LayerReduction
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hf_zero.config.errors import ABSENT, Problem, Remark, key_path
-from hf_zero.config.extras import Examined
+from hf_zero.config.features import Examined
 from hf_zero.extras.data_efficiency.policy import (
     DataPolicy,
     DifficultyPolicy,

@@ -311,7 +311,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         policy.min_samples,
         policy.max_samples,
         policy.order,
-        engine.train_micro_batch_size_per_gpu(),
+        engine.settings.train_micro_batch_size_per_gpu(),
         ranks.rank,
         ranks.size,
         policy.num_workers,

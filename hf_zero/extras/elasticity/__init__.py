@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero.config.extras import Extra, OwnSection
+from hf_zero.config.features import Extra, OwnSection
 from hf_zero.extras.elasticity.rules import Elasticity, elastic_sizes
 
 EXTRA = Extra(

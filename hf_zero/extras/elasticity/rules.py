@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ABSENT, Edit, Problem
-from hf_zero.config.extras import Sizes
+from hf_zero.config.features import Sizes
 from hf_zero.config.policies import BatchPolicy
 from hf_zero.config.schema.fields import Count, Flag, Positive, PositiveNumber, Section, ignored, supported
 from hf_zero.extras.elasticity.batches import ElasticProblem, ElasticRule, elastic_batch

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hf_zero.config.choices.arguments import Check, at_least_zero, beta, betas, count, one_of, only, steps
-from hf_zero.config.choices.optimizer import no_amsgrad
-from hf_zero.config.extras import Extra, OptimizerType
+from hf_zero.config.choices.arguments import Check, Only, at_least_zero, beta, betas, count, one_of, steps
+from hf_zero.config.choices.optimizer_types import OptimizerType, no_amsgrad
+from hf_zero.config.features import Extra
 from hf_zero.config.schema.fields import as_flag
 
-_not_published = only(False, "is not part of the published algorithm; DeepSpeed ignores it")
+_not_published = Only(False, "is not part of the published algorithm; DeepSpeed ignores it")
 
 
 _backend = one_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero.config.extras import Extra, OwnSection
+from hf_zero.config.features import Extra, OwnSection
 from hf_zero.extras.sparse_attention.section import SparseAttention, examine
 
 EXTRA = Extra(

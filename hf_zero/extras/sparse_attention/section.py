@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from hf_zero.config.errors import Edit, Problem, Remark
-from hf_zero.config.extras import Examined
+from hf_zero.config.features import Examined
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
 
 Mode = Annotated[

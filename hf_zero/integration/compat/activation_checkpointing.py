@@ -6,7 +6,6 @@ Where the inputs of a checkpointed call lie until then is what `configure` says;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +14,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.torch_backend import NativeCollectives
-from hf_zero.config.features.activations import read_activations
-from hf_zero.config.policies import ActivationsPolicy
+from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.objects import section_of
 from hf_zero.config.reading.load import load_config
 from hf_zero.integration.compat.logs import warning_once
 from hf_zero.integration.compat.random_states import with_named_states
 
-_UNCONFIGURED = CheckpointedCalls(ActivationsPolicy())
+_UNCONFIGURED = CheckpointedCalls(ActivationCheckpointing())
 
 
 def configure(
@@ -50,22 +49,23 @@ def configure(
         ValueError: one buffer for an unknown number of calls.
     """
     given: dict[str, Any] = {
-        "partition": partition_activations,
-        "contiguous": contiguous_checkpointing,
-        "number": num_checkpoints,
-        "on_host": checkpoint_in_cpu,
-        "synchronize": synchronize,
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    policy = read_activations({} if deepspeed_config is None else load_config(deepspeed_config))
-    policy = replace(policy, **{name: value for name, value in given.items() if value is not None})
-    if policy.contiguous and not policy.number:
+    config = {} if deepspeed_config is None else load_config(deepspeed_config)
+    policy = section_of(ActivationCheckpointing, config, "activation_checkpointing")
+    policy = policy.model_copy(update={name: value for name, value in given.items() if value is not None})
+    if policy.contiguous_memory_optimization and not policy.number_checkpoints:
         raise ValueError(
             "contiguous_checkpointing (contiguous_memory_optimization) is on, and it is unknown how many calls its "
             "buffer has to hold: set num_checkpoints (number_checkpoints) to the number of calls of a forward"
         )
     group, why = _tensor_group(mpu_)
-    if policy.partition and group is None:
+    if policy.partition_activations and group is None:
         warning_once(f"deepspeed.checkpointing.configure: partition_activations has no effect, {why}")
     CONFIGURED.tensor_rank = 0 if group is None else group.rank
     _use(CheckpointedCalls(policy, group=group))
@@ -102,7 +102,7 @@ class CheckpointFunction:
 
 def set_num_layers(nlayers: int) -> None:
     """How many calls the one buffer of contiguous_checkpointing holds."""
-    _change(number=nlayers)
+    _change(number_checkpoints=nlayers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -112,7 +112,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
             "partition_activations_in_checkpoint(True) has no effect: deepspeed.checkpointing.configure has been given "
             "no mpu whose ranks have the same activations"
         )
-    _change(partition=partition_activation)
+    _change(partition_activations=partition_activation)
 
 
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def _calls() -> CheckpointedCalls:
 def _change(**changes: Any) -> None:
     """Settings of later calls; what earlier ones have kept stays where it is."""
     if CONFIGURED.calls is not None:
-        _use(CheckpointedCalls(replace(CONFIGURED.calls.policy, **changes), group=CONFIGURED.calls.group))
+        _use(CheckpointedCalls(CONFIGURED.calls.policy.model_copy(update=changes), group=CONFIGURED.calls.group))
 
 
 def _use(calls: CheckpointedCalls) -> None:

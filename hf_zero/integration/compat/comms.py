@@ -6,10 +6,8 @@ import time
 from typing import Any
 
 from hf_zero.comm import ledger, this_process, watching_collectives
-from hf_zero.config import CommsPolicy
-from hf_zero.config.features.profiling import comms_policy
+from hf_zero.config.features.profiling import CommsLogger as Section
 from hf_zero.config.objects import ConfigView
-from hf_zero.config.schema.profiling import CommsLogger as Section
 from hf_zero.features import ASKED
 from hf_zero.log import announce, log_dist
 from hf_zero.profiling.comms_log import CommsLog, straggler_table, stragglers, summary, table
@@ -20,8 +18,8 @@ from hf_zero.spans import SPANS
 class CommsLogger(CommsLog):
     """A log that a program makes for itself; it sees what the engine's own does while it is the one that listens."""
 
-    def __init__(self, config: CommsPolicy | None = None) -> None:
-        super().__init__(config if isinstance(config, CommsPolicy) else CommsPolicy(enabled=True))
+    def __init__(self, config: Section | None = None) -> None:
+        super().__init__(config if isinstance(config, Section) else Section(enabled=True))
 
 
 def configure(
@@ -39,7 +37,8 @@ def configure(
         section = ConfigView(given_config, this_process().size).comms_logger
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     changed = {name: value for name, value in given.items() if value is not None}
-    ASKED["comms"] = comms_policy((section or Section()).model_copy(update=changed))
+    section = (section or Section()).model_copy(update=changed)
+    ASKED["comms"] = section if section.enabled else None
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

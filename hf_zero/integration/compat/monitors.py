@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.comm import this_process
-from hf_zero.config import ProfilingPolicy
-from hf_zero.config.features.profiling import comet_policy, file_monitor_policy, wandb_policy
 from hf_zero.config.objects import ConfigView, MonitorSections
 from hf_zero.profiling import monitors
 from hf_zero.profiling.monitors import Monitor, Monitors
@@ -26,13 +24,7 @@ class MonitorMaster(Monitors):
         Raises:
             ConfigError: for a monitor whose library is not installed.
         """
-        policy = ProfilingPolicy(
-            tensorboard=file_monitor_policy(monitor_config.tensorboard),
-            csv=file_monitor_policy(monitor_config.csv_monitor),
-            wandb=wandb_policy(monitor_config.wandb),
-            comet=comet_policy(monitor_config.comet),
-        )
-        super().__init__(policy)
+        super().__init__({name: getattr(monitor_config, name) for name in monitors.MONITORS})
         if this_process().rank == 0:
             self.open()
 
@@ -43,8 +35,7 @@ class _One(Monitors):
     section = ""
 
     def __init__(self, config: Any) -> None:
-        make = {"wandb": wandb_policy, "comet": comet_policy}.get(self.section, file_monitor_policy)
-        super().__init__(ProfilingPolicy(**{self.section: make(config)}))  # type: ignore[operator]
+        super().__init__({self.section: config})
         if this_process().rank == 0:
             self.open()
 
@@ -54,7 +45,7 @@ class TensorBoardMonitor(_One):
 
 
 class csvMonitor(_One):
-    section = "csv"
+    section = "csv_monitor"
 
 
 class WandbMonitor(_One):

@@ -1,8 +1,8 @@
 """Names of DeepSpeed that hf_zero does not have: importable, because others import them, and an error on use.
 
 names.json lists DeepSpeed's modules with the classes, errors, functions and constants that each defines, and with what
-each borrows from others, by name or (`stars`) all of it. Modules that we have nothing for are made of it, and modules
-of ours take from it what they lack. No name does anything.
+each borrows from others: by name (`borrowed` where a rule cannot say from whom: `with_homes`) or (`stars`) all of it.
+Modules that we have nothing for are made of it, and modules of ours take from it what they lack. No name does anything.
 """
 
 from __future__ import annotations
@@ -44,8 +44,33 @@ FEATURES = "docs/features.md in the hf_zero repository lists what exists"
 @functools.cache
 def known_modules() -> Mapping[str, Mapping[str, Any]]:
     """names.json: by module path without `deepspeed.`; read when a name is asked for that has no home of ours."""
-    table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    table = with_homes(json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8")))
     return {**table, **REMOVED, **{module: {**table[module], **more} for module, more in _INSIDE_FUNCTIONS.items()}}
+
+
+def with_homes(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The table with the module that defines it for every borrowed name, instead of `uses`: names, separated by blanks,
+    that one module alone defines."""
+    homes = {name: found[0] for name, found in definers(table).items()}
+    rows = {}
+    for module, row in table.items():
+        borrowed = {name: source for source, names in row.get("borrowed", {}).items() for name in names.split()}
+        borrowed.update((name, homes[name]) for name in row.get("uses", "").split())
+        rest = {kind: value for kind, value in row.items() if kind not in ("uses", "borrowed")}
+        rows[module] = {**rest, "borrowed": dict(sorted(borrowed.items()))} if borrowed else rest
+    return rows
+
+
+def definers(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Name -> the modules that define it."""
+    found: dict[str, list[str]] = {}
+    for module, row in table.items():
+        for kind in ("classes", "errors", "functions"):
+            for name in row.get(kind, "").split():
+                found.setdefault(name, []).append(module)
+        for name in row.get("values", ()):
+            found.setdefault(name, []).append(module)
+    return found
 
 
 def refusal(path: str) -> str:

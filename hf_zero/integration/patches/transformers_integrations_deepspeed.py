@@ -84,7 +84,8 @@ def _sequence_size(args: Any) -> int | None:
 def _take_decided_sizes(config: dict[str, Any], args: Any) -> None:
     """Where a section of ds.json decides batch sizes (elasticity), Trainer's are those."""
     world = getattr(args, "world_size", 1)
-    sections = {own.path for extra in schema_for(config)[0].extras if extra.sizes is not None for own in extra.sections}
+    deciding = [extra for extra in schema_for(config)[0].features if extra.sizes is not None]
+    sections = {own.path for extra in deciding for own in extra.sections}
     alone = {path: config[path] for path in sections & config.keys()}
     batch = examine(alone, Views(world_size=world), complete=False).batch if alone else None
     if batch is None:

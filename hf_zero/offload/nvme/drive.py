@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hf_zero.config import FilePolicy
+from hf_zero.config import Aio
 from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.requests import FileAccess, Requests
 from hf_zero.offload.nvme.run_folder import RunFolder
@@ -17,7 +17,7 @@ ACCESS = FileAccess()
 class Drive:
     """A folder of this process on the drive at `root`, and everything kept there."""
 
-    def __init__(self, root: str | os.PathLike[str], policy: FilePolicy) -> None:
+    def __init__(self, root: str | os.PathLike[str], policy: Aio) -> None:
         """Raises StorageError when the folder cannot be used."""
         self.folder = RunFolder(root)
         self.requests = Requests(policy, ACCESS)

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from hf_zero.config import FilePolicy
+from hf_zero.config import Aio
 from hf_zero.device.pinned import round_to_page
 from hf_zero.offload.failures import StorageError
 from hf_zero.spans import SPANS
@@ -91,7 +91,7 @@ class Completion:
 class Requests:
     """Takes pieces to read and to write."""
 
-    policy: FilePolicy
+    policy: Aio
     access: FileAccess = field(default_factory=FileAccess)
     traffic: Traffic = field(default_factory=Traffic)
     failure: StorageError | None = None
@@ -126,7 +126,7 @@ class Requests:
 
     def _submit(self, verb: str, move: Callable[[int, memoryview, int], int], piece: Piece) -> Completion:
         self._start()
-        step = round_to_page(self.policy.block_bytes)
+        step = round_to_page(self.policy.block_size)
         starts = range(0, piece.memory.nbytes, step)
         completion = Completion(len(starts))
         if self.trace is not None:

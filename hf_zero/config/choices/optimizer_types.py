@@ -1,0 +1,208 @@
+"""The optimizers by name: one object says everything about each that is known without its code, and without torch.
+
+The code is the class behind `made_by`; an elementwise one names its states and its kernel in its `family`
+(`hf_zero.optim.elementwise`). The resolver, what makes optimizers (`hf_zero.optim.registry`), how they run
+(`hf_zero.optim.traits`) and planning ask here. Extras bring types of their own (`hf_zero.config.extras`), and so may
+programs, by `register`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.choices.arguments import Check, Only, at_least_zero, beta, betas, one_of
+from hf_zero.config.errors import FEATURES_PAGE
+from hf_zero.config.schema.fields import as_flag
+
+LAST_STAGE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerType:
+    """What is known of the optimizers of one name.
+
+    Attributes:
+        name: as `optimizer.type` spells it; also that of a class which a program passes.
+        any_case: whether the config may spell it otherwise; as for DeepSpeed, classes of torch.optim not.
+        made_by: "module:callable" of parameter groups and arguments; "": it cannot be made from ds.json.
+        arguments: what `optimizer.params` may have, with what checks each; None: the class checks them itself.
+        switch: an argument that, when true, makes something else of it, and the arguments that this takes.
+        takes: which of the arguments that TrainingArguments knows the class has; only where there are no `arguments`.
+        highest_stage: the last ZeRO stage at which it works.
+        stands_in: "module:function" of an instance that tells how hf_zero runs it instead of its own step: a `Family`,
+            `Traits`, or None where this one must run as itself. Only for classes that do not say so themselves.
+        whole_tensors: its update depends on whole matrices, which a flat shard does not have.
+        needs: what it needs that does not reach a sharded step.
+        is_adam: whether TrainingArguments' adam_beta1, adam_beta2 and adam_epsilon speak of it.
+        refused: why there is none in spite of DeepSpeed's having one.
+    """
+
+    name: str
+    any_case: bool = True
+    made_by: str = ""
+    arguments: Mapping[str, Check] | None = None
+    switch: tuple[str, Mapping[str, Check]] | None = None
+    takes: tuple[str, ...] = ("lr", "weight_decay")
+    highest_stage: int = LAST_STAGE
+    stands_in: str = ""
+    whole_tensors: bool = False
+    needs: str = ""
+    is_adam: bool = False
+    refused: str = ""
+
+    def arguments_beside(self, params: Mapping[str, object]) -> Mapping[str, Check] | None:
+        """The arguments that it takes beside these."""
+        if self.switch is not None and params.get(self.switch[0]) in (True, "true"):
+            return self.switch[1]
+        return self.arguments
+
+    def takes_beside(self, params: Mapping[str, object], argument: str) -> bool:
+        """Whether it takes lr, betas, eps or weight_decay beside these arguments."""
+        arguments = self.arguments_beside(params)
+        return argument in (self.takes if arguments is None else arguments)
+
+    def passed(self, params: Mapping[str, object]) -> dict[str, object]:
+        """`params` without switches that its maker has no argument for."""
+        table = self.arguments_beside(params) or {}
+        kept = {}
+        for key, value in params.items():
+            check = table.get(key)
+            if not isinstance(check, Only) or check.is_passed:
+                kept[key] = value
+        return kept
+
+
+def known_type(name: str) -> OptimizerType | None:
+    """What `optimizer.type` means by this name, extras' types aside. Torch may have classes younger than this file."""
+    kind = _TYPES.get(name.lower())
+    if kind is not None and (kind.any_case or kind.name == name):
+        return kind
+    torchs = getattr(sys.modules.get("torch.optim"), name, None)
+    if isinstance(torchs, type) and name != "Optimizer":
+        return OptimizerType(name=name, made_by=f"torch.optim:{name}")
+    return None
+
+
+def type_of_class(kind: type) -> OptimizerType | None:
+    """What is known of a class by its name alone."""
+    return _TYPES.get(kind.__name__.lower())
+
+
+def known_names() -> Iterator[str]:
+    """Of what ds.json may ask for, extras' types aside."""
+    return (kind.name for kind in _TYPES.values() if kind.made_by)
+
+
+def register(kind: OptimizerType) -> None:
+    """One more type.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if _TYPES.setdefault(kind.name.lower(), kind) is not kind:
+        raise ValueError(f"there is an optimizer named {kind.name} already")
+
+
+_RATES = ("lr", "eps", "weight_decay")
+no_amsgrad = Only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
+_always_true = Only(True, "is always true here", is_passed=False)  # states are fp32, gradients are set to None
+_not_by_head = Only(False, "is not supported: a matrix is made orthogonal as a whole", is_passed=False)
+_newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')
+
+
+def _block_size(value: object) -> int:
+    if value != 256:
+        raise ValueError("is always 256 here")
+    return 256
+
+
+_PLAIN_ADAM: dict[str, Check] = {**dict.fromkeys(_RATES, at_least_zero), "betas": betas, "bias_correction": as_flag}
+_ADAM: dict[str, Check] = {**_PLAIN_ADAM, "adam_w_mode": as_flag, "amsgrad": no_amsgrad, "set_grad_none": _always_true}
+_SECTION_ADAM: dict[str, Check] = {**_ADAM, "torch_adam": as_flag, "fp32_optimizer_states": _always_true}
+_TORCH_ADAM: dict[str, Check] = {
+    **{name: check for name, check in _ADAM.items() if name not in ("bias_correction", "set_grad_none")},
+    **dict.fromkeys(("torch_adam", "amsgrad", "maximize", "foreach", "fused", "capturable"), as_flag),
+}
+_CPU_ADAM: dict[str, Check] = {
+    **{name: check for name, check in _ADAM.items() if name != "set_grad_none"},
+    "adamw_mode": as_flag,
+    "fp32_optimizer_states": _always_true,
+}
+_ADAM_8BIT: dict[str, Check] = {**_PLAIN_ADAM, "block_size": _block_size}
+_LAMB: dict[str, Check] = {
+    **_PLAIN_ADAM,
+    "eps_inside_sqrt": as_flag,
+    "max_coeff": at_least_zero,
+    "min_coeff": at_least_zero,
+    "amsgrad": no_amsgrad,
+}
+_LION: dict[str, Check] = {
+    "lr": at_least_zero,
+    "betas": betas,
+    "weight_decay": at_least_zero,
+    "fp32_optimizer_states": _always_true,
+}
+_MUON: dict[str, Check] = {
+    **dict.fromkeys(("muon_lr", "adam_lr", *_RATES), at_least_zero),
+    "momentum": beta,
+    "betas": betas,
+    "adam_w_mode": as_flag,
+    "ns_method": _newton_schulz,
+    "per_head_muon": _not_by_head,
+}
+_CPU_ADAGRAD: dict[str, Check] = {
+    **dict.fromkeys(_RATES, at_least_zero),
+    "amsgrad": no_amsgrad,
+    "fp32_optimizer_states": _always_true,
+}
+
+
+def _ours(made_by: str, arguments: Mapping[str, Check], *names: str, **more: Any) -> Iterator[OptimizerType]:
+    for name in names:
+        yield OptimizerType(name=name, made_by=f"hf_zero.optim.{made_by}", arguments=arguments, **more)
+
+
+def _torchs(*takes: str, names: str, any_case: bool = False, **more: Any) -> Iterator[OptimizerType]:
+    """Classes of torch.optim; every one takes `lr`."""
+    for name in names.split():
+        yield OptimizerType(
+            name=name, made_by=f"torch.optim:{name}", takes=("lr", *takes), any_case=any_case, **more
+        )
+
+
+def _all() -> Iterator[OptimizerType]:
+    stands_in = "hf_zero.optim.adam:family_of_torch_adam"
+    torch_adam = ("torch_adam", _TORCH_ADAM)
+    yield from _ours("adam:adam", _SECTION_ADAM, "Adam", switch=torch_adam, is_adam=True, stands_in=stands_in)
+    yield from _ours("adam:adamw", _SECTION_ADAM, "AdamW", switch=torch_adam, is_adam=True, stands_in=stands_in)
+    yield from _ours("adam:FusedAdam", _ADAM, "FusedAdam", is_adam=True)
+    yield from _ours("adam:cpu_adam", _CPU_ADAM, "CPUAdam", "DeepSpeedCPUAdam", is_adam=True)
+    yield from _ours("adam8:Adam8bit", _ADAM_8BIT, "Adam8bit")
+    yield from _ours("adam8:AdamW8bit", _ADAM_8BIT, "AdamW8bit")
+    yield from _ours("lion:FusedLion", {**_LION, "set_grad_none": _always_true}, "Lion", "FusedLion")
+    yield from _ours("lion:DeepSpeedCPULion", _LION, "CPULion", "DeepSpeedCPULion")
+    yield from _ours("adagrad:DeepSpeedCPUAdagrad", _CPU_ADAGRAD, "CPUAdagrad", "DeepSpeedCPUAdagrad")
+    yield from _ours("lamb:FusedLamb", _LAMB, "Lamb", "FusedLamb", whole_tensors=True)
+    yield from _ours("muon:Muon", _MUON, "Muon", whole_tensors=True)
+
+    yield from _torchs("weight_decay", names="SGD", stands_in="hf_zero.optim.sgd:family_of_torch_sgd")
+    adagrad = "hf_zero.optim.adagrad:family_of_torch_adagrad"
+    yield from _torchs("eps", "weight_decay", names="Adagrad", any_case=True, stands_in=adagrad)
+    yield from _torchs("betas", "eps", "weight_decay", names="Adamax NAdam RAdam")
+    yield from _torchs("eps", "weight_decay", names="Adadelta RMSprop")
+    yield from _torchs("weight_decay", names="ASGD")
+    yield from _torchs(names="Rprop")
+    adafactor = "hf_zero.optim.adafactor:adafactor_traits"
+    yield from _torchs("weight_decay", names="Adafactor", whole_tensors=True, stands_in=adafactor)
+    yield from _torchs(names="LBFGS", needs="a closure that evaluates the loss again")
+    yield from _torchs("betas", "eps", names="SparseAdam", needs="sparse gradients")
+    for name in ("Shampoo", "SOAP", "LARS"):
+        yield OptimizerType(name=name, whole_tensors=True)
+    for name in ("MuAdam", "MuAdamW", "MuSGD"):
+        yield OptimizerType(name=name, refused=f"the {name} optimizer is not supported yet")
+
+
+_TYPES = {kind.name.lower(): kind for kind in _all()}
