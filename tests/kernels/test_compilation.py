@@ -1,13 +1,15 @@
-"""Every Triton kernel compiles to machine code for real GPUs, without one, and moves the bytes that it says."""
+"""Every Triton kernel compiles to machine code for real GPUs, without one, and costs what it says."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import hf_zero.kernels.gpu
+from tests.support.budgets import ELEMENTWISE, EXCESS, budget_of, over, short
 from tests.support.compilation import BINARY, Compiled, compile_apart
 from tests.support.requirements import requires
 
@@ -40,6 +42,7 @@ def examine(compiled: list[Compiled], backend: str) -> None:
     for entry in compiled:
         assert entry.stages.get(BINARY[backend], 0) > 0, f"{entry.kernel} ended before machine code: {entry.stages}"
         assert entry.wrong == [], f"{entry.kernel}, {entry.signature}"
+        assert list(over(entry, budget_of(entry.kernel, backend))) == [], f"{entry.kernel}, {entry.signature}"
     for kernel in {entry.kernel for entry in compiled if entry.said_bytes is not None}:
         entries = [entry for entry in compiled if entry.kernel == kernel]
         # No argument moves twice (that would be in `wrong`), so the case that the docstring counts stands for all.
@@ -56,6 +59,10 @@ def test_every_kernel_compiles(quick: list[Compiled]) -> None:
     these kernels run, does not look at annotations; the compiler does, and refuses. So on a GPU the first step of
     every optimizer ended in a CompilationError, and no test said so."""
     examine(quick, "cuda")
+
+
+def test_every_kernel_compiles_for_amd(tmp_path: Path) -> None:
+    examine(compile_apart("tests.kernels.launches", "hip", "gfx942", tmp_path), "hip")
 
 
 @pytest.mark.slow
@@ -81,11 +88,21 @@ def test_numbers_make_no_specialisation(quick: list[Compiled]) -> None:
 
 def test_faults_are_found(tmp_path: Path) -> None:
     """What is checked of every kernel fails where a kernel has the fault."""
-    twice, unsaid, twos, spills = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
+    found = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
+    twice, unsaid, twos, spills, shared, unordered = found
     assert twice.wrong[:2] == ["source is loaded 2 times", "target is stored 2 times"]
     assert unsaid.wrong == ["target is loaded, which its docstring does not say"]
     assert len(twos.wrong) == 1 and twos.wrong[0].startswith("32 of 64 bytes of a thread move in pieces of 16")
     assert any(word.endswith("bytes of registers are spilled") for word in spills.wrong)
+    excess = [[word.partition(":")[0] for word in over(entry, ELEMENTWISE["cuda"])] for entry in (shared, unordered)]
+    assert excess[0][-2:] == ["shared_bytes", "barriers"] and excess[1][-1] == "atomics"
+    assert any(word.startswith("spilled_bytes") for word in over(spills, ELEMENTWISE["cuda"]))
+    assert list(over(replace(unsaid, registers=33), ELEMENTWISE["cuda"])) == ["registers: 33, at most 32"]
+
+
+def test_what_costs_more_has_a_reason() -> None:
+    assert EXCESS.keys() <= {short(kernel) for kernel in kernels()}
+    assert all(entry.why and ELEMENTWISE["cuda"] != entry.cuda for entry in EXCESS.values())
 
 
 def test_what_the_compiler_refuses_fails(tmp_path: Path) -> None:
