@@ -81,7 +81,8 @@ def compile_apart(
     cache -- an empty folder: nothing compiled earlier is taken for compiled
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
+    # A default of some versions that kernels do not rely on: whether products are fused with additions.
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"}
     command = [sys.executable, "-m", __name__, module, launches, backend, str(arch)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, f"compiling {module} for {backend} {arch} failed:\n{result.stderr[-6000:]}"
