@@ -88,7 +88,8 @@ def save_checkpoint(
 def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_leader: bool) -> dict[str, Any]:
     writes_shared = is_leader
     if subject.groups.model_size > 1:  # ranks that hold other parts of the weights have a shared file of their own
-        writes_shared = subject.groups.is_first_beside(per_host=subject.resolved.section(Checkpoint).use_node_local_storage)
+        policy = subject.resolved.section(Checkpoint)
+        writes_shared = subject.groups.is_first_beside(per_host=policy.use_node_local_storage)
     if isinstance(subject, Subject):
         return files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
     return model_files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)

@@ -18,13 +18,12 @@ from hf_zero.grads.sparse_rows import parameters_of_embeddings
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import logger
-from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 from hf_zero.offload.placement import Placements
 from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
 from hf_zero.optim.traits import Sees, traits_of, updater_for
-from hf_zero.optim.updater import Ranks
+from hf_zero.optim.updater import Peers, Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
@@ -32,7 +31,6 @@ from hf_zero.precision import Precision
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.loss_factors import StepRules
 from hf_zero.step.optimizer import ZeroOptimizer
-from hf_zero.step.peers import peers_of
 from hf_zero.step.sharded_step import ShardedStep
 from hf_zero.surface import Surface
 
@@ -169,7 +167,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     suit_precision(optimizer, plan.precision)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
-    peers = peers_of(store, shard) if sharding.shards_optimizer else None
+    peers = _peers(store, shard) if sharding.shards_optimizer else None
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
@@ -203,8 +201,16 @@ def _sparse(module: nn.Module, plan: Plan) -> set[int]:
     return sparse
 
 
+def _peers(store: ParameterStore, shard: Collectives) -> Peers:
+    from hf_zero.step.peers import peers_of  # what a rank alone does not need
+
+    return peers_of(store, shard)
+
+
 def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
     """Raise DoesNotFit, on all ranks, where what is offloaded has no room."""
+    from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
+
     longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
     sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
     estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)

@@ -14,7 +14,6 @@ from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.failures import all_or_none
-from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
 from hf_zero.offload.parameter_placement import store_of_parameters
 from hf_zero.offload.placement import (
     Placement,
@@ -105,6 +104,8 @@ def _far_placement(policy: OffloadOptimizer, device: torch.device, drives: _Driv
     stages = 1 + policy.reads_ahead + policy.writes_behind
     sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), sub_groups, writes_first=not policy.fast_init)
+    from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
+
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
     return host_placement(device, states, states, gradients, pinned=pinned)
 

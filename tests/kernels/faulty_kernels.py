@@ -47,6 +47,20 @@ def spills(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def goes_through_shared_memory(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads source; writes target: 6 bytes per element (bf16 to fp32)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + places, tl.load(source + places).to(tl.float32) + tl.load(target + places))
+
+
+@triton.jit
+def adds_in_any_order(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds source to target."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.atomic_add(target + places, tl.load(source + places))
+
+
+@triton.jit
 def _annotated(value: Any):  # type: ignore[no-untyped-def]
     return value + 1.0
 
@@ -58,8 +72,8 @@ def names_any(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     tl.store(target + places, _annotated(tl.load(source + places)))
 
 
-def launch(kernel: Any, block: int = 1024) -> None:
-    kernel[(1,)](torch.zeros(2 * NUMEL), torch.zeros(2 * NUMEL), BLOCK=block)
+def launch(kernel: Any, block: int = 1024, dtype: torch.dtype = torch.float32) -> None:
+    kernel[(1,)](torch.zeros(2 * NUMEL, dtype=dtype), torch.zeros(2 * NUMEL), BLOCK=block)
 
 
 FAULTY = [
@@ -67,5 +81,7 @@ FAULTY = [
     Launch(partial(launch, reads_what_it_does_not_say)),
     Launch(partial(launch, goes_by_twos)),
     Launch(partial(launch, spills, 1 << 16)),
+    Launch(partial(launch, goes_through_shared_memory, 1024, torch.bfloat16)),
+    Launch(partial(launch, adds_in_any_order)),
 ]
 REFUSED = [Launch(partial(launch, names_any))]

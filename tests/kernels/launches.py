@@ -109,9 +109,10 @@ def messages(bits: int, dtype: torch.dtype, *, feedback: bool, aligned: bool = T
     sum_messages_on_gpu(torch.stack([sent, sent]), values, bits)
 
 
-# fp32 training without any option, and bf16 training with all: every branch of the helpers is compiled.
+# fp32 training without any option, bf16 training with all, bf16 weights alone: every branch of the helpers is compiled.
 PLAIN = Types(FP32, None)
 FULL = Types(BF16, BF16)
+ALONE = Types(BF16, None, weight=BF16)
 
 
 def with_integers() -> None:
@@ -130,7 +131,8 @@ def with_seeds() -> None:
 
 QUICK = [
     *(Launch(partial(update, name, PLAIN, HOST_KNOWS)) for name in (*KERNELS, "adam8")),
-    *(Launch(partial(update, name, FULL, FLAG_AND_SCALE, 7)) for name in (*KERNELS, "adam8")),
+    *(Launch(partial(update, name, FULL, FLAG_AND_SCALE)) for name in (*KERNELS, "adam8")),
+    *(Launch(partial(update, name, ALONE, FLAG_AND_SCALE, 7)) for name in ("adamw", "sgd with nesterov", "adam8")),
     Launch(partial(squares, BF16)),
     Launch(partial(signs, FP32, add=False)),
     Launch(partial(signs, FP32, add=True)),

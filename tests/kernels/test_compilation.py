@@ -1,19 +1,24 @@
-"""Every Triton kernel compiles to machine code for real GPUs, without one, and moves the bytes that it says."""
+"""Every Triton kernel compiles to machine code for real GPUs, without one, and costs what it says."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import hf_zero.kernels.gpu
+from tests.support.budgets import ELEMENTWISE, EXCESS, budget_of, over, short
 from tests.support.compilation import BINARY, Compiled, compile_apart
 from tests.support.requirements import requires
 
 pytestmark = requires(modules=("triton",))
 
 TARGETS = [("cuda", 90), ("cuda", 80), ("cuda", 100), ("hip", "gfx942")]
+
+
+UPDATES = {f"{name}._{name}" for name in ("adam", "adagrad", "lion", "sgd", "frozen_adam", "adam8")}
 
 
 def _is_jitted(node: ast.stmt) -> bool:
@@ -34,12 +39,15 @@ def kernels() -> set[str]:
     return {f"{module}.{name}" for name, module in jitted.items() if name not in called}
 
 
-def examine(compiled: list[Compiled], backend: str) -> None:
+def examine(compiled: list[Compiled], backend: str, arch: int | str) -> None:
     """Every kernel ends in machine code that is as its docstring has it."""
     assert {entry.kernel for entry in compiled} == kernels()
     for entry in compiled:
         assert entry.stages.get(BINARY[backend], 0) > 0, f"{entry.kernel} ended before machine code: {entry.stages}"
         assert entry.wrong == [], f"{entry.kernel}, {entry.signature}"
+        assert list(over(entry, budget_of(entry, backend, arch))) == [], f"{entry.kernel}, {entry.signature}"
+        # Said by us, where Triton's default would be the opposite (tests/support/compilation.py).
+        assert entry.fused > 0 or short(entry.kernel) not in UPDATES, f"{entry.kernel}: products are not fused"
     for kernel in {entry.kernel for entry in compiled if entry.said_bytes is not None}:
         entries = [entry for entry in compiled if entry.kernel == kernel]
         # No argument moves twice (that would be in `wrong`), so the case that the docstring counts stands for all.
@@ -55,7 +63,11 @@ def test_every_kernel_compiles(quick: list[Compiled]) -> None:
     """Three helpers named Python's `Any` in their annotations. Triton's interpreter, under which all other tests of
     these kernels run, does not look at annotations; the compiler does, and refuses. So on a GPU the first step of
     every optimizer ended in a CompilationError, and no test said so."""
-    examine(quick, "cuda")
+    examine(quick, "cuda", 90)
+
+
+def test_every_kernel_compiles_for_amd(tmp_path: Path) -> None:
+    examine(compile_apart("tests.kernels.launches", "hip", "gfx942", tmp_path), "hip", "gfx942")
 
 
 @pytest.mark.slow
@@ -63,7 +75,7 @@ def test_every_kernel_compiles(quick: list[Compiled]) -> None:
 @pytest.mark.parametrize(("backend", "arch"), TARGETS)
 def test_every_specialisation_compiles(backend: str, arch: int | str, tmp_path: Path) -> None:
     """All dtypes and options that an engine has."""
-    examine(compile_apart("tests.kernels.launches", backend, arch, tmp_path, 3500, "ALL"), backend)
+    examine(compile_apart("tests.kernels.launches", backend, arch, tmp_path, 3500, "ALL"), backend, arch)
 
 
 def _without(entry: Compiled, flag: str) -> bool:
@@ -81,11 +93,21 @@ def test_numbers_make_no_specialisation(quick: list[Compiled]) -> None:
 
 def test_faults_are_found(tmp_path: Path) -> None:
     """What is checked of every kernel fails where a kernel has the fault."""
-    twice, unsaid, twos, spills = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
+    found = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
+    twice, unsaid, twos, spills, shared, unordered = found
     assert twice.wrong[:2] == ["source is loaded 2 times", "target is stored 2 times"]
     assert unsaid.wrong == ["target is loaded, which its docstring does not say"]
     assert len(twos.wrong) == 1 and twos.wrong[0].startswith("32 of 64 bytes of a thread move in pieces of 16")
     assert any(word.endswith("bytes of registers are spilled") for word in spills.wrong)
+    excess = [[word.partition(":")[0] for word in over(entry, ELEMENTWISE["cuda"])] for entry in (shared, unordered)]
+    assert excess[0][-2:] == ["shared_bytes", "barriers"] and excess[1][-1] == "atomics"
+    assert any(word.startswith("spilled_bytes") for word in over(spills, ELEMENTWISE["cuda"]))
+    assert list(over(replace(unsaid, registers=33), ELEMENTWISE["cuda"])) == ["registers: 33, at most 32"]
+
+
+def test_what_costs_more_has_a_reason() -> None:
+    assert EXCESS.keys() <= {short(kernel) for kernel in kernels()}
+    assert all(entry.why and ELEMENTWISE["cuda"] != entry.cuda for entry in EXCESS.values())
 
 
 def test_what_the_compiler_refuses_fails(tmp_path: Path) -> None:

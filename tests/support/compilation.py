@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.assembly import occupancy
 from tests.support.machine_code import bytes_per_element, complaints, read_machine, words_of
 
 # What each kind of target ends in: machine code, by the assembler that Triton brings along.
@@ -43,6 +44,10 @@ class Compiled:
         num_bytes: per element; None where the docstring does not speak of elements.
         said_bytes: the same as the docstring has it, for the case that it names.
         seconds: of CPU time from the launch to machine code, assembler included.
+        constants: values of the signature's "constexpr", less those that say that an argument is absent.
+        occupancy: share of a processor's warps that can be there at once.
+        pieces: "load 16" -> instructions of a thread that move so many bytes.
+        elements_per_thread, instructions_per_element: of the longest vector; slow paths count like all others.
     """
 
     kernel: str
@@ -52,8 +57,18 @@ class Compiled:
     wrong: list[str]
     num_bytes: float | None
     said_bytes: float | None
-    registers: int
     seconds: float
+    constants: dict[str, Any]
+    registers: int
+    occupancy: float
+    spilled_bytes: int
+    shared_bytes: int
+    barriers: int
+    atomics: int
+    fused: int
+    pieces: dict[str, int]
+    elements_per_thread: int
+    instructions_per_element: float
 
 
 def compile_apart(
@@ -66,14 +81,15 @@ def compile_apart(
     cache -- an empty folder: nothing compiled earlier is taken for compiled
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
+    # A default of some versions that kernels do not rely on: whether products are fused with additions.
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"}
     command = [sys.executable, "-m", __name__, module, launches, backend, str(arch)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, f"compiling {module} for {backend} {arch} failed:\n{result.stderr[-6000:]}"
     return [Compiled(**entry) for entry in json.loads(result.stdout.splitlines()[-1])]
 
 
-class _StandInDriver:
+class StandInDriver:
     """As much of a Triton driver as compiling asks for."""
 
     def __init__(self, target: Any) -> None:
@@ -104,7 +120,7 @@ def _launches_compile(target: Any, found: Callable[[Any, Any, float], None]) -> 
         found(kernel, result, sum(os.times()[:4]) - start)
         return result
 
-    driver.set_active(_StandInDriver(target))
+    driver.set_active(StandInDriver(target))
     JITFunction.run = compile_only
     try:
         yield
@@ -121,7 +137,7 @@ def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) 
 
     def found(kernel: Any, result: Any, seconds: float) -> None:
         if result.hash not in compiled:
-            compiled[result.hash] = _examined(kernel, result, WARP[backend], seconds, is_aligned=is_aligned)
+            compiled[result.hash] = _examined(kernel, result, arch, WARP[backend], seconds, is_aligned=is_aligned)
 
     with _launches_compile(GPUTarget(backend, arch, WARP[backend]), found):
         for launch in launches:
@@ -130,10 +146,13 @@ def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) 
     return list(compiled.values())
 
 
-def _examined(kernel: Any, result: Any, warp: int, seconds: float, *, is_aligned: bool) -> Compiled:
+def _examined(kernel: Any, result: Any, arch: int | str, warp: int, seconds: float, *, is_aligned: bool) -> Compiled:
     signature = {name: str(kind) for name, kind in result.src.signature.items()}
+    names = list(signature)
+    constants = {names[place[0]]: value for place, value in result.src.constants.items() if value is not None}
     machine = read_machine(result, warp)
-    words = words_of(kernel.fn.__doc__ or "", set(signature))
+    words, assembly = words_of(kernel.fn.__doc__ or "", set(signature)), machine.assembly
+    each = machine.elements // machine.threads
     return Compiled(
         kernel=f"{kernel.fn.__module__}.{kernel.fn.__qualname__}",
         signature=signature,
@@ -142,8 +161,18 @@ def _examined(kernel: Any, result: Any, warp: int, seconds: float, *, is_aligned
         wrong=complaints(machine, words, is_aligned=is_aligned),
         num_bytes=None if words is None else bytes_per_element(machine),
         said_bytes=None if words is None else words.num_bytes,
-        registers=machine.registers,
         seconds=seconds,
+        constants=constants,
+        registers=assembly.registers,
+        occupancy=occupancy(assembly, arch, result.metadata.num_warps),
+        spilled_bytes=assembly.spilled_bytes,
+        shared_bytes=assembly.shared_bytes,
+        barriers=assembly.barriers,
+        atomics=assembly.atomics,
+        fused=assembly.fused,
+        pieces={f"{'store' if stores else 'load'} {size}": n for (stores, size), n in sorted(assembly.pieces.items())},
+        elements_per_thread=each,
+        instructions_per_element=assembly.instructions / max(1, each),
     )
 
 

@@ -1,21 +1,21 @@
 """What a compiled Triton kernel does to memory, read from the compiler's own output.
 
-TTIR         which argument every load and store goes to, and how many elements of it a program touches
-PTX          how many bytes one instruction moves
-cubin, AMD's assembly       registers, and what did not fit into them
+TTIR               which argument every load and store goes to, and how many elements of it a program touches
+machine code       bytes of one instruction, registers, barriers and more (tests/support/assembly.py)
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.assembly import Assembly, assembly_of
+
 PIECE_BYTES = 16  # the most that one instruction of a thread moves on all targets
+PIECE_ELEMENTS = 4  # of a thread at least: 16 bytes of fp32, 8 of 16-bit numbers
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,24 @@ class Machine:
 
     Attributes:
         accesses: in the order of the program; only those outside loops.
-        pieces: (is_store, bytes) of an instruction -> how many a thread has; empty where nobody reads the assembly.
-        spilled_bytes: stack of a thread, on which lie the registers that were too few.
         threads: of one program.
     """
 
     accesses: list[Access] = field(default_factory=list)
-    pieces: dict[tuple[bool, int], int] = field(default_factory=dict)
-    registers: int = 0
-    spilled_bytes: int = 0
+    assembly: Assembly = field(default_factory=Assembly)
     threads: int = 128
+
+    @property
+    def elements(self) -> int:
+        """Of the longest vector that a program touches; 0 where there is none."""
+        return max((access.elements for access in self.accesses), default=0)
 
 
 def read_machine(compiled: Any, warp: int) -> Machine:
     """`compiled`: what Triton returns for a launch."""
-    asm, name = compiled.asm, compiled.metadata.name
-    registers, spilled = _of_cubin(asm["cubin"], name) if "cubin" in asm else _of_amd(asm["amdgcn"])
     return Machine(
-        accesses=list(accesses(asm["ttir"])),
-        pieces=dict(pieces(asm.get("ptx", ""))),
-        registers=registers,
-        spilled_bytes=spilled,
+        accesses=list(accesses(compiled.asm["ttir"])),
+        assembly=assembly_of(compiled),
         threads=compiled.metadata.num_warps * warp,
     )
 
@@ -90,43 +87,10 @@ def accesses(ttir: str) -> Iterator[Access]:
             yield Access(came_from.get(pointer, pointer), kind == "store", elements, max(1, int(bits.group()) // 8))
 
 
-def pieces(ptx: str) -> Counter[tuple[bool, int]]:
-    """(is_store, bytes of one instruction) -> number, of loads and stores in device memory."""
-    found: Counter[tuple[bool, int]] = Counter()
-    for kind, vector, bits in re.findall(r"\b(ld|st)\.global(?:\.[a-z]\w*(?<!v\d))*?(?:\.v(\d))?\.[busf](\d+)", ptx):
-        found[kind == "st", int(vector or 1) * int(bits) // 8] += 1
-    return found
-
-
-def _of_cubin(cubin: bytes, name: str) -> tuple[int, int]:
-    """(registers, bytes of stack), by the program that Triton brings along for it."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(rf"Function {re.escape(name)}:\s*REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
-    assert found is not None, f"cuobjdump says nothing of {name}: {text}"
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
-
-
-def _of_amd(assembly: str) -> tuple[int, int]:
-    def number(key: str) -> int:
-        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
-        assert found is not None, f"no {key} in AMD's assembly"
-        return int(found.group(1))
-
-    spilled = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return number("vgpr_count"), number("private_segment_fixed_size") + 4 * spilled
-
-
 # What a kernel's docstring says of its memory, against what the compiler made of it.
 
 _READS = re.compile(r"Reads ([^:;]*?)(?:; writes ([^:]*?))?: ([\d.]+) bytes per element \(([^)]*)\)")
-_BUT_FOR = re.compile(r"In pieces of 16 bytes but for ([^:]*):")
+_BUT_FOR = re.compile(r"In pieces of four elements but for ([^:]*):")
 
 
 @dataclass(frozen=True)
@@ -154,14 +118,13 @@ def words_of(docstring: str, arguments: set[str]) -> Words | None:
 
 def bytes_per_element(machine: Machine) -> float:
     """All vectors of a program; the longest has an element for each."""
-    vectors = [access for access in machine.accesses if access.elements]
-    elements = max(access.elements for access in vectors)
-    return sum(access.elements * access.element_bytes for access in vectors) / elements
+    return sum(access.elements * access.element_bytes for access in machine.accesses) / machine.elements
 
 
 def complaints(machine: Machine, words: Words | None, *, is_aligned: bool) -> list[str]:
     """Where the compiled program is not as its docstring has it."""
-    found = [f"{machine.spilled_bytes} bytes of registers are spilled"] if machine.spilled_bytes else []
+    spilled = machine.assembly.spilled_bytes
+    found = [f"{spilled} bytes of registers are spilled"] if spilled else []
     if words is None:
         return found
     for is_store, said in ((False, words.reads), (True, words.writes)):
@@ -170,10 +133,18 @@ def complaints(machine: Machine, words: Words | None, *, is_aligned: bool) -> li
         verb = "stored" if is_store else "loaded"
         found += [f"{name} is {verb} {count} times" for name, count in seen.items() if count > 1 and name in said]
         found += [f"{name} is {verb}, which its docstring does not say" for name in seen if name not in said]
-    if is_aligned and machine.pieces:
-        wide = sum(size * count for (_, size), count in machine.pieces.items() if size >= PIECE_BYTES)
-        meant = [access for access in machine.accesses if access.elements and access.argument not in words.narrower]
-        expected = sum(access.elements * access.element_bytes for access in meant) // machine.threads
+    return [*found, *(_too_narrow(machine, words) if is_aligned else [])]
+
+
+def _too_narrow(machine: Machine, words: Words) -> Iterator[str]:
+    """Bytes of a thread that move in smaller pieces than `PIECE_ELEMENTS` of their numbers."""
+    meant: Counter[int] = Counter()
+    for access in machine.accesses:
+        if access.argument not in words.narrower:
+            piece = min(PIECE_BYTES, PIECE_ELEMENTS * access.element_bytes)
+            meant[piece] += access.elements * access.element_bytes // machine.threads
+    for piece in meant:
+        expected = sum(number for size, number in meant.items() if size >= piece)
+        wide = sum(size * count for (_, size), count in machine.assembly.pieces.items() if size >= piece)
         if wide < expected:
-            found.append(f"{wide} of {expected} bytes of a thread move in pieces of {PIECE_BYTES}: {machine.pieces}")
-    return found
+            yield f"{wide} of {expected} bytes of a thread move in pieces of {piece}: {machine.assembly.pieces}"

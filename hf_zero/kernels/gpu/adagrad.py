@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import (
+    ANY_INTEGER,
+    BLOCK,
+    floats,
+    grid,
+    options,
+    places,
+    scaled,
+    split_scale,
+    store_rounded,
+)
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -47,5 +57,5 @@ def adagrad_on_gpu(
     launch(
         vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         numel, *floats(factor, rule.rate(step), rule.eps, rule.weight_decay),
-        BLOCK=BLOCK,
+        BLOCK=BLOCK, **options(_adagrad),
     )  # fmt: skip

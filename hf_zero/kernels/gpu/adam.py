@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import (
+    ANY_INTEGER,
+    BLOCK,
+    floats,
+    grid,
+    options,
+    places,
+    scaled,
+    split_scale,
+    store_rounded,
+)
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -59,5 +69,5 @@ def adam_on_gpu(
         numel,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay),
-        DECOUPLED=rule.decoupled, BLOCK=BLOCK,
+        DECOUPLED=rule.decoupled, BLOCK=BLOCK, **options(_adam),
     )  # fmt: skip

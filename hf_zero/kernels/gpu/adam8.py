@@ -9,15 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_zero.kernels.dynamic8 import BLOCK, DECADES, TINY, blocks_of, num_blocks
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, grid, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, split_scale, store_rounded
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.adam import AdamRule
     from hf_zero.kernels.adam8 import BlockVectors
-
-_ROWS = 4  # blocks of states per program
-
 
 # A code is a number in binary with a decade for an exponent: with c + 1/2 = M * 2 ** d, 1 <= M < 2, its value is
 #
@@ -32,9 +29,9 @@ def _ten_to(exponent):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(codes, scales, places, rows, held, is_row, SIGNED: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
-    code = tl.load(codes + places, mask=held, other=0).to(tl.int32)
-    scale = tl.load(scales + rows, mask=is_row, other=0.0)
+def _load(codes, scales, places, row, SIGNED: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
+    code = tl.load(codes + places).to(tl.int32)
+    scale = tl.load(scales + row)
     if SIGNED:
         is_negative = code > 128
         size = tl.where(is_negative, 256 - code, code)
@@ -46,7 +43,7 @@ def _load(codes, scales, places, rows, held, is_row, SIGNED: tl.constexpr, DECAD
         bits = (code.to(tl.float32) + 1.5).to(tl.int32, bitcast=True)
         decade = (bits >> 23) - 128
         value = tl.where(code == 255, 1.0, _value(bits, decade, DECADES))
-    return tl.where(code == 0, 0.0, value) * scale[:, None]
+    return tl.where(code == 0, 0.0, value) * scale
 
 
 @triton.jit
@@ -79,48 +76,44 @@ def _nearest(ratio, SIGNED: tl.constexpr, DECADES: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    value, codes, scales, places, rows, held, is_row, tiny, SIGNED: tl.constexpr, DECADES: tl.constexpr
+    value, codes, scales, places, row, tiny, SIGNED: tl.constexpr, DECADES: tl.constexpr
 ):
     # A reduction may leave NaN out; one that is there makes the whole block NaN through its scale.
-    bad = tl.sum(tl.where(value - value == 0.0, 0, 1), axis=1)
-    scale = tl.max(value, axis=1)
+    bad = tl.sum(tl.where(value - value == 0.0, 0, 1), axis=0)
+    scale = tl.max(value, axis=0)
     if SIGNED:
-        least = tl.min(value, axis=1)
+        least = tl.min(value, axis=0)
         scale = tl.where(scale + least >= 0, scale, least)
     scale = tl.where(bad == 0, scale, float("nan"))
     usable = tl.abs(scale) >= tiny
-    factor = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(usable, scale, 1.0))
-    ratio = tl.where(usable[:, None], value * factor[:, None], 0.0)
-    tl.store(codes + places, _nearest(ratio, SIGNED, DECADES), mask=held)
-    tl.store(scales + rows, scale, mask=is_row)
+    factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.where(usable, scale, 1.0))
+    ratio = tl.where(usable, value * factor, 0.0)
+    tl.store(codes + places, _nearest(ratio, SIGNED, DECADES))
+    tl.store(scales + row, scale)
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _adam8(  # type: ignore[no-untyped-def]
     weight, codes1, scales1, codes2, scales2, gradient, lp_param, scale_tensor, skip, seed,
-    start, numel, first, num_rows,
+    start, numel, first,
     scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay, tiny,
-    DECOUPLED: tl.constexpr, DECADES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECADES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, codes1, scales1, codes2, scales2, gradient;
-    writes weight, codes1, scales1, codes2, scales2, lp_param: 16.0625 bytes per element (fp32 masters, bf16 gradient
-    and lp_param).
+    writes weight, codes1, scales1, codes2, scales2, lp_param: 16 bytes per element (fp32 masters, bf16 gradient and
+    lp_param), and 16 for the scales of a program.
 
-    In pieces of 16 bytes but for codes1, codes2, scales1, scales2: a thread has eight elements, of a byte, and of
-    scales there is one for 256.
+    A program is one warp, so that the maximum of a block of states needs no barrier.
     """
-    rows = first + tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if skip is not None:
-        is_taken = tl.load(skip) == 0
-        numel = tl.where(is_taken, numel, 0)
-        num_rows = tl.where(is_taken, num_rows, 0)
-    is_row = rows < num_rows
-    places = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    held = tl.broadcast_to(is_row[:, None], places.shape)
+        if tl.load(skip) != 0:
+            return
+    row = first + tl.program_id(0).to(tl.int64)
+    places = row * BLOCK + tl.arange(0, BLOCK)
     offsets = places - start
     mask = (offsets >= 0) & (offsets < numel)
-    m = _load(codes1, scales1, places, rows, held, is_row, True, DECADES)
-    v = _load(codes2, scales2, places, rows, held, is_row, False, DECADES)
+    m = _load(codes1, scales1, places, row, True, DECADES)
+    v = _load(codes2, scales2, places, row, False, DECADES)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     g = scaled(gradient, offsets, mask, scale_tensor, scale)
     if not DECOUPLED:
@@ -132,8 +125,8 @@ def _adam8(  # type: ignore[no-untyped-def]
     if DECOUPLED:
         update += weight_decay * p
     p -= lr * update
-    _store(m, codes1, scales1, places, rows, held, is_row, tiny, True, DECADES)
-    _store(v, codes2, scales2, places, rows, held, is_row, tiny, False, DECADES)
+    _store(m, codes1, scales1, places, row, tiny, True, DECADES)
+    _store(v, codes2, scales2, places, row, tiny, False, DECADES)
     store_rounded(weight, offsets, p, mask, seed)
     if lp_param is not None:
         store_rounded(lp_param, offsets, p, mask, seed)
@@ -144,15 +137,15 @@ def adam8_on_gpu(
 ) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
-    first, rows = vectors.start // BLOCK, num_blocks(vectors.start + numel)
+    first = vectors.start // BLOCK
     m, v = (blocks_of(state) for state in vectors.states)
     scale_tensor, factor = split_scale(scale)
     correction1, correction2 = rule.corrections(step)
-    launch: Any = _adam8[grid(rows - first, _ROWS)]
+    launch: Any = _adam8[(num_blocks(vectors.start + numel) - first,)]
     launch(
         vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        vectors.start, numel, first, rows,
+        vectors.start, numel, first,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay, TINY),
-        DECOUPLED=rule.decoupled, DECADES=DECADES, ROWS=_ROWS, BLOCK=BLOCK,
+        DECOUPLED=rule.decoupled, DECADES=DECADES, BLOCK=BLOCK, **options(_adam8, BLOCK, each=8),
     )  # fmt: skip

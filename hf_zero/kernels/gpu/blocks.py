@@ -3,13 +3,16 @@
 Jitted functions annotate nothing but `tl.constexpr`: the compiler evaluates annotations and refuses Python's own types.
 
 The docstring of every kernel says what it moves, in words that tests/kernels/test_compilation.py compares with the
-compiled program: "Reads A, B; writes C: N bytes per element (of what)", each of them once and in pieces of 16 bytes,
-but for what it names. That takes vectors that begin at a multiple of 16 bytes, and a length that is a multiple of 16,
-so that the mask is the same for a whole piece. Sub-groups are so, unless a parameter of odd length ends them; all other
-vectors go element by element, in a specialisation of their own.
+compiled program: "Reads A, B; writes C: N bytes per element (of what)", each of them once and in pieces of four
+elements (at most 16 bytes), but for what it names. That takes vectors that begin at a multiple of 16 bytes, and a
+length that is a multiple of 16, so that the mask is the same for a whole piece. Sub-groups are so, unless a parameter
+of odd length ends them; all other vectors go element by element, in a specialisation of their own.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +22,10 @@ from torch import Tensor
 BLOCK = 1024
 # Integers that change from call to call without any use to the compiler: it would make a program for multiples of 16,
 # one for 1 and one for the rest.
-ANY_INTEGER = ["seed", "first", "num_rows"]
+ANY_INTEGER = ["seed", "first"]
+
+# A product is added without being rounded first. Triton's own default is not the same in all versions.
+FUSED = {"enable_fp_fusion": True}
 
 
 def grid(numel: int, block: int = BLOCK) -> tuple[int]:
@@ -37,6 +43,21 @@ def split_scale(scale: Tensor | float) -> tuple[Tensor | None, float]:
 def floats(*numbers: float) -> tuple[float, ...]:
     """Hyper-parameters as the compiler shall see them: an integer (weight_decay 0 in ds.json) would be another type."""
     return tuple(map(float, numbers))
+
+
+def options(kernel: Any, numel: int = BLOCK, each: int = 4) -> dict[str, Any]:
+    """Compiler options of a kernel whose programs work on `numel` elements, of which a thread has `each`.
+
+    Four are 16 bytes of fp32, the most that an instruction moves, and 8 of 16-bit numbers. Of more, the compiler lays
+    16-bit numbers out over threads in another way than fp32, and converts through shared memory, between barriers.
+    """
+    return {**FUSED, "num_warps": max(1, numel // (each * _warp_size(isinstance(kernel, triton.JITFunction))))}
+
+
+@cache
+def _warp_size(is_compiled: bool) -> int:
+    """Threads of a warp: 32, or 64 on AMD's Instinct. Triton's interpreter has neither driver nor threads."""
+    return int(triton.runtime.driver.active.get_current_target().warp_size) if is_compiled else 32
 
 
 @triton.jit

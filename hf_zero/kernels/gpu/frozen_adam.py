@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, options, places, split_scale, store_rounded
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -47,5 +47,5 @@ def frozen_adam_on_gpu(
     launch: Any = _frozen_adam[grid(numel)]
     launch(
         vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, skip, seed,
-        numel, *floats(factor, eps, weight_decay), BLOCK=BLOCK,
+        numel, *floats(factor, eps, weight_decay), BLOCK=BLOCK, **options(_frozen_adam),
     )  # fmt: skip

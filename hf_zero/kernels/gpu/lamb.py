@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, FUSED, floats, options, scaled, split_scale, store_rounded
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -128,10 +128,10 @@ def lamb_moments_on_gpu(
     moments(
         vectors.weight, *vectors.states, vectors.gradient, scale_tensor, skip, blocks, partial,
         *floats(factor, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay),
-        INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK,
+        INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK, **options(_moments),
     )  # fmt: skip
     add_up: Any = _add_up[(len(spans),)]
-    add_up(partial, spans, squares)
+    add_up(partial, spans, squares, **FUSED)
     return squares
 
 
@@ -149,5 +149,5 @@ def lamb_apply_on_gpu(
     launch(
         vectors.weight, *vectors.states, vectors.lp_param, skip, seed, blocks, factors,
         *floats(rule.eps, rule.weight_decay),
-        INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK,
+        INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK, **options(_apply),
     )  # fmt: skip

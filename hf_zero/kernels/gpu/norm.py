@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import grid
+from hf_zero.kernels.gpu.blocks import FUSED, grid
 
 _BLOCK = 4096
 
@@ -27,5 +27,5 @@ def sum_of_squares_on_gpu(flat: Tensor) -> Tensor:
     blocks = grid(flat.numel(), _BLOCK)
     partial = torch.empty(blocks[0], dtype=torch.float32, device=flat.device)
     launch: Any = _squares[blocks]
-    launch(flat, partial, flat.numel(), BLOCK=_BLOCK)
+    launch(flat, partial, flat.numel(), BLOCK=_BLOCK, **FUSED)
     return partial.sum(dtype=torch.float64)

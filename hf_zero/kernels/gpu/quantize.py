@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import floats
+from hf_zero.kernels.gpu.blocks import FUSED, floats
 from hf_zero.kernels.message import BLOCK, LIMIT, code_bytes
 
 if TYPE_CHECKING:
@@ -58,27 +58,27 @@ def _store_scales(scales, offsets, scale, is_good, mask):  # type: ignore[no-unt
 
 
 @triton.jit
-def _load_codes(codes, start, numel, blocks, places, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of a tile as integers; `start`: where the codes of the row begin."""
+def _load_codes(codes, start, num_bytes, blocks, places, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes of a tile as integers; `start`: where the codes of the row begin, `num_bytes` of them."""
     if BITS == 8:
-        byte = tl.load(codes + start + places, mask=places < numel, other=0).to(tl.int32)
+        byte = tl.load(codes + start + places, mask=places < num_bytes, other=0).to(tl.int32)
         return (byte << 24) >> 24
     pairs = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    byte = tl.load(codes + start + pairs, mask=pairs * 2 < numel, other=0).to(tl.int32)
+    byte = tl.load(codes + start + pairs, mask=pairs < num_bytes, other=0).to(tl.int32)
     return tl.interleave(byte & 15, byte >> 4) - 8
 
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    values, codes, scales, error_codes, error_scales, numel, values_stride, codes_stride, errors_stride,
+    values, codes, scales, error_codes, error_scales, numel, num_bytes, values_stride, codes_stride, errors_stride,
     limit, beta, rest,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Reads values, error_codes, error_scales; writes codes, scales, error_codes, error_scales: 3.015625 bytes per
     element (of bf16, to 8 bits without feedback; 2.515625 to 4).
 
-    In pieces of 16 bytes but for codes, scales, error_codes, error_scales: a thread has eight elements, which are 8
-    bytes in 8 bits and 4 in 4, and of scales there is one for 128.
+    In pieces of four elements but for codes, scales, error_scales: a thread has four or eight elements, in 4 bits half
+    as many bytes, and of scales there is one for 128.
     """
     row, blocks, places = _tile(numel, BLOCK, BLOCKS)
     mask, is_block = places < numel, blocks * BLOCK < numel
@@ -102,20 +102,20 @@ def _write(  # type: ignore[no-untyped-def]
         low, high = tl.split(tl.reshape((code + 8).to(tl.int32).to(tl.uint8), [BLOCKS, BLOCK // 2, 2]))
         pairs = blocks[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         byte = low | (high << 4)
-        tl.store(codes + row * codes_stride + pairs, byte, mask=pairs * 2 < numel)
+        tl.store(codes + row * codes_stride + pairs, byte, mask=pairs < num_bytes)
 
 
 @triton.jit
 def _read(  # type: ignore[no-untyped-def]
-    codes, scales, values, numel, values_stride, codes_stride,
+    codes, scales, values, numel, num_bytes, values_stride, codes_stride,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Reads codes, scales; writes values: 3.015625 bytes per element (to bf16, from 8 bits; 2.515625 from 4).
 
-    In pieces of 16 bytes but for codes, scales: a thread has eight elements, which are 8 bytes in 8 bits and 4 in 4.
+    In pieces of four elements but for codes, scales: in 4 bits a thread has half as many bytes.
     """
     row, blocks, places = _tile(numel, BLOCK, BLOCKS)
-    code = _load_codes(codes, row * codes_stride, numel, blocks, places, BITS, BLOCK)
+    code = _load_codes(codes, row * codes_stride, num_bytes, blocks, places, BITS, BLOCK)
     scale = tl.load(scales + row * (codes_stride // 2) + blocks, mask=blocks * BLOCK < numel, other=0.0)
     value = code.to(tl.float32) * scale.to(tl.float32)[:, None]
     tl.store(values + row * values_stride + places, value.to(values.dtype.element_ty), mask=places < numel)
@@ -123,7 +123,7 @@ def _read(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
-    codes, scales, values, numel, num_parts, part_stride, values_stride, codes_stride,
+    codes, scales, values, numel, num_bytes, num_parts, part_stride, values_stride, codes_stride,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Reads codes and scales of every part once, in a loop; writes values once."""
@@ -131,7 +131,7 @@ def _sum(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCKS, BLOCK], tl.float32)
     start = row * codes_stride
     for _ in range(num_parts):
-        code = _load_codes(codes, start, numel, blocks, places, BITS, BLOCK)
+        code = _load_codes(codes, start, num_bytes, blocks, places, BITS, BLOCK)
         scale = tl.load(scales + start // 2 + blocks, mask=blocks * BLOCK < numel, other=0.0)
         total += code.to(tl.float32) * scale.to(tl.float32)[:, None]
         start += part_stride
@@ -154,9 +154,10 @@ def write_messages_on_gpu(values: Tensor, messages: Tensor, bits: int, feedback:
     launch(
         values, messages, _scales(messages, numel, bits),
         errors, None if errors is None else _scales(errors, numel, 8),
-        numel, values.stride(0), messages.stride(0), 0 if errors is None else errors.stride(0),
+        numel, triton.cdiv(numel * bits, 8), values.stride(0), messages.stride(0),
+        0 if errors is None else errors.stride(0),
         *floats(LIMIT[bits], 0 if feedback is None else feedback.beta, 1 if feedback is None else 1 - feedback.beta),
-        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS,
+        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS, **FUSED,
     )  # fmt: skip
 
 
@@ -165,8 +166,9 @@ def read_messages_on_gpu(messages: Tensor, values: Tensor, bits: int) -> None:
     numel = values.shape[1]
     launch: Any = _read[_grid(values)]
     launch(
-        messages, _scales(messages, numel, bits), values, numel, values.stride(0), messages.stride(0),
-        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS,
+        messages, _scales(messages, numel, bits), values,
+        numel, triton.cdiv(numel * bits, 8), values.stride(0), messages.stride(0),
+        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS, **FUSED,
     )  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def sum_messages_on_gpu(stacked: Tensor, values: Tensor, bits: int) -> None:
     numel = values.shape[1]
     launch: Any = _sum[_grid(values)]
     launch(
-        stacked, _scales(stacked, numel, bits), values, numel, stacked.shape[0], stacked.stride(0),
-        values.stride(0), stacked.stride(1),
-        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS,
+        stacked, _scales(stacked, numel, bits), values,
+        numel, triton.cdiv(numel * bits, 8), stacked.shape[0], stacked.stride(0), values.stride(0), stacked.stride(1),
+        BITS=bits, BLOCK=BLOCK, BLOCKS=_BLOCKS, num_warps=_WARPS, **FUSED,
     )  # fmt: skip

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, places, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import (
+    ANY_INTEGER,
+    BLOCK,
+    floats,
+    grid,
+    options,
+    places,
+    scaled,
+    split_scale,
+    store_rounded,
+)
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -56,5 +66,5 @@ def sgd_on_gpu(
     launch(
         vectors.weight, buffer, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         numel, *floats(factor, rule.lr, rule.momentum, rule.weight_decay),
-        NESTEROV=rule.nesterov, BLOCK=BLOCK,
+        NESTEROV=rule.nesterov, BLOCK=BLOCK, **options(_sgd),
     )  # fmt: skip

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_zero.kernels.gpu.blocks import options
+
 _BYTES = 256  # per program
 
 
@@ -16,7 +18,7 @@ _BYTES = 256  # per program
 def _pack(error, scale, packed, num_bytes, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads error; writes error, packed: 8.125 bytes per element (fp32 errors).
 
-    In pieces of 16 bytes but for packed: a thread has two bytes of it.
+    In pieces of four elements but for packed: a thread has a byte of it.
     """
     rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     columns = tl.arange(0, 8)
@@ -34,7 +36,7 @@ def _pack(error, scale, packed, num_bytes, BYTES: tl.constexpr):  # type: ignore
 def _unpack(packed, scale, out, num_bytes, ADD: tl.constexpr, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads packed and, where it adds, out; writes out: 4.125 bytes per element (into fp32; 8.125 where it adds).
 
-    In pieces of 16 bytes but for packed: a thread has two bytes of it.
+    In pieces of four elements but for packed: a thread has a byte of it.
     """
     rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     columns = tl.arange(0, 8)
@@ -52,11 +54,11 @@ def _unpack(packed, scale, out, num_bytes, ADD: tl.constexpr, BYTES: tl.constexp
 def pack_signs_on_gpu(error: Tensor, scale: Tensor, packed: Tensor) -> None:
     """`error` holds value plus error on entry, and the error that is left afterwards."""
     launch: Any = _pack[(triton.cdiv(packed.numel(), _BYTES),)]
-    launch(error, scale, packed, packed.numel(), BYTES=_BYTES)
+    launch(error, scale, packed, packed.numel(), BYTES=_BYTES, **options(_pack, 8 * _BYTES, each=8))
 
 
 def unpack_signs_on_gpu(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool) -> None:
     """One launch, no waiting."""
     factor = torch.as_tensor(scale, dtype=torch.float32, device=out.device)
     launch: Any = _unpack[(triton.cdiv(packed.numel(), _BYTES),)]
-    launch(packed, factor, out, packed.numel(), ADD=add, BYTES=_BYTES)
+    launch(packed, factor, out, packed.numel(), ADD=add, BYTES=_BYTES, **options(_unpack, 8 * _BYTES, each=8))

@@ -1,0 +1,118 @@
+"""What Triton's kernels cost, read from the machine code that they are compiled to; no GPU is needed.
+
+    python -m bench.kernel_report --name kernels          # sm_80, sm_90, sm_100, gfx942; CPU minutes
+    python -m bench.kernel_report --target cuda:90        # one of them
+
+Nothing here is a time. "over" says which figures are above the budget of an element-wise kernel
+(tests/support/budgets.py), where the reasons are, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.surroundings import keep, machine, public
+from tests.support.budgets import ELEMENTWISE, EXCESS, over, short
+from tests.support.compilation import Compiled, compile_apart
+
+TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+_DTYPES = {"*fp32": "fp32", "*bf16": "bf16", "*fp16": "fp16", "*fp64": "fp64", "*u8": "u8"}
+
+
+def measure(target: str, launches: str) -> list[dict[str, Any]]:
+    """A row for each specialisation of the launches."""
+    backend, _, arch = target.partition(":")
+    with tempfile.TemporaryDirectory() as folder:
+        place = int(arch) if arch.isdigit() else arch
+        compiled = compile_apart("tests.kernels.launches", backend, place, Path(folder), 7200, launches)
+    rows = [row(entry, backend) for entry in sorted(compiled, key=lambda entry: entry.kernel)]
+    return [one for place, one in enumerate(rows) if one not in rows[:place]]
+
+
+def row(entry: Compiled, backend: str) -> dict[str, Any]:
+    kept = asdict(entry)
+    for name in ("kernel", "signature", "stages", "seconds", "constants", "is_aligned", "fused"):
+        del kept[name]
+    words = list(over(entry, ELEMENTWISE[backend]))
+    return {"kernel": short(entry.kernel), "variant": variant(entry), **kept, "over": words}
+
+
+def variant(entry: Compiled) -> str:
+    """Its vectors with their dtypes, and the options that change what is compiled."""
+    vectors = [f"{name} {_DTYPES[kind]}" for name, kind in entry.signature.items() if kind in _DTYPES]
+    options = [name for name in ("skip", "seed") if entry.signature.get(name, "constexpr") != "constexpr"]
+    options += [f"{value} bits" for name, value in entry.constants.items() if name == "BITS"]
+    return ", ".join([*vectors, *options])
+
+
+_COLUMNS = ("kernel", "variant", "registers", "occupancy", "shared", "barriers", "atomics", "loads and stores")
+_COLUMNS += ("B/element", "instructions/element")
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|" + " --- |" * len(_COLUMNS)
+    for one in rows:
+        pieces = ", ".join(f"{count} x {piece} B" for piece, count in one["pieces"].items())
+        counted = "" if one["num_bytes"] is None else f"{one['num_bytes']:g}"
+        yield (
+            f"| {one['kernel']} | {one['variant']} | {one['registers']} | {one['occupancy']:.0%} | "
+            f"{one['shared_bytes']} | {one['barriers']} | {one['atomics']} | {pieces} | {counted} | "
+            f"{one['instructions_per_element']:.0f} |"
+        )
+
+
+def markdown(run: dict[str, Any]) -> str:
+    lines = [
+        "# Triton's kernels in machine code",
+        "",
+        f"{run['date']} · triton {run['versions']['triton']}, torch {run['versions']['torch']}",
+        "",
+        f"`{run['command']}`",
+        "",
+        "Read from what the compiler made, not measured. Occupancy is the share of a processor's warps that registers",
+        "and shared memory leave room for; a load or store is of one thread; instructions include those of slow paths.",
+    ]
+    for target, rows in run["found"].items():
+        elementwise = [one for one in rows if one["kernel"] not in EXCESS]
+        above = sum(bool(one["over"]) for one in elementwise)
+        lines += [
+            "",
+            f"## {target}",
+            "",
+            f"{above} of {len(elementwise)} element-wise specialisations are over their budget.",
+        ]
+        lines += ["", *table(rows)]
+    lines += ["", "## Over the budget, and why", "", "| kernel | why |", "| --- | --- |"]
+    lines += [f"| {name} | {excess.why} |" for name, excess in EXCESS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", nargs="+", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--all", action="store_true", help="every combination of dtypes and options")
+    parser.add_argument("--name", help="keep the result in bench/results under this name")
+    options = parser.parse_args()
+    run = {
+        "date": str(date.today()),
+        "command": " ".join(["python", "-m", "bench.kernel_report", *public(sys.argv[1:])]),
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "found": {target: measure(target, "ALL" if options.all else "QUICK") for target in options.target},
+    }
+    sys.stdout.write(markdown(run))
+    if options.name:
+        keep(run, markdown(run), options.name)
+
+
+if __name__ == "__main__":
+    main()

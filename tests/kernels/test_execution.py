@@ -1,0 +1,64 @@
+"""The code that element-wise kernels are compiled to runs on the CPU, and does what their references do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.executed_cases import CASES
+from tests.support.executed import READ, run_apart
+from tests.support.requirements import requires
+from tests.test_imports import PACKAGE, ROOT
+
+pytestmark = [requires(modules=("triton", "llvmlite")), pytest.mark.timeout(600)]
+
+MODULE = "tests.kernels.executed_cases"
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_apart(MODULE, list(CASES), tmp_path_factory.mktemp("executed"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_code(name: str, ends: dict[str, str], request: pytest.FixtureRequest) -> None:
+    versions = tuple(".".join(version(package).split(".")[:2]) for package in ("triton", "llvmlite"))
+    if ends[name].startswith("unreadable") and versions not in READ and "not slow" in request.config.option.markexpr:
+        pytest.skip(f"the code of triton {versions[0]} is not read with llvmlite {versions[1]}: {ends[name][:200]}")
+    assert ends[name] == ""
+
+
+# File, what it says, what it says wrongly, and the case that has to notice.
+MUTATIONS = [
+    ("adam", "beta2 * v + rest2 * g * g", "beta2 * v + rest2 * g", "adamw"),
+    ("adam", "(tl.sqrt(v * inverse2) + eps)", "tl.sqrt(v * inverse2 + eps)", "adam"),
+    ("adam", "m * inverse1", "m", "adamw"),
+    ("lion", "beta2 * m + rest2 * g", "beta1 * m + rest2 * g", "lion"),
+    ("lion", "tl.where(c == c, 0.0, c)", "0.0", "lion"),
+    ("sgd", "g += momentum * b", "g = momentum * b", "sgd with nesterov"),
+    ("adagrad", "s += g * g", "s = g * g", "adagrad"),
+    ("frozen_adam", "p -= rate * update", "p -= rate * update * 1.0001", "frozen adam"),
+    ("blocks", "offsets < numel", "offsets <= numel", "sgd"),
+    ("blocks", "tl.load(skip) == 0", "tl.load(skip) >= 0", "lion"),
+    ("blocks", "& 0xFFFF\n", "& 0x7FFF\n", "lion"),
+    ("blocks", "value * tl.load(scale_tensor)", "value", "sgd"),
+    ("lamb", "tl.load(row + 2)", "tl.load(row + 2) * 0", "lamb apply"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "right", "wrong", "case"), MUTATIONS)
+def test_one_wrong_line_is_noticed(file: str, right: str, wrong: str, case: str, tmp_path: Path) -> None:
+    """By what the compiled code does alone: nothing here looks at the source."""
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    os.symlink(ROOT / "tests", tmp_path / "tests")
+    source = tmp_path / PACKAGE / "kernels" / "gpu" / f"{file}.py"
+    text = source.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, wrong), encoding="utf-8")
+    found = run_apart(MODULE, [case], tmp_path / "cache", root=tmp_path)[case]
+    assert found and not found.startswith("unreadable"), found

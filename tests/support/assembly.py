@@ -1,0 +1,139 @@
+"""Machine code of a compiled Triton kernel in figures: NVIDIA's from its disassembly, AMD's from the compiler."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One program.
+
+    Attributes:
+        registers: of a thread.
+        spilled_bytes: stack of a thread, on which lie the registers that were too few.
+        shared_bytes: of a program.
+        barriers, atomics, fused: instructions; `fused` are multiplications with an addition, rounded once.
+        pieces: (is_store, bytes of one instruction) -> how many of them access device memory.
+        instructions: all but padding, those of slow paths included.
+    """
+
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    barriers: int = 0
+    atomics: int = 0
+    fused: int = 0
+    instructions: int = 0
+    pieces: dict[tuple[bool, int], int] = field(default_factory=dict)
+
+
+def assembly_of(compiled: Any) -> Assembly:
+    """`compiled`: what Triton returns for a launch."""
+    if "cubin" in compiled.asm:
+        return _of_cubin(compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared)
+    return of_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+
+
+# NVIDIA
+
+_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z]\w*)((?:\.\w+)*)", re.MULTILINE)
+_NARROW = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+
+def _of_cubin(cubin: bytes, name: str, shared: int) -> Assembly:
+    """By the programs that Triton brings along."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(rf"Function {re.escape(name)}:\s*REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
+    assert found is not None, f"cuobjdump says nothing of {name}: {text[:2000]}"
+    registers, stack, local = map(int, found.groups())
+    return of_sass(text, registers, stack + local, shared)
+
+
+def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) -> Assembly:
+    """A disassembly: `/*0180*/ @P0 LDG.E.128 R4, desc[UR6][R2.64] ;`."""
+    kinds: Counter[str] = Counter()
+    pieces: Counter[tuple[bool, int]] = Counter()
+    for operation, words in _SASS.findall(text):
+        kinds[operation] += 1
+        if operation in ("LDG", "STG"):
+            sizes = [_NARROW[word] for word in words.split(".") if word in _NARROW]
+            pieces[operation == "STG", sizes[0] if sizes else 4] += 1
+    return Assembly(
+        registers=registers,
+        spilled_bytes=spilled,
+        shared_bytes=shared,
+        barriers=kinds["BAR"],
+        atomics=sum(kinds[name] for name in ("ATOM", "ATOMG", "ATOMS", "RED", "REDG")),
+        fused=sum(kinds[name] for name in ("FFMA", "FFMA2", "HFMA2", "DFMA")),
+        instructions=sum(kinds.values()) - kinds["NOP"],
+        pieces=dict(pieces),
+    )
+
+
+# AMD
+
+_AMD = re.compile(r"^\t((?:v|s|ds|global|buffer|flat|scratch)_\w+)", re.MULTILINE)
+_AMD_MEMORY = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
+_AMD_FUSED = re.compile(r"v_(?:pk_)?(?:fma|fmac|fmaak|fmamk)_")
+_AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
+
+
+def of_amd(text: str, shared: int = 0) -> Assembly:
+    """The compiler's text, whose metadata have the registers."""
+
+    def number(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", text)
+        assert found is not None, f"no {key} in AMD's assembly"
+        return int(found.group(1))
+
+    kinds = Counter(_AMD.findall(text))
+    pieces: Counter[tuple[bool, int]] = Counter()
+    for operation, count in kinds.items():
+        if memory := _AMD_MEMORY.fullmatch(operation):
+            kind, size = memory.groups()
+            pieces[kind == "store", _AMD_BYTES.get(size, 1 if "byte" in size else 2)] += count
+    return Assembly(
+        registers=number("vgpr_count"),
+        spilled_bytes=number("private_segment_fixed_size") + 4 * number("vgpr_spill_count"),
+        shared_bytes=max(shared, number("group_segment_fixed_size")),
+        barriers=kinds["s_barrier"],
+        atomics=sum(count for name, count in kinds.items() if "_atomic_" in name),
+        fused=sum(count for name, count in kinds.items() if _AMD_FUSED.match(name)),
+        instructions=sum(kinds.values()) - kinds["s_nop"] - kinds["s_code_end"],
+        pieces=dict(pieces),
+    )
+
+
+# How many programs a processor holds at once: CUDA's occupancy tables and AMD's CDNA 3 guide.
+
+_CUDA_SHARED = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor; 1 of each program is the driver's
+_FULL_CUDA, _FULL_AMD = 64, 32  # warps of a multiprocessor, wavefronts of a compute unit
+
+
+def occupancy(assembly: Assembly, arch: int | str, num_warps: int) -> float:
+    """Share of a processor's warps that registers and shared memory leave room for, in whole programs."""
+    if isinstance(arch, str):
+        warps = 4 * min(8, 512 // _up(assembly.registers, 8))
+        programs = warps // num_warps
+        if assembly.shared_bytes:
+            programs = min(programs, (64 << 10) // assembly.shared_bytes)
+        return programs * num_warps / _FULL_AMD
+    warps = 4 * min(16, 16384 // (32 * _up(assembly.registers, 8)))
+    programs = min(warps // num_warps, 32, (_CUDA_SHARED[arch] << 10) // (assembly.shared_bytes + 1024))
+    return programs * num_warps / _FULL_CUDA
+
+
+def _up(number: int, multiple: int) -> int:
+    return max(1, -(-number // multiple)) * multiple

@@ -1,0 +1,114 @@
+"""What a compiled kernel may cost a processor: registers, shared memory, barriers; which kernels cost more, and why.
+
+An update is bound by memory, whose latency only warps that are there at once can hide: as many as a processor holds.
+NVIDIA's have 32 registers for each thread then, AMD's 64. How wide accesses are and how many bytes an element costs is
+in the kernels' docstrings, against which `machine_code.complaints` holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most of each, as `Compiled` has them; nothing may ever be spilled."""
+
+    registers: int
+    shared_bytes: int = 0
+    barriers: int = 0
+    atomics: int = 0
+    spilled_bytes: int = 0
+
+
+class Figures(Protocol):
+    """What is held against a budget: tests.support.compilation.Compiled."""
+
+    kernel: str
+    signature: dict[str, str]
+    is_aligned: bool
+    registers: int
+    shared_bytes: int
+    barriers: int
+    atomics: int
+    spilled_bytes: int
+
+
+ELEMENTWISE = {"cuda": Budget(32), "hip": Budget(64)}
+# On compute capability 8.0 the products that make random numbers of a seed take more: 5 of 8 warps are there at once.
+SEEDED_ON_80 = Budget(48)
+# Vectors that begin anywhere go element by element, each with an address.
+ANYWHERE = Budget(96, shared_bytes=8192, barriers=7)
+
+_SUM = "adds its elements up, over warps"
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A kernel that costs more, the figures that it has, and the reason."""
+
+    why: str
+    cuda: Budget
+    hip: Budget
+
+
+# Kernel -> what it costs at most. A figure that has become worse fails; one that has become better is lowered here.
+EXCESS = {
+    "adam8._adam8": Excess(
+        "its states' codes are computed, not looked up, and a block's maximum is needed before the first is stored: "
+        "two states of eight elements are needed at once",
+        cuda=Budget(80),
+        hip=Budget(64),
+    ),
+    "lamb._moments": Excess(_SUM, cuda=Budget(32, shared_bytes=32, barriers=3), hip=Budget(64, 16, 3)),
+    "lamb._add_up": Excess(_SUM, cuda=Budget(32, 32, 4), hip=Budget(64, 32, 4)),
+    "norm._squares": Excess(_SUM, cuda=Budget(32, 16, 1), hip=Budget(64, 16, 1)),
+    "quantize._write": Excess(
+        "the scales of its blocks go from the layout of rows to one vector; with feedback it quantises twice, "
+        "and needs what is left of the first time",
+        cuda=Budget(60, 1024, 3),
+        hip=Budget(64, 32, 3),
+    ),
+    "quantize._read": Excess(
+        "two codes of a byte and their fp32 values are laid out differently over threads",
+        cuda=Budget(32, 8192, 1),
+        hip=Budget(64),
+    ),
+    "quantize._sum": Excess(
+        "as quantize._read; the loop over parts is unrolled",
+        cuda=Budget(32, 8192, 1),
+        hip=Budget(64),
+    ),
+    "signs._pack": Excess(
+        "the bytes that eight signs make go from the layout of rows to one vector",
+        cuda=Budget(32, 256, 1),
+        hip=Budget(64, 256, 1),
+    ),
+    "signs._unpack": Excess(
+        "bytes go from one vector to the layout of rows", cuda=Budget(32, 1024, 1), hip=Budget(64, 1024, 1)
+    ),
+}
+
+
+def short(kernel: str) -> str:
+    """`hf_zero.kernels.gpu.adam._adam` -> `adam._adam`."""
+    return kernel.rpartition("gpu.")[2]
+
+
+def budget_of(figures: Figures, backend: str, arch: int | str) -> Budget:
+    found = EXCESS.get(short(figures.kernel))
+    if not figures.is_aligned:
+        return ANYWHERE
+    if found is not None:
+        return found.cuda if backend == "cuda" else found.hip
+    return SEEDED_ON_80 if arch == 80 and figures.signature.get("seed") == "i32" else ELEMENTWISE[backend]
+
+
+def over(figures: Figures, budget: Budget) -> Iterator[str]:
+    """`registers: 48, at most 32`, for each figure that is too high."""
+    for name, most in asdict(budget).items():
+        number: Any = getattr(figures, name)
+        if number > most:
+            yield f"{name}: {number}, at most {most}"
