@@ -1,0 +1,89 @@
+"""Lines of every package beside its budget: `python -m tests.test_budgets` prints the table.
+
+5% more than a budget is a warning, 15% more an error. A budget is raised only together with what it bought.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from tests.support.step_path import StepPath, stage_2, stage_3_with_a_drive
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hf_zero"
+WARNING, ERROR = 1.05, 1.15
+# Package -> (lines of Python, what they are for). "" is the files of hf_zero itself.
+BUDGETS = {
+    "": (1_300, "command lines, what the lowest layer knows"),
+    "activations": (600, "inputs of checkpointed layers in host memory or in parts"),
+    "api": (3_000, "initialize, the engine, zero.Init, safe_get_*, DeepSpeed's names on both"),
+    "checkpoint": (5_350, "DeepSpeed's files both ways, streamed, at any shape; background saves"),
+    "comm": (5_000, "NCCL, gloo, shared memory, the mesh, negotiation and plans, quantised wires"),
+    "config": (5_350, "every key with meaning, verdict and rules; all problems at once with file and line"),
+    "device": (850, "streams and memory of accelerators and CPUs"),
+    "explain": (650, "what a config does, and its mended copy"),
+    "extras": (9_500, "seven features that few configs ask for"),
+    "grads": (1_100, "from autograd to reduced shards"),
+    "integration": (5_800, "DeepSpeed's names, patches for transformers, accelerate, peft, trl"),
+    "kernels": (2_450, "a reference and a GPU form for each"),
+    "launch": (2_000, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why"),
+    "layout": (1_200, "integers: buckets, units, shards, traffic"),
+    "offload": (1_900, "host memory and NVMe"),
+    "optim": (2_800, "optimizers on shards, whole matrices, 8-bit states"),
+    "params": (3_500, "flat buffers, and stage 3's units"),
+    "planning": (3_600, "memory and time of a run before it starts"),
+    "profiling": (2_450, "times, traffic, operations, memory, monitors"),
+    "report": (400, "what a machine can do"),
+    "schedules": (550, "DeepSpeed's learning-rate schedules"),
+    "sequence": (1_100, "Ulysses"),
+    "step": (1_600, "agree, clip, update, gather"),
+    "tensor": (1_300, "matrices over ranks, by transformers' plans"),
+    "tiling": (1_150, "tokens in tiles"),
+}
+MAX_FILES = 481  # of the whole package; only ever lowered
+# (files, changes of file, frames to the fused update) of a steady step; only ever lowered.
+PATHS = {"stage 2": (44, 207, 12), "stage 3 with a drive": (59, 345, 12)}
+
+
+def lines() -> Counter[str]:
+    """Package -> lines."""
+    found: Counter[str] = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        found[parts[0] if len(parts) > 1 else ""] += len(path.read_text(encoding="utf-8").splitlines())
+    return found
+
+
+def table() -> str:
+    """Every package, the largest first, and the sum."""
+    found = lines()
+    rows = [f"{name or 'hf_zero':14}{num:8,}{BUDGETS.get(name, (0, ''))[0]:8,}" for name, num in found.most_common()]
+    budget = sum(num for num, _ in BUDGETS.values())
+    return "\n".join([f"{'package':14}{'lines':>8}{'budget':>8}", *rows, f"{'all':14}{found.total():8,}{budget:8,}"])
+
+
+def test_packages_keep_their_budgets() -> None:
+    found = lines()
+    assert found.keys() == BUDGETS.keys(), "give a new package a budget, with its reason"
+    over = {name: num / BUDGETS[name][0] for name, num in found.items() if num > WARNING * BUDGETS[name][0]}
+    for name, share in over.items():
+        warnings.warn(f"hf_zero/{name} has {share - 1:.0%} more lines than its budget", stacklevel=1)
+    assert not any(share > ERROR for share in over.values()), table()
+    assert sum(1 for _ in PACKAGE.rglob("*.py")) <= MAX_FILES
+
+
+def test_the_path_of_a_step_grows_no_longer(tmp_path: Path) -> None:
+    """A reader follows a step through this many files; more is more to hold in the head."""
+    found = {"stage 2": stage_2(), "stage 3 with a drive": stage_3_with_a_drive(tmp_path)}
+    for name, path in found.items():
+        assert all(seen <= most for seen, most in zip(figures(path), PATHS[name], strict=True)), (name, figures(path))
+
+
+def figures(path: StepPath) -> tuple[int, int, int]:
+    return len(path.files), path.changes, path.frames
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{table()}\n")
