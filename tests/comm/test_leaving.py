@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.api.entry import initialize
 from hf_zero.comm import channels, process_group
 from hf_zero.comm.cpu import meeting
-from hf_zero.comm.groups import ProgramGroups
+from hf_zero.sequence.groups import SequenceGroups
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def _run_to_its_end(rank: int, stage: int) -> tuple[list[str], list[str]]:
             engine = initialize(model=nn.Linear(3, 3), config=config)[0]
             engine.backward(engine(torch.ones(1, 3)).sum())
             engine.step()
-            groups = ProgramGroups.of_size(2)
+            groups = SequenceGroups.of_size(2)
             KEPT.extend([engine, groups, channels.background_collectives(), channels.watching_collectives()])
     before = _threads()
     process_group._leave()

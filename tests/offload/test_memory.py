@@ -90,9 +90,9 @@ def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -
 
 
 def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
-    from hf_zero.step import assemble
+    from hf_zero.offload import memory_estimate
 
-    said, check, write = [], assemble.check_memory, os.pwritev
+    said, check, write = [], memory_estimate.check_memory, os.pwritev
 
     def listening(needs: Any, *others: Any) -> None:
         said.append(needs.host)
@@ -102,7 +102,7 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
         time.sleep(0.005)
         return write(*arguments)
 
-    assemble.check_memory = listening
+    memory_estimate.check_memory = listening
     requests.os.pwritev = slow
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)  # in which the order of this model's modules is not known yet
