@@ -4,7 +4,8 @@ VENV    ?= .venv
 ORACLE  ?= .oracle
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
-WORKERS ?= 2
+# One more than cores: tests wait for processes that they start.
+WORKERS ?= 3
 # What `make test-frameworks` sets up and tests, each in .frameworks/NAME.
 FRAMEWORKS ?= lightning sentence_transformers llamafactory swift ray diffusers
 ARGS    ?=

@@ -70,6 +70,7 @@ def test_the_script_through_real_launchers(processes: int | None, stage: int, tm
     assert_parity(case, outcome(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PLAIN_TRAINER_ACCUMULATES, reason=WHY_NOT)
 def test_the_harness_itself_without_an_engine(tmp_path: Path) -> None:
     case = Case(stage=None, processes=2, accumulation=4)

@@ -85,7 +85,7 @@ def test_another_world_or_stage_continues_closely(
         assert found == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3)), 2])
 def test_adam_and_adam_of_8_bits_continue_each_other(stage: int, tmp_path: Path) -> None:
     """Their states have the same names, and stand in files as fp32."""
     both: list[tuple[dict[str, Any], dict[str, Any]]] = [(EIGHT, {}), ({}, EIGHT)]
@@ -105,7 +105,7 @@ def offloaded_resume(rank: int, saved: Run, loaded: Run, root: str) -> tuple[Any
     return rest, train_awkward(second, loaded, rank, 2, first=2, steps=2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_checkpoints_of_offloaded_states(stage: int, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
