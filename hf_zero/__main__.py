@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return run_report(parser.parse_args(words))
     if words[:1] == ["plan"]:
         from hf_zero.planning import collector_off
-        from hf_zero.planning.gpus import add_arguments as add_plan_arguments
+        from hf_zero.planning.arguments import add_arguments as add_plan_arguments
 
         add_plan_arguments(plan)
         arguments = parser.parse_args(words)

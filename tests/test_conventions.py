@@ -34,13 +34,11 @@ LARGE_CLASSES: dict[str, tuple[int, str]] = {}
 
 _PER_KERNEL = "one file per kernel"
 _PER_MODULE = "one file for each foreign module that is patched"
-_PER_FEATURE = "one file per feature that a config asks for"
 _LEAF = "imported from below by what cannot know each other"
 
 # File -> why it is one.
 SMALL_FILES = {
     "checkpoint/errors.py": _LEAF,
-    "config/features/tiling.py": _PER_FEATURE,
     "errors.py": _LEAF,
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_zero.activations.kept import Buffers, HostPool, KeptInput, OneBuffer, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.device.kinds import current_device
 from hf_zero.device.pinned import host_empty
 from hf_zero.device.registry import clock_of, runtime_of

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
-from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
 from hf_zero.config.policies import Resolved
 from hf_zero.config.reading.load import load_config

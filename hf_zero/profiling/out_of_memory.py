@@ -13,8 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_zero.config.features.activations import ActivationCheckpointing
-from hf_zero.config.features.tiling import Tiling
+from hf_zero.config.features.long_sequences import ActivationCheckpointing, Tiling
 from hf_zero.device import figures
 from hf_zero.device.limits import host_available
 from hf_zero.device.registry import runtime_of

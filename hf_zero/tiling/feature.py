@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.config.features.tiling import Tiling
+from hf_zero.config.features.long_sequences import Tiling
 from hf_zero.features import TrainingFeature
 from hf_zero.log import logger
 from hf_zero.tiling.loss import TiledLoss

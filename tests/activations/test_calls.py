@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.calls import CheckpointedCalls
-from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.device.at_once import AtOnce
 from hf_zero.device.registry import use
 from hf_zero.device.runtime import HOST, Memory

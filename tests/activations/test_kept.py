@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.activations.calls import CheckpointedCalls
 from hf_zero.activations.kept import KeptInput, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.device.clocks import Clock
 from hf_zero.device.registry import runtime_of, use
 from hf_zero.device.runtime import HOST

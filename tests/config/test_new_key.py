@@ -16,9 +16,8 @@ from hf_zero.config import ConfigError, Resolved, resolve
 from hf_zero.config.errors import Problem
 from hf_zero.config.extras import ASKED_BY
 from hf_zero.config.features import Examined, Extra, OwnSection
-from hf_zero.config.features.activations import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ActivationCheckpointing, Tiling
 from hf_zero.config.features.profiling import Comet, CommsLogger, FlopsProfiler, Observation, Trace
-from hf_zero.config.features.tiling import Tiling
 from hf_zero.config.schema.fields import Section, Whole, supported
 from hf_zero.config.schema.root import HfZero, Root
 from hf_zero.features import Progress, TrainingFeature

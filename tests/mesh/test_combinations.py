@@ -52,7 +52,7 @@ def _check(
         assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks_train_as_one_process(stage: int) -> None:
     _check(FOUR, (stage,))
 

@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, create_model
 
 from hf_zero.config.features import Extra
-from hf_zero.config.features.activations import ACTIVATIONS, ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ACTIVATIONS, TILING, ActivationCheckpointing, Tiling
 from hf_zero.config.features.profiling import PROFILING, Observation, Trace
-from hf_zero.config.features.tiling import TILING, Tiling
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,

@@ -1,4 +1,4 @@
-"""What gradient checkpointing keeps for backward: the section `activation_checkpointing`."""
+"""What long sequences ask for: the section `activation_checkpointing`, and tiles of a few tokens below `hf_zero`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ActivationCheckpointing(Section):
         return moves or self.synchronize_checkpoint_boundary or self.profile
 
 
-def examine(config: Root) -> Examined:
+def examine_checkpointing(config: Root) -> Examined:
     section = config.activation_checkpointing
     if section is None:
         return Examined()
@@ -60,6 +60,32 @@ def examine(config: Root) -> Examined:
 
 ACTIVATIONS = Extra(
     name="activation_checkpointing",
-    examine=examine,
+    examine=examine_checkpointing,
     features=("hf_zero.activations.feature:activation_checkpointing_of",),
+)
+
+
+class Tiling(Section):
+    """What is computed over a few tokens at a time (docs/long_sequences.md)."""
+
+    tiled_loss: Flag = supported(
+        False,
+        "Compute the head and the loss of a causal language model over a few tokens at a time, and never the logits of "
+        "a whole sequence (docs/long_sequences.md).",
+    )
+    tiled_mlp: Flag = supported(
+        False,
+        "Compute dense MLPs and norms over a few tokens at a time, in backward once more (docs/long_sequences.md).",
+    )
+
+
+def examine_tiling(config: Root) -> Examined:
+    section = config.section(Tiling)
+    return Examined(policy=section if section.tiled_loss or section.tiled_mlp else None)
+
+
+TILING = Extra(
+    name="tiling",
+    examine=examine_tiling,
+    features=("hf_zero.tiling.feature:tiled_mlp_of", "hf_zero.tiling.feature:tiled_loss_of"),
 )

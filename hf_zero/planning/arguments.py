@@ -1,0 +1,57 @@
+"""The arguments of `plan`, without torch: `--help` and a wrong flag answer at once."""
+
+from __future__ import annotations
+
+import argparse
+
+from hf_zero.planning.gpus import GPUS
+
+_SIZES = "a number of bytes: 80G, 1.5T, 24GiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plan` takes."""
+    parser.add_argument("model", help="folder, config.json, hub name, or a number of parameters (7b, 350M, 1.5e9)")
+    machine = parser.add_argument_group("the machine (what is not said is found on this one)")
+    machine.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, cpu; or any, with --device-memory")
+    machine.add_argument("--gpus-per-node", type=int, metavar="N", help="devices (on a CPU, ranks) of one host")
+    machine.add_argument("--nodes", type=int, metavar="N", help="hosts (default: 1)")
+    machine.add_argument("--device-memory", metavar="SIZE", help=f"of one device, {_SIZES}")
+    machine.add_argument("--host-memory", metavar="SIZE", help="of one host")
+    machine.add_argument("--disk", metavar="SIZE", help="of one host, with --nvme-path; found where the path is here")
+    machine.add_argument("--nvme-path", metavar="DIR", help="where states may go: without it no drive is used")
+    machine.add_argument("--link", metavar="SIZE", help="bytes per second between the devices of a host, one direction")
+    machine.add_argument("--calibrate", action="store_true", help="measure this machine's speeds first, in a second")
+    machine.add_argument("--network", metavar="SIZE", help="bytes per second to other hosts, for one device")
+    training = parser.add_argument_group("the training")
+    training.add_argument("--seq-length", type=int, default=2048, metavar="N", help="tokens of a sample (2048)")
+    training.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples of a forward (1)")
+    training.add_argument("--accumulation", type=int, default=1, metavar="N", help="forwards of an update (1)")
+    training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
+    training.add_argument(
+        "--gradient-checkpointing", choices=["auto", "on", "off"], default="auto", help="auto: both, and the better one"
+    )
+    training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="adapters on all linear layers (none)")
+    training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
+    training.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that hold parts of the same matrices (1)"
+    )
+    training.add_argument(
+        *("--sequence-parallel", "--sequence-ranks"),
+        type=int,
+        metavar="N",
+        help="ranks that hold parts of the same sequences (1; of --longest a host's, as heads divide)",
+    )
+    training.add_argument(
+        "--config", metavar="DS.JSON", help="yours: what it says goes before the above, and it gets a row of its own"
+    )
+    output = parser.add_argument_group("what comes out")
+    output.add_argument("--measure", type=int, default=0, metavar="N", help="run the N most promising for a few steps")
+    output.add_argument("--measure-dir", default="plan_results", metavar="DIR", help="for their files (plan_results)")
+    output.add_argument(
+        "--longest", action="store_true", help="instead: the longest sequence that fits, with MLPs and loss in tiles"
+    )
+    output.add_argument("--json", action="store_true", help="JSON instead of a table")
+    output.add_argument("--html", metavar="FILE", help="also a page of its own, with bars")
+    output.add_argument("--write", metavar="FILE", help="also the chosen ds.json")
+    output.add_argument("--all", action="store_true", help="also what does not fit")
