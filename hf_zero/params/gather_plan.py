@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Units: an update ends when they are there. The first one, often an embedding, computes next to nothing.
+MOST_BESIDE_UPDATE = 2
+
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:

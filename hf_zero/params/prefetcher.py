@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
+from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE
 from hf_zero.params.hooked_modules import ExecutionOrder
 from hf_zero.params.unit import GatherBuffers, Unit, UnitState
 from hf_zero.spans import SPANS
@@ -98,24 +99,56 @@ class Prefetcher:
             self._prefetch_expected(positions)
 
     def _prefetch_planned(self, upcoming: Sequence[int]) -> None:
-        last = self._number + len(self._units)
-        for number in upcoming:
-            if not self._number <= number < last:
-                return  # another engine's
-            unit = self._units[number - self._number]
-            if unit.state is not UnitState.RELEASED:
-                return  # once more than now
+        for unit in self._planned(upcoming):
             if not self._has_room_for(unit):
                 unit.fetch()
                 return
-            self._ask_for(unit)
-            self._ahead.append(unit)
+            self._ask_ahead(unit)
 
-    def _has_room_for(self, unit: Unit) -> bool:
-        """Whether one more may be under way."""
-        ahead = sum(each.numel for each in self._ahead)
+    def _planned(self, upcoming: Sequence[int]) -> Iterator[Unit]:
+        """This engine's units that the plan goes on with, up to one that is used once more than now."""
+        for number in upcoming:
+            if not 0 <= number - self._number < len(self._units):
+                return
+            unit = self._units[number - self._number]
+            if unit.state is not UnitState.RELEASED:
+                return
+            yield unit
+
+    def _has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
+        """Whether one more may be under way, and these before it."""
+        ahead = sum(each.numel for each in (*self._ahead, *after))
         live = sum(each.numel for each in self._units if each.is_gathered)
         return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
+
+    def _ask_ahead(self, unit: Unit) -> None:
+        self._ask_for(unit)
+        self._ahead.append(unit)
+
+    # Beside an update
+
+    def next_forward(self) -> list[Unit]:
+        """What the next forward is known to begin with, as much as may be under way at once, as long as rows need not
+        be fetched for it, which the update's own traffic would have to wait for. The same on all ranks."""
+        units: list[Unit] = []
+        for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
+            is_one_more = len(self._ahead) + len(units) < MOST_BESIDE_UPDATE
+            if not (is_one_more and unit.is_at_hand and self._has_room_for(unit, after=units)):
+                break
+            units.append(unit)
+        return units
+
+    def gather_beside_update(self, unit: Unit) -> None:
+        """Ask for the next unit of the next forward, whose rows are those of after the update."""
+        self.note_written()
+        with ledger.phase("forward"):
+            self._ask_ahead(unit)
+
+    def discard_ahead(self) -> None:
+        """Nobody uses what was asked for ahead."""
+        unwanted, self._ahead = self._ahead, []
+        for unit in unwanted:
+            unit.discard(self.buffers)
 
     def _prefetch_expected(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -125,16 +158,14 @@ class Prefetcher:
                 if self._ahead:
                     unit.fetch()
                     return
-                self._ask_for(unit)
-                self._ahead.append(unit)
+                self._ask_ahead(unit)
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
         if (in_backward, trains) != (self.in_backward, self.trains):
             return False
         if self._units[unit].state is not UnitState.RELEASED:
             return False
-        self._ask_for(self._units[unit])
-        self._ahead.append(self._units[unit])
+        self._ask_ahead(self._units[unit])
         return True
 
     def _ask_for(self, unit: Unit) -> None:
@@ -163,9 +194,7 @@ class Prefetcher:
             StorageError: on all ranks, when one could not read its rows from a drive.
         """
         with ledger.phase("backward" if in_backward else "forward"):
-            unwanted, self._ahead = self._ahead, []
-            for unit in unwanted:
-                unit.discard(self.buffers)
+            self.discard_ahead()
             failed = self._placements.parameters.can_fail and self._placements.failure is not None
             if self._channel.negotiation.end(in_backward=in_backward, failed=failed):
                 stop_if_any(self._placements.failure, self._channel)
@@ -175,7 +204,11 @@ class Prefetcher:
         return self._channel.negotiation.step(self._number, facts)
 
     def end_update(self) -> None:
-        """Rows are right again."""
+        """Rows are right again, and what was asked for beside the update is there: nothing is under way between two
+        passes, when a rank may leave."""
+        with ledger.phase("forward"):
+            for unit in self._ahead:
+                unit.arrive()
         self.note_written()
         self._channel.negotiation.reopen()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from torch import nn
@@ -21,7 +21,7 @@ from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import ParameterStore, Trained
-from hf_zero.params.unit import GatherBuffers
+from hf_zero.params.unit import GatherBuffers, Unit, UnitState
 from hf_zero.params.unit_builder import UnitBuilder, in_reduce_order
 from hf_zero.precision import Precision
 
@@ -119,6 +119,13 @@ class ShardedParameters(ParameterStore):
         """Somebody has written into shards outside of an update."""
         self.coordinator.prefetcher.note_written()
 
+    def before_write(self, handle: ShardedParameter) -> None:
+        """New values for `handle` are coming: what is under way with the old ones has to be there, to be given them."""
+        unit = self._unit_of.get(id(handle.parameter))
+        if unit is not None and unit.state is UnitState.IN_FLIGHT:
+            self.coordinator.prefetcher.gather(unit)
+            self.edits.remember_kept()
+
     # Backward
 
     def report_progress(self, pass_by: Callable[[int], None]) -> None:
@@ -150,6 +157,20 @@ class ShardedParameters(ParameterStore):
         told = self.coordinator.settle(facts)
         self.edits.forget_released()
         return told
+
+    def updated_first(self) -> Sequence[int]:
+        units = self.coordinator.prefetcher.next_forward()
+        return [bucket for unit in units for bucket in self._buckets_of(unit)]
+
+    def gather_beside_update(self, to_update: Set[int]) -> None:
+        prefetcher = self.coordinator.prefetcher
+        for unit in prefetcher.next_forward():
+            if not to_update.isdisjoint(self._buckets_of(unit)):
+                return
+            prefetcher.gather_beside_update(unit)
+
+    def _buckets_of(self, unit: Unit) -> list[int]:
+        return [bucket for bucket, (owner, _) in enumerate(self._in_reduce_order) if owner is unit]
 
     def finish_update(self) -> None:
         self.coordinator.prefetcher.end_update()

@@ -60,6 +60,9 @@ class Owner(Protocol):
     def note_written(self) -> None:
         """Somebody has written into shards outside of an update."""
 
+    def before_write(self, handle: ShardedParameter) -> None:
+        """New values for `handle` are coming, on all ranks."""
+
     def release(self) -> None:
         """Let go of all its parameters."""
 
@@ -206,6 +209,8 @@ class ShardedParameter:
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
+        if self.owner is not None:
+            self.owner.before_write(self)
         self._take_over(unsharded)
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)

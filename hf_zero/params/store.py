@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -167,6 +167,18 @@ class ParameterStore(ABC):
             Those of every rank.
         """
         return ()
+
+    def updated_first(self) -> Sequence[int]:
+        """Buckets that are to be updated before the others: the next forward begins with them."""
+        return ()
+
+    def gather_beside_update(self, to_update: Set[int]) -> None:
+        """Some of `updated_first` have their new weights, where the next forward finds them: start to gather what has.
+
+        Args:
+            to_update: buckets whose weights are still to change.
+        """
+        return None
 
     def finish_update(self) -> None:
         """Weights have changed, here at least."""

@@ -181,6 +181,10 @@ class UnitPart:
             return QuantizedVector(row, self.layout.row_numel, self.dtype)
         return row
 
+    @property
+    def is_at_hand(self) -> bool:
+        return self._row.tensor is not None
+
     def fetch(self) -> None:
         """Bring the rows that this rank keeps to where a gather can start from them."""
         if not self._is_fetched:
@@ -334,6 +338,11 @@ class Unit:
     def members(self) -> tuple[ShardedParameter, ...]:
         return tuple(member for part in self.parts for member in part.members)
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether this rank's rows are always where a gather starts from."""
+        return all(part.is_at_hand for part in self.parts)
+
     def fetch(self) -> None:
         """The unit is to be gathered soon."""
         if self.state is UnitState.RELEASED:
@@ -355,6 +364,12 @@ class Unit:
     def start(self, gathering: Gathering) -> None:
         """`gathering` brings all rows; `finish` or `discard` is called next."""
         self.state, self._gathering = UnitState.IN_FLIGHT, gathering
+
+    def arrive(self) -> None:
+        """Wait for the gather, whose rows stay where they are until `finish` or `discard`."""
+        self._complete(is_used=False)
+        for part in self.parts:
+            part.put_back()
 
     def finish(self, buffers: GatherBuffers) -> None:
         """Wait for the gather; parameters have their values then."""
@@ -393,5 +408,4 @@ class Unit:
             rows = self._gathering.wait(is_used=is_used)
         except RuntimeError as error:
             raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error
-        self._gathering = None
         return rows

@@ -26,7 +26,7 @@ from functools import cache
 from typing import Literal
 
 from hf_zero.config import Zero, resolve
-from hf_zero.params.gather_plan import Use, plan_gathers
+from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE, Use, plan_gathers
 
 LANES = ("compute", "collectives", "in", "out", "host", "disk", "exchange", "messages")
 
@@ -258,6 +258,7 @@ class _Passes:
 
     Attributes:
         now: when the last use has ended, and what was to be told then, where somebody waits for that.
+        beside_update: what is gathered for the next forward while the other units are updated.
     """
 
     def __init__(self, step: Step, one: _Seconds, machine: Machine, shape: Shape, setup: Setup) -> None:
@@ -276,11 +277,15 @@ class _Passes:
         self._fetched: dict[int, float] = {}  # on the device -> since when
         self._ahead: dict[int, float] = {}  # asked for before their use -> when that is agreed, or the unit there
         self.now = 0.0
+        if self._is_sharded and self._agreement == "plan" and not setup.offload_parameters:
+            while len(self._ahead) < min(MOST_BESIDE_UPDATE, shape.units) and self._has_room():
+                self._ahead[len(self._ahead)] = 0.0  # of the step before
+        self.beside_update = list(self._ahead)
 
     def over(self, units: Iterable[int], what: str, seconds: float, exchange: float) -> Iterator[tuple[int, float]]:
         """Each unit when its use has ended."""
         order = list(units)
-        upcoming = deque(unit for unit in order if unit not in self._whole)
+        upcoming = deque(unit for unit in order if unit not in self._whole and unit not in self._ahead)
         for unit in order:
             if unit not in self._whole and unit not in self._ahead:
                 self._ask_for(upcoming.popleft())
@@ -302,6 +307,16 @@ class _Passes:
         if self._is_sharded and self._agreement != "memory":
             told = self._tell(what, reduced)
             self.now = told if self._host_waits else self.now
+
+    @property
+    def met(self) -> float:
+        """Since when the host may go on."""
+        return self.now if self._host_waits else 0.0
+
+    def gather_again(self, unit: int, updated: float) -> None:
+        """For the step that comes."""
+        self._fetched[unit] = updated
+        self._gather(unit)
 
     def _tell(self, what: str, *after: float) -> float:
         return self._step.do("messages", what, self._one.message, *((self.now, *after) if self._host_waits else ()))
@@ -349,13 +364,20 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
             reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
             arrived.append((unit, step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced)))
     passes.meet("update", arrived[-1][1])
-    _update(step, one, setup, arrived, passes.now if machine.host_waits else 0.0)
+    for unit, updated in _update(step, one, setup, arrived, passes):
+        if unit in passes.beside_update:
+            passes.gather_again(unit, updated)
     return step
 
 
-def _update(step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], met: float) -> None:
-    """One sub-group after the other, in the order in which gradients have arrived; no earlier than `met`."""
-    norm = max(met, arrived[-1][1] if setup.clips else 0.0)
+def _update(
+    step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], passes: _Passes
+) -> Iterator[tuple[int, float]]:
+    """One sub-group after the other, in the order in which gradients have arrived, after what forward begins with: each
+    when its weights are where they belong."""
+    norm = max(passes.met, arrived[-1][1] if setup.clips else 0.0)
+    first = passes.beside_update
+    arrived = sorted(arrived, key=lambda each: first.index(each[0]) if each[0] in first else len(first))
     reads = iter([unit for unit, _ in arrived])
     ahead = _read_states(step, one, setup, next(reads))
     for unit, gradient in arrived:
@@ -366,7 +388,7 @@ def _update(step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, fl
             step.do("disk", f"states {unit} back", one.write_states, updated)
         if setup.offload_optimizer and not setup.offload_parameters:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
-        step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
+        yield unit, step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
 
 
 def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> float:

@@ -174,22 +174,31 @@ class ShardedStep:
     def _update_and_gather(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update.
 
-        One at a time, because what is under way takes memory.
+        One at a time, because what is under way takes memory. What the next forward begins with comes first, so that
+        stage 3 can gather it beside the others' updates.
         """
         # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
+        first = self._store.updated_first()
         wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
+        wanted.sort(key=lambda sub_group: first.index(sub_group.bucket) if sub_group.bucket in first else len(first))
         # The source as it is now: the updater may want another one as soon as the step has begun.
         gradients = StepGradients(self._source.of, used, outcome.scale, wanted, outcome.skip)
         outcome.when_skipped(self._updater.roll_back)
         left = Counter(sub_group.bucket for sub_group in wanted)
         gathered = Pending()
         with ledger.phase("step"):
+            self._store.gather_beside_update(left.keys())
             for sub_group in self._updater.step(gradients):
-                left[sub_group.bucket] -= 1
-                if not left[sub_group.bucket]:
+                bucket = sub_group.bucket
+                left[bucket] -= 1
+                if not left[bucket]:
+                    del left[bucket]
                     gathered.wait()
-                    gathered = self._store.all_gather_params(sub_group.bucket)
+                    gathered = self._store.all_gather_params(bucket)
+                    if bucket in first:
+                        gathered.wait()
+                        self._store.gather_beside_update(left.keys())
             gathered.wait()
             self._placements.check(self._collectives)
         self._placements.release_buffers()

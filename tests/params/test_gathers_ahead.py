@@ -7,7 +7,6 @@ already waited for it. None of the five blocks that could be gathered ahead was,
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
@@ -24,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from hf_zero.comm import dead_ranks, ledger
 from hf_zero.comm.cpu import meeting
 from hf_zero.device.registry import host_runs_ahead
@@ -78,13 +79,14 @@ def noting(log: list[tuple[str, int]], receive: Callable[..., Any]) -> Callable[
     return irecv
 
 
-def engine_apart(rank: int, model: nn.Module, zero: dict[str, Any]) -> Any:
+def engine_apart(rank: int, model: nn.Module, zero: dict[str, Any], sections: dict[str, Any] | None = None) -> Any:
     """As on a host of its own."""
     limits = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, **limits, **zero},
+        **(sections or {}),
     }
     with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
         return hf_zero.initialize(model=model, config=config)[0]
@@ -93,7 +95,8 @@ def engine_apart(rank: int, model: nn.Module, zero: dict[str, Any]) -> Any:
 def run_updates(
     rank: int, num_blocks: int, zero: dict[str, Any], num_updates: int, evaluates: tuple[int, ...] = ()
 ) -> list[tuple[list[tuple[str, int]], int, float]]:
-    """Of every update: what happened in which order, how many small messages there were, and the loss."""
+    """Of every update: what happened in which order, from the end of the backward before it on; how many small messages
+    there were, and the loss."""
     log: list[tuple[str, int]] = []
     found = []
     torch.manual_seed(0)
@@ -104,11 +107,12 @@ def run_updates(
             if update in evaluates:
                 with torch.no_grad():
                     engine(torch.zeros(2, WIDTH))
-            log.clear()
+            del log[: log.index(("backward", 0)) + 1 if update else len(log)]
             ledger.reset()
             loss = engine(torch.randn(2, WIDTH, generator=generator))
             engine.backward(loss)
             engine.step()
+            log.append(("updated", update))
             counts = {name: tally.calls for (phase, name), tally in ledger.tallies.items() if phase == "control"}
             if host_runs_ahead(HOST):
                 counts.pop("all_reduce")  # the sum of squares, among devices: no host waits for it
@@ -160,8 +164,21 @@ def test_three_small_messages_per_update_whatever_the_number_of_layers(found: li
 def test_many_small_units_are_under_way_at_once(found: list[dict[str, Any]]) -> None:
     """`stage3_prefetch_bucket_size` counts elements, `stage3_max_live_parameters` those that are there with them."""
     log, _, _ = found[0]["many under way"][-1]
-    begun = list(itertools.takewhile(lambda entry: entry != ("forward", 0), log))
-    assert [numel for _, numel in begun] == gathers_of(log)[:3]  # two ahead of the first: 108 and 144 elements
+    begun = log[: log.index(("forward", 0))]
+    reduced, *gathered = [numel for what, numel in begun if what == "irecv"]  # the last reduction, of the update before
+    assert gathered == gathers_of(log)[:3]  # two ahead of the first: 108 and 144 elements
+    assert reduced == gathered[0]
+
+
+def test_what_forward_begins_with_is_gathered_beside_the_update(found: list[dict[str, Any]]) -> None:
+    """One unit where nothing may stay live, two where there is room; beside the last reduction, which has as many
+    elements as the first block's rows."""
+    for of_rank in found:
+        for name, num_units in (("six blocks", 1), ("many under way", 2)):
+            log, _, _ = of_rank[name][-1]
+            rows = gathers_of(log)
+            update = len(of_rank[name]) - 2
+            assert log[: log.index(("updated", update))] == [("irecv", numel) for numel in (rows[0], *rows[:num_units])]
 
 
 def test_an_evaluation_between_two_updates_changes_nothing(found: list[dict[str, Any]]) -> None:
@@ -173,6 +190,72 @@ def test_an_evaluation_between_two_updates_changes_nothing(found: list[dict[str,
         # One more for each pass whose beginning is not foreseen: forward and backward after an evaluation, and forward
         # in the update after that, because a forward was expected in vain.
         assert [small for _, small, _ in between] == [11, 5, 3, 5, 5, 4, 5, 4]
+
+
+def write_gathered(engine: Any, _folder: str) -> None:
+    weight = engine.module.blocks[0].linear.weight
+    with GatheredParameters([weight], modifier_rank=0):
+        weight.data.mul_(0.5)
+
+
+def write_master(engine: Any, _folder: str) -> None:
+    weight = engine.module.blocks[0].linear.weight
+    safe_set_full_fp32_param(weight, 0.5 * safe_get_full_fp32_param(weight))
+
+
+def load_earlier(engine: Any, folder: str) -> None:
+    engine.save_checkpoint(folder)
+    step(engine)
+    engine.load_checkpoint(folder)
+
+
+def read_everything(engine: Any, _folder: str) -> None:
+    with GatheredParameters(list(engine.module.parameters())):
+        pass
+    engine.empty_partition_cache()
+
+
+def evaluate(engine: Any, _folder: str) -> None:
+    with torch.no_grad():
+        engine(torch.zeros(2, WIDTH))
+
+
+def step_twice(engine: Any, _folder: str) -> None:
+    engine.step()
+
+
+BETWEEN = (write_gathered, write_master, load_earlier, read_everything, evaluate, step_twice)
+
+
+def step(engine: Any) -> float:
+    loss = engine(torch.ones(2, WIDTH))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def run_between(rank: int, folder: str) -> dict[str, list[list[float]]]:
+    """Losses with each of `BETWEEN` after two updates, by what decides the order of gathers."""
+    found: dict[str, list[list[float]]] = {}
+    for order in ("planned", "negotiated"):
+        found[order] = []
+        for act in BETWEEN:
+            torch.manual_seed(0)
+            engine = engine_apart(rank, Model(3, lambda _: None), {}, {"hf_zero": {"gather_order": order}})
+            losses = [step(engine) for _ in range(3)]
+            for _ in range(2):
+                act(engine, f"{folder}/{order}")
+                losses += [step(engine) for _ in range(2)]
+            found[order].append(losses)
+            engine.destroy()
+    return found
+
+
+def test_what_is_under_way_between_updates_is_never_old(tmp_path: Path) -> None:
+    """What the next forward begins with is gathered beside the update, and much may happen before that forward."""
+    for of_rank in run_ranks(run_between, 2, str(tmp_path)):
+        assert of_rank["planned"] == of_rank["negotiated"]
+        assert len({losses[3] for losses in of_rank["planned"]}) == 2  # a weight that was halved is seen at once
 
 
 def run_until_one_dies(rank: int, folder: str, place: tuple[str, int], apart: bool) -> None:
