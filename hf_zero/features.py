@@ -19,7 +19,7 @@ A feature acts on the model by itself (hooks, a forward of its own): the engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,17 +159,8 @@ class TrainingFeature:
         """Leave the model as it was."""
 
 
-class Features:
+class Features(list[TrainingFeature]):
     """The features of one engine, told as one."""
-
-    def __init__(self, features: Iterable[TrainingFeature] = ()) -> None:
-        self._all = list(features)
-
-    def __iter__(self) -> Iterator[TrainingFeature]:
-        return iter(self._all)
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
 
     def add(self, feature: TrainingFeature) -> None:
         """One more, after the others; its name must be its own.
@@ -179,68 +170,68 @@ class Features:
         """
         if self.named(feature.name) is not None:
             raise ValueError(f"the engine already has a training feature named {feature.name!r}; close that one first")
-        self._all.append(feature)
+        self.append(feature)
 
     def named(self, name: str) -> Any:
         """The feature of this name, or None."""
-        return next((feature for feature in self._all if feature.name == name), None)
+        return next((feature for feature in self if feature.name == name), None)
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
-        for feature in self._all:
+        for feature in self:
             feature.adjust_groups(groups)
 
     def begin(self, tools: EngineTools) -> None:
-        for feature in self._all:
+        for feature in self:
             feature.begin(tools)
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        for feature in self._all:
+        for feature in self:
             keywords = feature.before_forward(progress, keywords)
         return keywords
 
     def loader_options(self, draw: Draw) -> dict[str, Any]:
-        return {name: value for feature in self._all for name, value in feature.loader_options(draw).items()}
+        return {name: value for feature in self for name, value in feature.loader_options(draw).items()}
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
-        for feature in self._all:
+        for feature in self:
             batch = feature.on_batch(progress, batch)
         return batch
 
     def holds_schedule(self, progress: Progress) -> bool:
-        return any(feature.holds_schedule(progress) for feature in self._all)
+        return any(feature.holds_schedule(progress) for feature in self)
 
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        for feature in reversed(self._all):
+        for feature in reversed(self):
             output = feature.after_forward(progress, inputs, keywords, output)
         return output
 
     def after_backward(self, progress: Progress, loss: Any) -> None:
-        for feature in self._all:
+        for feature in self:
             feature.after_backward(progress, loss)
 
     def before_step(self, progress: Progress) -> None:
-        for feature in self._all:
+        for feature in self:
             feature.before_step(progress)
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
-        for feature in self._all:
+        for feature in self:
             feature.after_step(progress, applied=applied)
 
     @property
     def wait_for_outcome(self) -> bool:
-        return any(feature.waits_for_outcome for feature in self._all)
+        return any(feature.waits_for_outcome for feature in self)
 
     def state_dict(self) -> dict[str, Any]:
         """By name, of those that keep something."""
-        found = {feature.name: feature.state_dict() for feature in self._all}
+        found = {feature.name: feature.state_dict() for feature in self}
         return {name: dict(state) for name, state in found.items() if state is not None}
 
     def load_state_dict(self, states: Mapping[str, Any], progress: Progress) -> None:
-        for feature in self._all:
+        for feature in self:
             state = states.get(feature.name)
             feature.load_state_dict(state if isinstance(state, Mapping) else None, progress)
 
     def close(self) -> None:
-        for feature in reversed(self._all):
+        for feature in reversed(self):
             feature.close()
-        self._all.clear()
+        self.clear()

@@ -102,6 +102,7 @@ class ZeroEngine(nn.Module):
         self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
         self._saves: EngineCheckpoints | None = None
         self.is_destroyed = False
+        self._broadcasts_buffers = resolved.section(HfZero).broadcast_buffers
         self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
 
     # Training
@@ -110,12 +111,15 @@ class ZeroEngine(nn.Module):
         """Run the wrapped model; its output is returned untouched."""
         self.gradients.note_forward()
         self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
-        kwargs = self.training_features.before_forward(self.training_progress, kwargs)
+        features = self.training_features
+        if features:
+            kwargs = features.before_forward(self.training_progress, kwargs)
         phase = "forward" if torch.is_grad_enabled() else "evaluation"
         with self.phases.phase(phase), self._forward_precision.context():
             inputs = self._forward_precision.cast(args)
             output = self.module(*inputs, **kwargs)
-            output = self.training_features.after_forward(self.training_progress, inputs, kwargs, output)
+            if features:
+                output = features.after_forward(self.training_progress, inputs, kwargs, output)
         if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
             self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
         return output
@@ -150,15 +154,16 @@ class ZeroEngine(nn.Module):
             self._saves.background.check()  # before anything is counted: who catches its error calls step() again
         if not self.gradients.begin_step():
             return
-        parts, resolved = self.gradients.parts("step"), self.settings.resolved
+        parts = self.gradients.parts("step")
         optimizer = parts.optimizer
         scale = optimizer.loss_scale
         AT_WORK.end(self.gradients)
-        self.rates_of_last_update = self.get_lr()
-        self.training_features.before_step(self.training_progress)
+        self.rates_of_last_update = _rates(optimizer)
+        if self.training_features:
+            self.training_features.before_step(self.training_progress)
         with self.phases.phase("step"):
             optimizer.step()
-            if resolved.section(HfZero).broadcast_buffers:
+            if self._broadcasts_buffers:
                 broadcast_buffers(self.module, self.groups.same_weights)
         self.global_steps += 1
         self.global_samples += self.settings.samples_per_update()
@@ -179,7 +184,8 @@ class ZeroEngine(nn.Module):
         moved = None
         if self.lr_scheduler is not None and not ScheduleMark.fits(self.lr_scheduler):
             outcome.read()  # what cannot go back must not be moved too early
-        is_held = self.training_features.holds_schedule(self.training_progress)
+        features = self.training_features
+        is_held = bool(features) and features.holds_schedule(self.training_progress)
         if self.lr_scheduler is not None and not is_held and not (outcome.is_known and outcome.skipped):
             if outcome.is_known:
                 self.lr_scheduler.step()
@@ -198,8 +204,7 @@ class ZeroEngine(nn.Module):
 
     def get_lr(self) -> list[float | None]:
         """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
-        rates = [group["lr"] for group in self.gradients.parts("get_lr").optimizer.param_groups]
-        return [None if rate is None else float(rate) for rate in rates]
+        return _rates(self.gradients.parts("get_lr").optimizer)
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of every param group."""
@@ -362,6 +367,11 @@ class ZeroEngine(nn.Module):
                 self.get_lr(),
                 self.get_mom(),
             )
+
+
+def _rates(optimizer: ZeroOptimizer) -> list[float | None]:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return [None if rate is None else float(rate) for rate in rates]
 
 
 def _report_skip(optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:

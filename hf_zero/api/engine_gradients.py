@@ -83,6 +83,7 @@ class EngineGradients:
         self._explicit_boundary: bool | None = None
         self.syncs = True
         self._has_scaled = False
+        self._has_peers = assembly is not None and assembly.optimizer.sharding.num_ranks > 1
         self._reached: Sequence[EngineGradients] = ()
 
     def parts(self, caller: str) -> Assembly:
@@ -147,7 +148,7 @@ class EngineGradients:
 
     def bring_back(self) -> None:
         """Let states that were sent away be where training needs them."""
-        if self.offloaded is not None:
+        if self.offloaded is not None and self.offloaded.away:
             self.offloaded.bring_back()
 
     def settle(self) -> None:
@@ -184,7 +185,7 @@ class EngineGradients:
     def note_forward(self) -> None:
         """A forward has run; where gradients are recorded, a loss may depend on it until the next step."""
         if self.assembly is not None and torch.is_grad_enabled():
-            AT_WORK.begin(self, has_peers=self.assembly.optimizer.sharding.num_ranks > 1)
+            AT_WORK.begin(self, has_peers=self._has_peers)
 
     def _run(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
         """Whether gradients have arrived for each of the others."""

@@ -41,7 +41,7 @@ from hf_zero.step.assemble import (
     shard_for_inference,
     synchronise_unmanaged,
 )
-from hf_zero.step.loss_factors import StepRules
+from hf_zero.step.sharded_step import StepRules
 from hf_zero.versions import announcement
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             names=ENGINE_NAMES,
         )
     )
-    engine.phases.observers.append(OutOfMemoryHelp(weakref.proxy(engine)))
+    engine.phases.explainers.append(OutOfMemoryHelp(weakref.proxy(engine)).explain)
     return engine
 
 

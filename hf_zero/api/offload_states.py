@@ -38,14 +38,18 @@ _ALL = tuple(kind for kind in OffloadStateTypeEnum if kind is not OffloadStateTy
 
 
 class OffloadStates:
-    """Sends states of one engine to host memory and back. Does nothing for what is in host memory anyway."""
+    """Sends states of one engine to host memory and back. Does nothing for what is in host memory anyway.
+
+    Attributes:
+        away: emptied tensors, with the copies that hold their bytes.
+    """
 
     def __init__(self, optimizer: ZeroOptimizer, reducer: GradientReducer, *, home: str = "cpu") -> None:
         """`home`: what is on a device of this type stays where it is."""
         self._optimizer = optimizer
         self._reducer = reducer
         self._home = home
-        self._away: list[tuple[Tensor, Tensor]] = []
+        self.away: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def send(self, include: Collection[str | OffloadStateTypeEnum] | None = None, *, pinned: bool = True) -> int:
@@ -62,7 +66,7 @@ class OffloadStates:
             )
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted:
             self._reducer.give_up_room()
-        known = {tensor.untyped_storage().data_ptr() for tensor, _ in self._away}
+        known = {tensor.untyped_storage().data_ptr() for tensor, _ in self.away}
         num_bytes = 0
         for kind in sorted(wanted):
             for tensor in self._tensors(kind):
@@ -76,16 +80,16 @@ class OffloadStates:
     @torch.no_grad()
     def bring_back(self) -> None:
         """Refill every storage that was emptied."""
-        for whole, copy in self._away:
+        for whole, copy in self.away:
             whole.untyped_storage().resize_(copy.numel())
             whole.copy_(copy)
-        self._away.clear()
+        self.away.clear()
 
     def _empty(self, tensor: Tensor, *, pinned: bool) -> int:
         storage = tensor.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         copy = host_empty(whole.numel(), torch.uint8, pinned=pinned).copy_(whole)
-        self._away.append((whole, copy))
+        self.away.append((whole, copy))
         storage.resize_(0)
         return copy.numel()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
+from torch.autograd import _profiler_enabled
 
 from hf_zero.device.registry import runtime_of
 from hf_zero.spans import SPANS
@@ -19,20 +20,19 @@ class Observer(Protocol):
 
     def phase_ends(self, name: str) -> None: ...
 
-    def phase_fails(self, name: str, error: Exception) -> None:
-        """May add to what the error says."""
-
 
 class Phases:
     """Runs phases.
 
     Attributes:
         observers: those who are told of each.
+        explainers: called with a phase's name and the error that ends it; may add to what the error says.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
         self.observers: list[Observer] = []
+        self.explainers: list[Callable[[str, Exception], None]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,11 +40,16 @@ class Phases:
         for observer in self.observers:
             observer.phase_begins(name)
         try:
-            with self._runtime.range(f"hf_zero {name}"), SPANS.span(name):
+            with self._range(name), SPANS.span(name):
                 yield
         except Exception as error:
-            for observer in self.observers:
-                observer.phase_fails(name, error)
+            for explain in self.explainers:
+                explain(name, error)
             raise
         for observer in self.observers:
             observer.phase_ends(name)
+
+    def _range(self, name: str) -> AbstractContextManager[None]:
+        """In the profiles of tools that look at the device, and in PyTorch's where one runs."""
+        is_shown = self._runtime.runs_ahead or _profiler_enabled()
+        return self._runtime.range(f"hf_zero {name}") if is_shown else nullcontext()

@@ -19,6 +19,9 @@ _runtimes: dict[torch.device, Runtime] = {}
 
 def runtime_of(device: torch.device) -> Runtime:
     """What an engine on `device` asks for copies and events."""
+    known = _runtimes.get(device)
+    if known is not None:
+        return known
     if device.index is None and device.type == accelerator_kind():
         device = current_device(device.type)
     if device not in _runtimes:

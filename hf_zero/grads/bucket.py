@@ -75,10 +75,15 @@ class Arrivals:
         self._state = ArrivalState.OPEN
         self._arrived.clear()
 
-    def arrive(self, parameter: int) -> None:
+    def arrive(self, parameter: int) -> int | None:
+        """How many gradients are still missing; None: they have been taken, and this one is late."""
+        if self._state is ArrivalState.TAKEN:
+            return None
         self._arrived.add(parameter)
-        if self.is_open and len(self._arrived) == len(self._bucket.slots):
+        missing = len(self._bucket.slots) - len(self._arrived)
+        if not missing:
             self._state = ArrivalState.COMPLETE
+        return missing
 
     def take(self, target: Tensor, *, add: bool) -> None:
         """Move all gradients that are there into `target` (the whole bucket) and free them; the rest becomes zero.
@@ -110,7 +115,7 @@ class Arrivals:
             if slot.parameter not in arrived:
                 target.narrow(0, slot.offset, slot.numel).zero_()
         for gap in self._gaps:
-            target.narrow(0, gap.start, gap.numel).zero_()
+            target[gap.start : gap.stop].zero_()
 
     def _write_rows(self, target: Tensor, sources: list[tuple[Slot, Tensor]], *, add: bool) -> None:
         rows = target.view(self._bucket.world, -1)
@@ -124,7 +129,11 @@ class Arrivals:
 
 
 class BucketGradients:
-    """What has arrived for one bucket, what is kept for this rank (`local`), what is summed over ranks (`reduced`)."""
+    """What has arrived for one bucket, what is kept for this rank (`local`), what is summed over ranks (`reduced`).
+
+    Attributes:
+        owns_all: this rank updates the whole bucket.
+    """
 
     def __init__(
         self,
@@ -146,12 +155,8 @@ class BucketGradients:
         self.arrivals = Arrivals(trained)
         self.reduced = ReducedGradient(trained, dtypes)
         self.local: Tensor | None = None
+        self.owns_all = trained.owned.numel == trained.bucket.numel
         self._needs_whole = False  # local gradients had to be stored since the last step
-
-    @property
-    def owns_all(self) -> bool:
-        """Whether this rank updates the whole bucket."""
-        return self.trained.owned.numel == self.bucket.numel
 
     def keep_local(self) -> None:
         """Take this backward's gradients into `local`, for a reduction at a later micro-batch."""

@@ -104,6 +104,13 @@ class ReducedGradient:
         """Whether a collective may work where the sum stays."""
         return self._place.tensor is not None and self._place.memory == self._memory
 
+    def place_for_terms(self) -> Tensor | None:
+        """1-D: where this rank's own gradients of a bucket that it owns whole may be put, to be summed in place; None
+        where they have to be apart from the sum."""
+        if self.is_there or not (self._dtypes.are_one and self.is_on_device):
+            return None
+        return self.vector.take()
+
     def place_for_result(self) -> Tensor:
         """1-D, on the training device: where the sum over ranks may be written; give it to `add` then."""
         if not self.is_there and self._dtypes.are_one and self._memory == self._trained.placement.work:
@@ -157,7 +164,7 @@ class ReducedGradient:
         ):
             return self._squares
         with self.opened() as total:
-            return sum_of_squares(total.narrow(0, part.start, part.numel))
+            return sum_of_squares(total[part.start : part.stop])
 
     def opened(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
         """The sum for the length of a `with`; with `changes` it is overwritten."""

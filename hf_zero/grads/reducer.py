@@ -64,7 +64,7 @@ class GradientReducer:
         precision: Precision,
         *,
         overlap: bool = True,
-        wants_local: Callable[[], bool] = lambda: False,
+        wants_local: Callable[[], bool] | None = None,
         quantized: QuantizedReduction | None = None,
         sparse: Collection[int] = (),
     ) -> None:
@@ -72,7 +72,8 @@ class GradientReducer:
         Args:
             sparse: parameters, by id, of whose gradients most rows are zero; where every rank needs all sums.
             quantized: how gradients of units travel that are gathered around their use; None: as they are.
-            wants_local: while it says so (the same on all ranks), nothing is reduced: gradients stay in `bucket.local`.
+            wants_local: while it says so (the same on all ranks), nothing is reduced: gradients stay in `bucket.local`;
+                None: it never does.
         """
         self.buckets = tuple(
             BucketGradients(
@@ -87,8 +88,10 @@ class GradientReducer:
         self._parameters = store.parameters
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
-        self._wants_local = wants_local
-        self._replicas = ReplicaSums(self.buckets, groups.replicate, is_first=groups.replica == 0)
+        self._asks_for_local = wants_local
+        self._replicas: ReplicaSums | None = None
+        if groups.replicate.size > 1:
+            self._replicas = ReplicaSums(self.buckets, groups.replicate, is_first=groups.replica == 0)
         self._reductions = Reductions(
             self.buckets,
             groups.shard,
@@ -111,6 +114,9 @@ class GradientReducer:
     def begin(self, *, boundary: bool) -> None:
         """A backward is about to start; `boundary` says that a step follows it."""
         self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
+        self._open(boundary=boundary)
+
+    def _open(self, *, boundary: bool) -> None:
         reduces = (boundary or self._shards_gradients) and not self._wants_local()
         self._mode = Mode.REDUCE if reduces else Mode.KEEP_LOCAL
         self._is_at_boundary = boundary
@@ -166,7 +172,7 @@ class GradientReducer:
         """Return when every launched reduction has reached its `reduced`; after a boundary, summed over all copies of
         the shards. Collective then, where there are copies."""
         self._reductions.wait()
-        if self._is_at_boundary:
+        if self._is_at_boundary and self._replicas is not None:
             self._replicas.sum()
 
     def reduce_late(self) -> None:
@@ -179,13 +185,17 @@ class GradientReducer:
     def clear(self) -> None:
         """Drop all gradients and start over (after a step, or because the user asked for it)."""
         self._reductions.wait()
-        self._replicas.clear()
+        if self._replicas is not None:
+            self._replicas.clear()
         self.late.clear()
         for bucket in self.buckets:
             bucket.clear()
         for parameter in self._parameters:
             parameter.grad = None
-        self.begin(boundary=True)  # so that a plain `loss.backward()` finds an open reducer
+        self._open(boundary=True)  # so that a plain `loss.backward()` finds an open reducer
+
+    def _wants_local(self) -> bool:
+        return self._asks_for_local is not None and self._asks_for_local()
 
     def settle_errors(self, *, is_skipped: bool, factor: float) -> None:
         """What messages have left out belongs to gradients that were not applied, or of which those to come are
@@ -213,15 +223,14 @@ class GradientReducer:
 
     def _arrived(self, index: int) -> None:
         bucket = self.buckets[self._bucket_of[index]]
-        arrivals = bucket.arrivals
-        if self._mode is Mode.HOLD_BACK or not arrivals.is_open:
+        missing = None if self._mode is Mode.HOLD_BACK else bucket.arrivals.arrive(index)
+        if missing is None:
             self.late.add(index)
             return
         self.late.discard(index)  # a leftover of the last backward is part of this gradient now
-        if arrivals.is_empty:
+        if missing + 1 == len(bucket.bucket.slots):
             self._reductions.complete_ready()
-        arrivals.arrive(index)
-        if not arrivals.is_complete:
+        if missing:
             return
         if self._mode is Mode.REDUCE:
             self._launch_complete()

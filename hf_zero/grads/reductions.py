@@ -51,7 +51,7 @@ class Reductions:
         buckets: Sequence[BucketGradients],
         collectives: Collectives,
         negotiation: Negotiation | None,
-        replicas: ReplicaSums,
+        replicas: ReplicaSums | None,
         *,
         scatter: bool,
         overlap: bool,
@@ -59,7 +59,7 @@ class Reductions:
         """
         Args:
             negotiation: what has to go on while this rank waits.
-            replicas: has to know of everything that is added.
+            replicas: has to know of everything that is added; None: there are no copies.
             scatter: every rank gets its part of the sum alone.
             overlap: whether another one may be launched while one is under way.
         """
@@ -128,9 +128,8 @@ class Reductions:
                 return bucket.local, None
             buffer, sent = self._take_buffer(bucket)
             return buffer.copy_(bucket.local), sent
-        reduced = bucket.reduced
-        if bucket.dtypes.are_one and not reduced.is_there and not self._scatters and reduced.is_on_device:
-            in_place = reduced.vector.take()
+        in_place = None if self._scatters else bucket.reduced.place_for_terms()
+        if in_place is not None:
             bucket.arrivals.take(in_place, add=False)
             return in_place, None
         buffer, sent = self._take_buffer(bucket)
@@ -181,7 +180,8 @@ class Reductions:
     def _count_in(self, flight: _Flight) -> None:
         flight.pending.wait()
         is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
-        self._replicas.about_to_add(flight.bucket)
+        if self._replicas is not None:
+            self._replicas.about_to_add(flight.bucket)
         flight.bucket.reduced.add(flight.result, is_lent=is_lent)
         flight.bucket.local = None
         if flight.sent is not None:

@@ -34,7 +34,7 @@ class _Flight:
 
 
 class ReplicaSums:
-    """Of the buckets of one engine, over one group; does nothing in a group of one."""
+    """Of the buckets of one engine, over one group."""
 
     def __init__(self, buckets: Sequence[BucketGradients], collectives: Collectives, *, is_first: bool) -> None:
         """`is_first`: this rank belongs to the first copy."""
@@ -54,8 +54,6 @@ class ReplicaSums:
     @torch.no_grad()
     def sum(self) -> None:
         """Sum what has been reduced since the last time. Collective; returns when it is there."""
-        if self._collectives.size == 1:
-            return
         flights: deque[_Flight] = deque()
         for bucket in self._buckets:
             if bucket.reduced.is_there and bucket.bucket.index not in self._summed:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,36 +75,31 @@ def adam(
         return
     # On chunks that stay in cache: whole-vector casts before and after would move 40 bytes per parameter instead of 28.
     scale, divisor = divided_inside(vectors, scale)
-    update = chunk_update(rule, step, vectors.weight.device, divisor)
+    update, options = chunk_update(rule, step, vectors.weight.device, divisor)
     for part in fp32_chunks(vectors, scale, skip, seed):
-        update(part)
+        moment, second_moment = part.states
+        update([part.weight], [part.gradient], [moment], [second_moment], **options)
 
 
-def chunk_update(rule: AdamRule, step: int, device: torch.device, divisor: Tensor | None) -> Callable[[Vectors], None]:
-    """PyTorch's vectorised Adam on vectors of one dtype, at least fp32; gradients are divided by `divisor` in place."""
-    update = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+def chunk_update(
+    rule: AdamRule, step: int, device: torch.device, divisor: Tensor | None
+) -> tuple[Callable[..., None], dict[str, Any]]:
+    """PyTorch's vectorised Adam and its options, for lists of vectors of one dtype, at least fp32: weights, gradients
+    (divided by `divisor` in place), moments, second moments."""
     count = float(step) if rule.bias_correction else _STEP_WITHOUT_BIAS
-    steps = [torch.full((), count, device=device)]  # filled there: a copy would wait for the device
-
-    def run(part: Vectors) -> None:
-        update(
-            [part.weight],
-            [part.gradient],
-            [part.states[0]],
-            [part.states[1]],
-            [],
-            steps,
-            lr=rule.lr,
-            beta1=rule.beta1,
-            beta2=rule.beta2,
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-        )
-
-    return run
+    options = {
+        "max_exp_avg_sqs": [],
+        "state_steps": [torch.full((), count, device=device)],  # filled there: a copy would wait for the device
+        "lr": rule.lr,
+        "beta1": rule.beta1,
+        "beta2": rule.beta2,
+        "weight_decay": rule.weight_decay,
+        "eps": rule.eps,
+        "amsgrad": False,
+        "maximize": False,
+        "grad_scale": divisor,
+    }
+    return torch._fused_adamw_ if rule.decoupled else torch._fused_adam_, options
 
 
 def divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | float, Tensor | None]:

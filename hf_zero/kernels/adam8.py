@@ -89,7 +89,7 @@ def _in_chunks(
     """The update of weights that begin with a block, or lie in one."""
     weight = vectors.weight
     scale, divisor = divided_inside(vectors, scale)
-    update = chunk_update(rule, step, weight.device, divisor)
+    update, options = chunk_update(rule, step, weight.device, divisor)
     first, begin = divmod(vectors.start, BLOCK)
     length = min(chunk_numel(weight.device, _TIMES), weight.numel())
     last = num_blocks(vectors.start + weight.numel())
@@ -108,7 +108,7 @@ def _in_chunks(
             coder.decode(run)
         held = [coder.values.narrow(0, begin, length) for coder in coders]
         moments = [values.to(part.weight.dtype) for values in held]
-        update(Vectors(part.weight, part.gradient, tuple(moments)))
+        update([part.weight], [part.gradient], *([moment] for moment in moments), **options)
         for coder, run, values, moment in zip(coders, mine, held, moments, strict=True):
             if moment is not values:
                 values.copy_(moment)

@@ -52,11 +52,10 @@ def chunk_numel(device: torch.device, times: int = 1) -> int:
     return CPU_CHUNK_NUMEL * times * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK_NUMEL
 
 
-def chunks(numel: int, device: torch.device, times: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) pairs that cover `numel` elements."""
+def chunks(numel: int, device: torch.device, times: int = 1) -> list[tuple[int, int]]:
+    """(start, length) pairs that cover `numel` elements."""
     step = chunk_numel(device, times)
-    for start in range(0, numel, step):
-        yield start, min(step, numel - start)
+    return [(start, min(step, numel - start)) for start in range(0, numel, step)]
 
 
 def scratch_like(device: torch.device, numel: int, times: int = 1) -> Tensor:

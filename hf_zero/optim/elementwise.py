@@ -6,13 +6,14 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_zero.kernels.vectors import Vectors
-from hf_zero.layout import Interval, Piece
+from hf_zero.layout import Piece
 from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.stored import StateForm
 from hf_zero.optim.updater import StepGradients, SubGroup, Updater
@@ -116,6 +117,14 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
         )
 
 
+class Run(NamedTuple):
+    """Elements `start` to `stop` of a shard, which have seen `step` updates with the present one."""
+
+    start: int
+    stop: int
+    step: int
+
+
 @dataclass(slots=True)
 class Counters:
     """Updates each piece of a sub-group has seen: bias correction is per parameter, and not all are used each step."""
@@ -127,13 +136,13 @@ class Counters:
         for position, piece in enumerate(pieces):
             self.steps[position] -= piece.parameter in used
 
-    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[tuple[Interval, int]]:
-        """Count one step for the used pieces; returns maximal (interval, step) runs to update, padding included.
+    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[Run]:
+        """Count one step for the used pieces; returns maximal runs to update.
 
         `start` is what a piece has seen when nothing is known about it (a loaded state).
         """
         self.steps = self.steps or [start] * len(pieces)
-        runs: list[tuple[Interval, int]] = []
+        runs: list[Run] = []
         joins_previous = False
         for position, piece in enumerate(pieces):
             if piece.parameter not in used:
@@ -141,27 +150,23 @@ class Counters:
                 continue
             self.steps[position] += 1
             step = self.steps[position]
-            interval = Interval(piece.in_shard, piece.in_shard + piece.numel)
-            if joins_previous and runs[-1][1] == step:
-                runs[-1] = (Interval(runs[-1][0].start, interval.stop), step)
-            else:
-                runs.append((interval, step))
+            begin, stop = piece.in_shard, piece.in_shard + piece.numel
+            if joins_previous and runs[-1].step == step:
+                begin = runs.pop().start
+            runs.append(Run(begin, stop, step))
             joins_previous = True
         return runs
 
 
-def with_padding(runs: Sequence[tuple[Interval, int]], sub_group: SubGroup) -> list[tuple[Interval, int]]:
+def with_padding(runs: Sequence[Run], sub_group: SubGroup) -> list[Run]:
     """Every run up to where the next piece begins, or to the sub-group's end.
 
     Vectorised kernels round the last few elements of a vector differently. Padding has zeros only, so with it those
     elements are nobody's, and a weight's bits do not depend on how the weights were cut into shards.
     """
     starts = [piece.in_shard for piece in sub_group.pieces]
-    longer = []
-    for interval, step in runs:
-        stop = next((start for start in starts if start >= interval.stop), sub_group.master.numel())
-        longer.append((Interval(interval.start, stop), step))
-    return longer
+    whole = sub_group.master.numel()
+    return [run._replace(stop=next((start for start in starts if start >= run.stop), whole)) for run in runs]
 
 
 class ElementwiseUpdater(Updater):
@@ -209,22 +214,22 @@ class ElementwiseUpdater(Updater):
             known = self.optimizer.state.get(sub_group.tensors[0].parameter, {}).get("step", 0)
             counters.steps = [steps.get(piece.parameter, int(known)) for piece in sub_group.pieces]
 
-    @torch.no_grad()
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         # Schedulers warn unless they see that the optimizer they watch has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._counted = []
 
-        def work(sub_group: SubGroup) -> None:
-            self.update_sub_group(sub_group, gradients.of(sub_group), gradients)
-
         def writes_all(sub_group: SubGroup) -> bool:
             return all(piece.parameter in gradients.used for piece in sub_group.pieces)
 
-        yield from self.stager.each(gradients.wanted, work, writes_all=writes_all)
+        return self.stager.each(
+            gradients.wanted, partial(self.update_sub_group, gradients=gradients), writes_all=writes_all
+        )
 
-    def update_sub_group(self, sub_group: SubGroup, reduced: Tensor, gradients: StepGradients) -> None:
-        """Update one sub-group with its reduced gradient."""
+    @torch.no_grad()
+    def update_sub_group(self, sub_group: SubGroup, gradients: StepGradients, reduced: Tensor | None = None) -> None:
+        """Update one sub-group with its reduced gradient; `reduced`: where somebody has taken that already."""
+        reduced = gradients.of(sub_group) if reduced is None else reduced
         group = self.optimizer.param_groups[sub_group.group]
         state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)
         before = int(state["step"])
@@ -234,15 +239,15 @@ class ElementwiseUpdater(Updater):
         if gradients.skip is not None:
             self._counted.append((sub_group, before, gradients.used))
         runs = with_padding(runs, sub_group)
-        state["step"].fill_(max(step for _, step in runs))
+        state["step"].fill_(max(run.step for run in runs))
         vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)
-        for interval, step in runs:
-            part = vectors.part(interval.start, interval.numel)
-            seed = self._seed(sub_group, interval, step) if self.rounds_stochastically else None
-            self._family.update(self.optimizer, group, part, step, Applied(gradients.scale, gradients.skip, seed))
+        for run in runs:
+            part = vectors.part(run.start, run.stop - run.start)
+            seed = self._seed(sub_group, run) if self.rounds_stochastically else None
+            self._family.update(self.optimizer, group, part, run.step, Applied(gradients.scale, gradients.skip, seed))
 
     @staticmethod
-    def _seed(sub_group: SubGroup, interval: Interval, step: int) -> int:
+    def _seed(sub_group: SubGroup, run: Run) -> int:
         """Different for every run and step; the same on ranks that update the same weights."""
-        first = next(piece for piece in sub_group.pieces if piece.in_shard == interval.start)
-        return zlib.crc32(f"{first.parameter} {first.in_parameter} {step}".encode()) & 0x7FFFFFFF
+        first = next(piece for piece in sub_group.pieces if piece.in_shard == run.start)
+        return zlib.crc32(f"{first.parameter} {first.in_parameter} {run.step}".encode()) & 0x7FFFFFFF

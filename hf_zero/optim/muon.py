@@ -165,7 +165,7 @@ class MuonUpdater(Updater):
             if self.optimizer.param_groups[sub_group.group]["use_muon"]:
                 self._update_matrices(sub_group, reduced, gradients)
             else:
-                self._others.update_sub_group(sub_group, reduced, gradients)
+                self._others.update_sub_group(sub_group, gradients, reduced)
 
         yield from self.stager.each(gradients.wanted, work)
 

@@ -117,9 +117,11 @@ class Updater(ABC):
         stager: brings what an update works on to where it runs; everything is there already unless it is replaced.
         obeys_skip: whether a step heeds `StepGradients.skip` without reading it; if not, the host decides beforehand.
         stays: why masters and states cannot be offloaded; None: they can.
+        may_take_local: whether there are steps that want this rank's own gradients: see `takes_local_gradients`.
     """
 
     obeys_skip = False
+    may_take_local = False
     stays: str | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup]) -> None:

@@ -277,7 +277,7 @@ class ParameterCoordinator:
         self._handles = None
         self.forward.abandon()
         self.end_backward()
-        self.prefetcher.discard_ahead()
+        self.prefetcher.ahead.discard()
         self.release_all()
 
     @property
@@ -332,7 +332,7 @@ class ParameterCoordinator:
             self.end_backward()
         trains = torch.is_grad_enabled()
         if not trains:
-            self.prefetcher.discard_ahead()  # it was for a pass that trains
+            self.prefetcher.ahead.discard()  # it was for a pass that trains
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
@@ -353,7 +353,7 @@ class ParameterCoordinator:
     def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """The same, before weights change. Collective: all ranks have come to this when it returns their `facts`."""
         self.end_passes()
-        self.prefetcher.discard_ahead()
+        self.prefetcher.ahead.discard()
         return self.prefetcher.begin_update(facts)
 
     def release_all(self) -> None:

@@ -48,6 +48,7 @@ class FlatParameters(ParameterStore):
             whole_tensors: give the optimizer every parameter in its own shape; otherwise it sees flat sub-groups.
         """
         self._sharding = sharding
+        self._gathers = sharding.shards_optimizer
         self._groups = groups
         self._whole_tensors = whole_tensors
         self._flat = tuple(
@@ -59,7 +60,7 @@ class FlatParameters(ParameterStore):
 
     def all_gather_params(self, bucket: int) -> Pending:
         """Gather the other ranks' parts of the bucket, in place."""
-        return self._groups.shard.all_gather(self._flat[bucket].flat) if self._sharding.shards_optimizer else Pending()
+        return self._groups.shard.all_gather(self._flat[bucket].flat) if self._gathers else Pending()
 
     @torch.no_grad()
     def sync_masters(self) -> None:

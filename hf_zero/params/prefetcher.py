@@ -11,10 +11,37 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
+from hf_zero.params.gather_buffers import GatherBuffers
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE
 from hf_zero.params.hooked_modules import ExecutionOrder
-from hf_zero.params.unit import GatherBuffers, Unit, UnitState
+from hf_zero.params.unit import Unit, UnitState
 from hf_zero.spans import SPANS
+
+
+class Ahead:
+    """What has been asked for before its use.
+
+    Attributes:
+        units: in the order in which they were asked for.
+    """
+
+    def __init__(self, everything: Sequence[Unit], order: ExecutionOrder, buffers: GatherBuffers) -> None:
+        self.units: list[Unit] = []
+        self._everything = everything
+        self._order = order
+        self._buffers = buffers
+
+    def has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
+        """Whether one more may be under way, and these before it."""
+        ahead = sum(each.numel for each in (*self.units, *after))
+        live = sum(each.numel for each in self._everything if each.is_gathered)
+        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
+
+    def discard(self) -> None:
+        """Nobody uses it after all."""
+        unwanted, self.units = self.units, []
+        for unit in unwanted:
+            unit.discard(self._buffers)
 
 
 class Prefetcher:
@@ -22,6 +49,7 @@ class Prefetcher:
     `hf_zero.comm.negotiation` brings them together.
 
     Attributes:
+        ahead: what it has asked for before its use.
         in_backward: units are wanted from the last to the first.
         trains: the pass under way is to be differentiated, or is the backward of one that was.
     """
@@ -37,10 +65,10 @@ class Prefetcher:
         self._placements = placements
         self._channel = channel
         self._number = channel.negotiation.sources.register(self, len(self._units))
-        self._ahead: list[Unit] = []  # asked for before their use
         self._runtime = runtime_of(placements.device)
         self._rows_written: Event | None = None  # None: rows may have been written since the last gather
         self.buffers = GatherBuffers(placements.device)
+        self.ahead = Ahead(self._units, order, self.buffers)
         for unit in units:
             for part in unit.parts:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
@@ -68,20 +96,16 @@ class Prefetcher:
 
     # What this rank needs
 
-    @property
-    def _phase(self) -> str:
-        return "backward" if self.in_backward else "forward"
-
     def gather(self, unit: Unit) -> None:
         """The unit has its values when this returns."""
         if unit.is_gathered:
             return
-        with SPANS.span("gather", unit.name, self._phase):
+        with SPANS.span("gather", unit.name, _phase(self.in_backward)):
             if unit.state is UnitState.RELEASED:
                 self._ask_for(unit)
             unit.finish(self.buffers)
-        if unit in self._ahead:
-            self._ahead.remove(unit)
+        if unit in self.ahead.units:
+            self.ahead.units.remove(unit)
 
     def prefetch(self, positions: Iterable[int]) -> None:
         """Ask for what comes next, and fetch the unit after that from where shards are kept, so that its gather can
@@ -93,17 +117,14 @@ class Prefetcher:
         if not self._order.gather_plan.prefetches:
             return
         upcoming = self._channel.negotiation.upcoming(in_backward=self.in_backward, trains=self.trains)
-        if upcoming is not None:
-            self._prefetch_planned(upcoming)
-        elif not self._ahead:
+        if upcoming is None and not self.ahead.units:
             self._prefetch_expected(positions)
-
-    def _prefetch_planned(self, upcoming: Sequence[int]) -> None:
-        for unit in self._planned(upcoming):
-            if not self._has_room_for(unit):
+        for unit in self._planned(upcoming or ()):
+            if not self.ahead.has_room_for(unit):
                 unit.fetch()
                 return
-            self._ask_ahead(unit)
+            self._ask_for(unit)
+            self.ahead.units.append(unit)
 
     def _planned(self, upcoming: Sequence[int]) -> Iterator[Unit]:
         """This engine's units that the plan goes on with, up to one that is used once more than now."""
@@ -115,16 +136,6 @@ class Prefetcher:
                 return
             yield unit
 
-    def _has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
-        """Whether one more may be under way, and these before it."""
-        ahead = sum(each.numel for each in (*self._ahead, *after))
-        live = sum(each.numel for each in self._units if each.is_gathered)
-        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
-
-    def _ask_ahead(self, unit: Unit) -> None:
-        self._ask_for(unit)
-        self._ahead.append(unit)
-
     # Beside an update
 
     def next_forward(self) -> list[Unit]:
@@ -132,8 +143,9 @@ class Prefetcher:
         be fetched for it, which the update's own traffic would have to wait for. The same on all ranks."""
         units: list[Unit] = []
         for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
-            is_one_more = len(self._ahead) + len(units) < MOST_BESIDE_UPDATE
-            if not (is_one_more and unit.is_at_hand and self._has_room_for(unit, after=units)):
+            is_one_more = len(self.ahead.units) + len(units) < MOST_BESIDE_UPDATE
+            is_at_hand = all(part.is_at_hand for part in unit.parts)
+            if not (is_one_more and is_at_hand and self.ahead.has_room_for(unit, after=units)):
                 break
             units.append(unit)
         return units
@@ -142,37 +154,34 @@ class Prefetcher:
         """Ask for the next unit of the next forward, whose rows are those of after the update."""
         self.note_written()
         with ledger.phase("forward"):
-            self._ask_ahead(unit)
-
-    def discard_ahead(self) -> None:
-        """Nobody uses what was asked for ahead."""
-        unwanted, self._ahead = self._ahead, []
-        for unit in unwanted:
-            unit.discard(self.buffers)
+            self._ask_for(unit)
+            self.ahead.units.append(unit)
 
     def _prefetch_expected(self, positions: Iterable[int]) -> None:
         for position in positions:
             for unit in self._order.by_position[position].units:
                 if unit.is_gathered:
                     continue
-                if self._ahead:
+                if self.ahead.units:
                     unit.fetch()
                     return
-                self._ask_ahead(unit)
+                self._ask_for(unit)
+                self.ahead.units.append(unit)
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
         if (in_backward, trains) != (self.in_backward, self.trains):
             return False
         if self._units[unit].state is not UnitState.RELEASED:
             return False
-        self._ask_ahead(self._units[unit])
+        self._ask_for(self._units[unit])
+        self.ahead.units.append(self._units[unit])
         return True
 
     def _ask_for(self, unit: Unit) -> None:
         position = self._order.first_use[unit]
         order = -position if self.in_backward else position
         number = self._number + unit.index
-        with SPANS.span("gather", unit.name, self._phase):
+        with SPANS.span("gather", unit.name, _phase(self.in_backward)):
             gathering = self._channel.negotiation.gather(
                 number, order=order, in_backward=self.in_backward, trains=self.trains
             )
@@ -194,7 +203,7 @@ class Prefetcher:
             StorageError: on all ranks, when one could not read its rows from a drive.
         """
         with ledger.phase("backward" if in_backward else "forward"):
-            self.discard_ahead()
+            self.ahead.discard()
             failed = self._placements.parameters.can_fail and self._placements.failure is not None
             if self._channel.negotiation.end(in_backward=in_backward, failed=failed):
                 stop_if_any(self._placements.failure, self._channel)
@@ -207,7 +216,7 @@ class Prefetcher:
         """Rows are right again, and what was asked for beside the update is there: nothing is under way between two
         passes, when a rank may leave."""
         with ledger.phase("forward"):
-            for unit in self._ahead:
+            for unit in self.ahead.units:
                 unit.arrive()
         self.note_written()
         self._channel.negotiation.reopen()
@@ -219,3 +228,7 @@ class Prefetcher:
     def close(self) -> None:
         """The units are gone."""
         self._channel.negotiation.sources.forget(self._number, len(self._units))
+
+
+def _phase(in_backward: bool) -> str:
+    return "backward" if in_backward else "forward"

@@ -12,6 +12,7 @@ from hf_zero.config import Zero
 from hf_zero.offload.placement import Placements
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
+from hf_zero.params.gather_buffers import GatherBuffers
 from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
 from hf_zero.params.gathered_modules import find_gathered_modules
 from hf_zero.params.hooked_modules import ExecutionOrder, hook_modules
@@ -21,7 +22,7 @@ from hf_zero.params.read_hooks import ReadHooks
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import ParameterStore, Trained
-from hf_zero.params.unit import GatherBuffers, Unit, UnitState
+from hf_zero.params.unit import Unit, UnitState
 from hf_zero.params.unit_builder import UnitBuilder, in_reduce_order
 from hf_zero.precision import Precision
 
@@ -63,6 +64,9 @@ class ShardedParameters(ParameterStore):
         self._module = module
         self._groups = groups
         self._buffers = GatherBuffers(self.device)
+        self._buckets_of: dict[Unit, list[int]] = {unit: [] for unit in self.units}
+        for bucket, (unit, _) in enumerate(self._in_reduce_order):
+            self._buckets_of[unit].append(bucket)
         self._pass_by: Callable[[int], None] = lambda _num_buckets: None
         released = [(unit, member) for unit in self.units if not unit.is_persistent for member in unit.members]
         self._unit_of = {id(member.parameter): unit for unit, member in released}
@@ -115,12 +119,10 @@ class ShardedParameters(ParameterStore):
         if unit is not None and self.coordinator.is_running:
             self.coordinator.read(unit)
 
-    def note_written(self) -> None:
-        """Somebody has written into shards outside of an update."""
-        self.coordinator.prefetcher.note_written()
-
     def before_write(self, handle: ShardedParameter) -> None:
-        """New values for `handle` are coming: what is under way with the old ones has to be there, to be given them."""
+        """Shards are about to be written to outside of an update: what is under way with the old values has to be
+        there, to be given the new ones."""
+        self.coordinator.prefetcher.note_written()
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and unit.state is UnitState.IN_FLIGHT:
             self.coordinator.prefetcher.gather(unit)
@@ -160,17 +162,16 @@ class ShardedParameters(ParameterStore):
 
     def updated_first(self) -> Sequence[int]:
         units = self.coordinator.prefetcher.next_forward()
-        return [bucket for unit in units for bucket in self._buckets_of(unit)]
+        first = [bucket for unit in units for bucket in self._buckets_of[unit]]
+        self.gather_beside_update(set(first))
+        return first
 
     def gather_beside_update(self, to_update: Set[int]) -> None:
         prefetcher = self.coordinator.prefetcher
         for unit in prefetcher.next_forward():
-            if not to_update.isdisjoint(self._buckets_of(unit)):
+            if not to_update.isdisjoint(self._buckets_of[unit]):
                 return
             prefetcher.gather_beside_update(unit)
-
-    def _buckets_of(self, unit: Unit) -> list[int]:
-        return [bucket for bucket, (owner, _) in enumerate(self._in_reduce_order) if owner is unit]
 
     def finish_update(self) -> None:
         self.coordinator.prefetcher.end_update()

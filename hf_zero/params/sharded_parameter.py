@@ -57,11 +57,8 @@ class Owner(Protocol):
     def max_live_numel(self) -> int:
         """How much may stay whole after its use (stage3_max_live_parameters)."""
 
-    def note_written(self) -> None:
-        """Somebody has written into shards outside of an update."""
-
     def before_write(self, handle: ShardedParameter) -> None:
-        """New values for `handle` are coming, on all ranks."""
+        """Shards of `handle` are about to be written to outside of an update, on all ranks."""
 
     def release(self) -> None:
         """Let go of all its parameters."""
@@ -209,8 +206,6 @@ class ShardedParameter:
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
         """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
-        if self.owner is not None:
-            self.owner.before_write(self)
         self._take_over(unsharded)
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)
@@ -226,6 +221,8 @@ class ShardedParameter:
     def _take_over(self, unsharded: Tensor, *, only_written: bool = False) -> None:
         """Into the kept chunks and the own one's master. With `only_written`, what is as a gather brings it stays as it
         is kept: exact."""
+        if self.owner is not None:
+            self.owner.before_write(self)
         for number, chunk in self.chunks():
             if chunk.memory.is_host and self.device.type != "meta":
                 runtime_of(self.device).synchronize()  # the device may still read it, for a gather that is over here
@@ -239,7 +236,6 @@ class ShardedParameter:
             with chunk.opened(changes=True) as place:
                 place[: part.numel].copy_(written)
             if number == self.groups.shard.rank and self.owner is not None:
-                self.owner.note_written()
                 self.owner.edits.write_master(self, written)
 
 

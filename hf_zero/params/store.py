@@ -169,15 +169,11 @@ class ParameterStore(ABC):
         return ()
 
     def updated_first(self) -> Sequence[int]:
-        """Buckets that are to be updated before the others: the next forward begins with them."""
+        """An update begins: the buckets that go before the others, because the next forward begins with them."""
         return ()
 
     def gather_beside_update(self, to_update: Set[int]) -> None:
-        """Some of `updated_first` have their new weights, where the next forward finds them: start to gather what has.
-
-        Args:
-            to_update: buckets whose weights are still to change.
-        """
+        """Some of `updated_first` have their new weights: gather them, as far as none of `to_update` comes before."""
         return None
 
     def finish_update(self) -> None:

@@ -116,13 +116,8 @@ class OutOfMemoryHelp:
         """`engine`: a weak proxy."""
         self._engine = engine
 
-    def phase_begins(self, name: str) -> None:
-        return None
-
-    def phase_ends(self, name: str) -> None:
-        return None
-
-    def phase_fails(self, name: str, error: Exception) -> None:
+    def explain(self, name: str, error: Exception) -> None:
+        """Add to an error of phase `name`, if it says that memory is out."""
         if not is_out_of_memory(error) or getattr(error, "is_explained", False):
             return
         kinds, engine = memory_by_kind(self._engine), self._engine

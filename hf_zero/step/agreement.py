@@ -81,6 +81,7 @@ class Agreement:
         self._same_weights = collectives if groups is None else groups.same_weights
         self._model_rank = 0 if groups is None else groups.model_rank
         self._store = store
+        self._meets_before = store.num_facts >= len(fields(Facts))
         self._reducer = reducer
         self._sharding = sharding
         self._collectives = collectives
@@ -98,7 +99,7 @@ class Agreement:
 
     def meet(self) -> Sequence[Facts]:
         """Be where weights may change on all ranks; returns what they tell one another there. Collective."""
-        if self._store.num_facts < len(fields(Facts)):
+        if not self._meets_before:
             self._store.prepare_update()
             return ()
         with ledger.phase("backward"):

@@ -29,9 +29,8 @@ from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
 from hf_zero.precision import Precision
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
-from hf_zero.step.loss_factors import StepRules
 from hf_zero.step.optimizer import ZeroOptimizer
-from hf_zero.step.sharded_step import ShardedStep
+from hf_zero.step.sharded_step import ShardedStep, StepRules
 from hf_zero.surface import Surface
 
 if TYPE_CHECKING:
@@ -177,7 +176,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         plan.groups,
         plan.precision,
         overlap=plan.zero.overlap_reduction,
-        wants_local=lambda: updater.takes_local_gradients,
+        wants_local=(lambda: updater.takes_local_gradients) if updater.may_take_local else None,
         quantized=plan.quantized_reduction,
         sparse=_sparse(module, plan),
     )

@@ -34,7 +34,7 @@ class ReducedGradients(GradientSource):
 
     def of(self, sub_group: SubGroup) -> Tensor:
         reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
-        return reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
+        return reduced[sub_group.part.start : sub_group.part.stop]
 
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[Tensor | None]:

@@ -11,8 +11,7 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.late_norm import LateNorm
-from hf_zero.step.loss_factors import StepRules
-from hf_zero.step.sharded_step import ShardedStep
+from hf_zero.step.sharded_step import ShardedStep, StepRules
 from hf_zero.surface import Surface
 
 

@@ -56,7 +56,11 @@ class NormRule:
 
 
 class StepOutcome:
-    """Norm of one step's gradients, and whether the step was skipped for it."""
+    """Norm of one step's gradients, and whether the step was skipped for it.
+
+    Attributes:
+        is_known: the host has read the numbers.
+    """
 
     def __init__(self, sums: Tensor, rule: NormRule) -> None:
         """`sums`: [2], squares of the gradients and parameters that were overwritten; see `Agreed`."""
@@ -64,19 +68,15 @@ class StepOutcome:
         self._sums = sums
         self._copy = HostCopy(sums)
         self._known: tuple[float, float] | None = None
+        self.is_known = False
         self._on_skip: list[Callable[[], None]] = []
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the host has read the numbers."""
-        return self._known is not None
 
     def read(self) -> None:
         """Learn the numbers; waits for the device to have come that far. Callbacks of `when_skipped` run now, once."""
         if self._known is not None:
             return
         squares, overwritten = self._copy.read()
-        self._known = squares, overwritten
+        self._known, self.is_known = (squares, overwritten), True
         waiting, self._on_skip = self._on_skip, []
         for tell in waiting if self.skipped else ():
             tell()
@@ -116,10 +116,8 @@ class StepOutcome:
         return self._rule.scale_on_device(self._sums[0]) if self._known is None else self._rule.scale(self._known[0])
 
     @property
-    def skip(self) -> Tensor | None:
-        """[1] in int32 on the device: not zero where the update must change nothing; None: it need not look."""
-        if self._known is not None:
-            return None
+    def skip(self) -> Tensor:
+        """[1] in int32 on the device: not zero where the update must change nothing."""
         squares, overwritten = self._sums.split(1)
         counts: Tensor = overwritten.to(torch.int32)
         if self._rule.skips:

@@ -3,24 +3,87 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from hf_zero.comm import Collectives, ParallelGroups, Pending, ledger
+from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.grads.reducer import GradientReducer
+from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
+from hf_zero.loss_scale import loss_scaler_from
 from hf_zero.offload.placement import Placements
 from hf_zero.optim import Updater
 from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
-from hf_zero.step.agreement import Agreement, refuse_unused
+from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, ReducedGradients, held_gradients
 from hf_zero.step.late_norm import LateNorm, late_norm
-from hf_zero.step.loss_factors import LossFactors, StepRules, refuse_minimum_loss_scale
 from hf_zero.step.outcome import NormRule, StepOutcome
 from hf_zero.step.owned_values import OwnedValues
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What decides whether and how reduced gradients are applied."""
+
+    gradients: GradientPolicy
+    skip_nonfinite: bool
+    require_all_gradients: bool
+    loss_scale: LossScalePolicy | None = None
+    ranks_per_loss: int = 1  # whose losses are one and the same
+
+
+class LossFactors:
+    """Of one engine.
+
+    Attributes:
+        scaler: the loss scale, and what becomes of it; a constant 1 outside fp16.
+    """
+
+    def __init__(self, rules: StepRules, world: int) -> None:
+        self.scaler = loss_scaler_from(rules.loss_scale)
+        self._predivide = rules.gradients.predivide
+        # Ranks that see parts of a sample each go backward through the whole loss, which all of them have.
+        self._mean = 1.0 / (world if rules.gradients.average else rules.ranks_per_loss)
+        self._seen: set[float] = set()  # since the last step
+
+    @property
+    def next(self) -> float:
+        """For the next loss: the loss scale, and the division before the reduction."""
+        return self.scaler.scale / self._predivide
+
+    @property
+    def has_any(self) -> bool:
+        """Whether an engine's backward has brought gradients since the last step; the same on all ranks."""
+        return bool(self._seen)
+
+    @property
+    def of_gradients(self) -> float:
+        """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
+        return self._mean / (min(self._seen) if self._seen else self.next)
+
+    def expect(self, factor: float) -> None:
+        """Gradients are coming of a loss that was multiplied with `factor` (by another engine: with its own)."""
+        self._seen.add(factor)
+
+    def clear(self) -> None:
+        """They have been applied or dropped."""
+        self._seen.clear()
+
+    def refuse_mixed(self) -> None:
+        """Raise RuntimeError if gradients have come of losses with different factors: no step can tell them apart."""
+        if len(self._seen) > 1:
+            raise RuntimeError(
+                "step(): its gradients come from losses that were scaled by different factors "
+                f"({sorted(self._seen)}): with fp16 every engine has a loss scale of its own, and backward of "
+                "another engine has reached this one. Call zero_grad() of this engine before its own backward, give "
+                "all engines the same fixed fp16.loss_scale, or train in bf16"
+            )
 
 
 class ShardedStep:
@@ -96,10 +159,38 @@ class ShardedStep:
     def run(self) -> None:
         """Apply the gradients reduced since the last step. Collective.
 
+        Sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update. One at a
+        time, because what is under way takes memory.
+
         Raises:
             RuntimeError: when a parameter got no gradient anywhere although `ignore_unused_parameters` is false, or at
                 an overflow that no smaller loss scale can answer.
         """
+        used, outcome = self._agree()
+        if not (outcome.is_known and outcome.skipped):
+            first = self._store.updated_first()
+            gradients = self._gradients(used, outcome, first)
+            left = Counter(sub_group.bucket for sub_group in gradients.wanted)
+            gathered = Pending()
+            with ledger.phase("step"):
+                for sub_group in self._updater.step(gradients):
+                    bucket = sub_group.bucket
+                    left[bucket] -= 1
+                    if not left[bucket]:
+                        del left[bucket]
+                        gathered.wait()
+                        gathered = self._store.all_gather_params(bucket)
+                        if bucket in first:
+                            gathered.wait()
+                            self._store.gather_beside_update(left.keys())
+                gathered.wait()
+                self._placements.check(self._collectives)
+            self._placements.release_buffers()
+        self._store.finish_update()
+        self.clear()
+
+    def _agree(self) -> tuple[Set[int], StepOutcome]:
+        """With the other ranks on what is applied, and how: the parameters that have gradients, and the outcome."""
         self.factors.refuse_mixed()
         self._store.sync_masters()
         told = self._agreement.meet()
@@ -110,10 +201,20 @@ class ShardedStep:
         self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)
         if not (self._runs_ahead and self._updater.obeys_skip):
             self.settle()
-        if not (self.outcome.is_known and self.outcome.skipped):
-            self._update_and_gather(agreed.used, self.outcome)
-        self._store.finish_update()
-        self.clear()
+        return agreed.used, self.outcome
+
+    def _gradients(self, used: Set[int], outcome: StepOutcome, first: Sequence[int]) -> StepGradients:
+        """For an update that begins with the buckets `first`: what the next forward begins with, so that stage 3 can
+        gather it beside the others' updates."""
+        # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
+        updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
+        wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
+        wanted.sort(key=lambda sub_group: first.index(sub_group.bucket) if sub_group.bucket in first else len(first))
+        if not outcome.is_known:
+            outcome.when_skipped(self._updater.roll_back)
+        skip = None if outcome.is_known else outcome.skip
+        # The source as it is now: the updater may want another one as soon as the step has begun.
+        return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
 
     def settle(self) -> None:
         """Learn the outcome of the last step, if that has not happened yet; waits for the device to have come that far.
@@ -125,10 +226,10 @@ class ShardedStep:
         outcome, self._unsettled = self._unsettled, None
         if outcome is None:
             return
-        outcome.read()
         if outcome.has_overwritten:
             self._refuse_overwritten()
-        if outcome.skipped and self.factors.scaler.is_at_minimum:
+        is_skipped = outcome.skipped
+        if is_skipped and self.factors.scaler.is_at_minimum:
             gradients = held_gradients(self._reducer, self._updater.sub_groups)
             try:
                 refuse_minimum_loss_scale(
@@ -137,8 +238,8 @@ class ShardedStep:
             finally:
                 self.clear()
         before = self.factors.scaler.scale
-        self.factors.scaler.update(outcome.skipped)
-        self._reducer.settle_errors(is_skipped=outcome.skipped, factor=self.factors.scaler.scale / before)
+        self.factors.scaler.update(is_skipped)
+        self._reducer.settle_errors(is_skipped=is_skipped, factor=self.factors.scaler.scale / before)
 
     def foresee_norm(self) -> None:
         """Let `grad_norm` be that of what `run` would apply now. Collective; does not wait for the device."""
@@ -151,7 +252,8 @@ class ShardedStep:
 
     @property
     def _source(self) -> GradientSource:
-        return self._local if self._updater.takes_local_gradients else self._reduced
+        takes_local = self._updater.may_take_local and self._updater.takes_local_gradients
+        return self._local if takes_local else self._reduced
 
     @property
     def _norm_rule(self) -> NormRule:
@@ -171,34 +273,28 @@ class ShardedStep:
         self._store.edits.refuse_lost()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 
-    def _update_and_gather(self, used: Set[int], outcome: StepOutcome) -> None:
-        """Update sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update.
 
-        One at a time, because what is under way takes memory. What the next forward begins with comes first, so that
-        stage 3 can gather it beside the others' updates.
-        """
-        # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
-        updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
-        first = self._store.updated_first()
-        wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
-        wanted.sort(key=lambda sub_group: first.index(sub_group.bucket) if sub_group.bucket in first else len(first))
-        # The source as it is now: the updater may want another one as soon as the step has begun.
-        gradients = StepGradients(self._source.of, used, outcome.scale, wanted, outcome.skip)
-        outcome.when_skipped(self._updater.roll_back)
-        left = Counter(sub_group.bucket for sub_group in wanted)
-        gathered = Pending()
-        with ledger.phase("step"):
-            self._store.gather_beside_update(left.keys())
-            for sub_group in self._updater.step(gradients):
-                bucket = sub_group.bucket
-                left[bucket] -= 1
-                if not left[bucket]:
-                    del left[bucket]
-                    gathered.wait()
-                    gathered = self._store.all_gather_params(bucket)
-                    if bucket in first:
-                        gathered.wait()
-                        self._store.gather_beside_update(left.keys())
-            gathered.wait()
-            self._placements.check(self._collectives)
-        self._placements.release_buffers()
+def refuse_minimum_loss_scale(
+    gradients: Iterable[tuple[int, Tensor]], specs: Sequence[ParameterSpec], collectives: Collectives, scale: float
+) -> NoReturn:
+    """Raise: gradients are not finite at the smallest loss scale. Names those that any rank sees. Collective.
+
+    Args:
+        gradients: (index of a parameter, what this rank holds of its gradient).
+    """
+    seen = collectives.gather_objects(_nonfinite(gradients, specs))
+    names = list(dict.fromkeys(name for theirs in seen if isinstance(theirs, list) for name in theirs))
+    raise RuntimeError(
+        f"the loss scale is at its minimum ({scale:g}), and there are still gradients that are not "
+        f"finite: {listed(names)}. This is no longer a "
+        "matter of range: look for a NaN in the loss or the data, or for a learning rate that is too high. "
+        "bf16 (bf16.enabled) has the range of fp32 and needs no loss scale."
+    )
+
+
+def _nonfinite(gradients: Iterable[tuple[int, Tensor]], specs: Sequence[ParameterSpec]) -> list[str]:
+    names: list[str] = []
+    for parameter, gradient in gradients:
+        if len(names) <= MAX_NAMES and not bool(torch.isfinite(gradient).all()):
+            names.append(specs[parameter].name)
+    return names

@@ -80,11 +80,3 @@ def test_other_copies_begin_again_at_zero() -> None:
     sums.clear()
     sums.sum()
     assert len(copies.sent) == 3
-
-
-def test_a_group_of_one_sums_nothing() -> None:
-    copies, found = Copies(1), buckets(torch.float32)
-    for bucket in found:
-        bucket.reduced.add(torch.ones(bucket.trained.owned.numel))
-    ReplicaSums(found, copies, is_first=True).sum()
-    assert not copies.sent

@@ -174,9 +174,9 @@ def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int,
         for zero, _, _ in WIRES:
             config = config_for({**HPZ, **zero}, bf16={"enabled": True}, gradient_accumulation_steps=2)
             engine = initialize(model=Stack(), config=config)[0]
-            train(engine, rank, range(2))
+            train(engine, rank, range(4))
             ledger.reset()
-            train(engine, rank, range(2, 4))
+            train(engine, rank, range(4, 6))
             tallies = ledger.tallies.items()
             of_data = [(f"{phase} {name}", tally) for (phase, name), tally in tallies if phase != "control"]
             counted.append({name: (tally.num_bytes, tally.within, tally.across) for name, tally in of_data})

@@ -70,6 +70,7 @@ class CompressingOptimizer(torch.optim.Optimizer):
 class CompressingUpdater(Updater):
     """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
 
+    may_take_local = True
     stays = "keeps the momentum of all ranks on the device, so there would be little to offload"
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
@@ -135,7 +136,7 @@ class CompressingUpdater(Updater):
     def runs(self, sub_group: SubGroup, gradients: StepGradients) -> list[Interval]:
         """Maximal intervals of the sub-group to update, padding included."""
         runs = Counters().advance(sub_group.pieces, gradients.used)
-        return [interval for interval, _ in with_padding(runs, sub_group)]
+        return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
         """What a kernel gets for one sub-group."""
