@@ -98,7 +98,9 @@ def test_a_program_is_its_json_and_its_seed(programs: list[Program]) -> None:
     assert len(set(programs)) == SEEDS
 
 
-@pytest.mark.parametrize("size", sorted(SIZES))
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=[pytest.mark.slow] if size == "large" else []) for size in sorted(SIZES)]
+)
 def test_programs_can_be_run_by_one_process(size: str) -> None:
     for seed in range(25):
         program = random_program(seed, size)

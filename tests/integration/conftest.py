@@ -6,15 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.integration.sites import Site, copy_of_the_tree, pip
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy_of_the_tree(folder)))
-    (built,) = folder.glob("*.whl")
+def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Built once for all of xdist's workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "wheel"
+    with FileLock(f"{folder}.lock"):
+        if not list(folder.glob("*.whl")):
+            folder.mkdir(exist_ok=True)
+            pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy_of_the_tree(folder)))
+        (built,) = folder.glob("*.whl")
     return built
 
 

@@ -70,6 +70,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_leaves_it_again(wheel:
     assert site.ask("import importlib.util as u; answer = u.find_spec('deepspeed') is None") is True
 
 
+@pytest.mark.slow  # the tests themselves run on such an install
 def test_the_editable_install_has_the_hook_and_follows_the_sources(tmp_path: Path) -> None:
     site, tree = Site.empty(tmp_path / "site"), copy_of_the_tree(tmp_path)
     # pip would look for setuptools in the empty environment; call the backend as pip does and install its wheel.
@@ -83,6 +84,7 @@ def test_the_editable_install_has_the_hook_and_follows_the_sources(tmp_path: Pat
     assert site.ask("import sys; answer = [n for n in sys.modules if n.startswith('__editable__')]") == []
 
 
+@pytest.mark.slow
 def test_a_source_archive_can_build_the_wheel(tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(tree)]
@@ -109,7 +111,7 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_installed_wheel_trains_without_a_launcher(full: Site, stage: int) -> None:
     losses = full.ask(TRAIN.replace("STAGE", str(stage)))
     assert len(losses) == 5

@@ -175,8 +175,19 @@ def run_by_hand(rank: int, stage: int) -> list[Weights]:
     return [dict(engine.module.state_dict()) for engine in engines]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("run", [run_one_accelerator, run_calls_one_by_one, run_two_accelerators, run_by_hand])
+@pytest.mark.parametrize(
+    ("run", "stage"),
+    [
+        pytest.param(run, stage, marks=[] if stage == often or stage == 3 else pytest.mark.slow)
+        for run, often in (
+            (run_one_accelerator, 2),
+            (run_calls_one_by_one, 1),
+            (run_two_accelerators, 0),
+            (run_by_hand, 2),
+        )
+        for stage in STAGES
+    ],
+)
 def test_two_trained_and_two_forward_models(run: Callable[[int, int], list[Weights]], stage: int) -> None:
     """One engine used to serve an Accelerator: of several models the last was taken for all, or an assertion failed."""
     results = run_ranks(run, RANKS, stage, init=run is run_by_hand)

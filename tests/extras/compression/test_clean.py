@@ -66,7 +66,7 @@ SLOW = pytest.mark.slow
         (tiny_bert, {"row_pruning": ROWS, "weight_quantization": EIGHT_BITS, "head_pruning": HEADS},
          "AutoModelForSequenceClassification", "code", 0.8),
         (tiny_llama, {"head_pruning": LLAMA_HEADS, "row_pruning": LLAMA_ROWS}, "AutoModelForCausalLM", "plain", 0.75),
-        (tiny_gpt2, {"row_pruning": GPT2_ROWS}, "AutoModelForCausalLM", "plain", 0.75),
+        pytest.param(tiny_gpt2, {"row_pruning": GPT2_ROWS}, "AutoModelForCausalLM", "plain", 0.75, marks=SLOW),
         pytest.param(tiny_gpt2, {"head_pruning": GPT2_HEADS}, "AutoModelForCausalLM", "code", 0.95, marks=SLOW),
     ],
     ids=["bert rows", "bert heads", "bert all", "llama heads and rows", "gpt2 rows", "gpt2 heads"],
