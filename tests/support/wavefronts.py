@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -181,6 +181,7 @@ define internal {type} @threads.dpp.{name}(i32 %place, {type} %old, {type} %valu
   ret {type} %result
 }}
 """
+_GRID = (("i32", "width"), ("i32", "height"))
 _RUN = """
 {globals}
 define void @run({parameters}, i32 %width, i32 %height, i32 %threads, ptr %contexts) {{
@@ -254,15 +255,15 @@ def with_exchanges(text: str) -> str:
 
 def run_of(kernel: str, types: Sequence[str]) -> str:
     """The code that runs all threads of all programs of a kernel whose last parameters are the program's x and y."""
-    names = [f"%a{place}" for place in range(len(types))]
-    globals_ = [("width", "i32"), ("height", "i32"), *((name[1:], kind) for name, kind in zip(names, types, strict=True))]
+    numbered = [(kind, f"a{place}") for place, kind in enumerate(types)]
+    parameters = ", ".join(f"{kind} %{name}" for kind, name in numbered)
     return _RUN.format(
         name=kernel,
-        globals="\n".join(f"@{name} = internal global {kind} zeroinitializer" for name, kind in globals_),
-        parameters=", ".join(f"{kind} {name}" for name, kind in zip(names, types, strict=True)),
-        stores="\n  ".join(f"store {kind} {name}, ptr @{name[1:]}" for name, kind in zip(names, types, strict=True)),
-        loads="\n  ".join(f"{name} = load {kind}, ptr @{name[1:]}" for name, kind in zip(names, types, strict=True)),
-        arguments=", ".join(f"{kind} {name}" for name, kind in zip(names, types, strict=True)),
+        globals="\n".join(f"@{name} = internal global {kind} zeroinitializer" for kind, name in (*numbered, *_GRID)),
+        parameters=parameters,
+        stores="\n  ".join(f"store {kind} %{name}, ptr @{name}" for kind, name in numbered),
+        loads="\n  ".join(f"%{name} = load {kind}, ptr @{name}" for kind, name in numbered),
+        arguments=parameters,
     )
 
 
