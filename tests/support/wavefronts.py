@@ -59,10 +59,19 @@ def _moved(control: int, row: int, place: int) -> int | None:
     raise ValueError(f"a movement {control:#x} between threads")
 
 
+def swizzle_sources(pattern: int) -> list[int]:
+    """The same for ds_swizzle: a permutation of each four, or masks within each 32."""
+    if pattern & 0x8000:
+        return dpp_sources(pattern & 0xFF, 15, 15, zeroes=False)
+    keep, put, flip = (pattern >> shift & 31 for shift in (0, 5, 10))
+    return [(thread & ~31) + ((thread & keep | put) ^ flip) for thread in range(WAVE)]
+
+
 # LLVM's code
 
 _CALL = re.compile(r"call ([^@(]*?)@llvm\.amdgcn\.([\w.]+)\(([^()]*)\)(?: #\d+)?")
 _DPP = re.compile(r"(.*), i32 (\d+), i32 (\d+), i32 (\d+), i1 (true|false)")
+_WAITS = re.compile(r"^  (?:fence |.*@llvm\.amdgcn\.s\.waitcnt\().*\n", re.MULTILINE)
 _SHARED = re.compile(r"^@global_smem = .*$", re.MULTILINE)
 # AMD's name -> ours.
 _OURS = {
@@ -229,22 +238,28 @@ def with_exchanges(text: str) -> str:
     places = count()
     tables: list[str] = []
 
+    def table(sources: list[int]) -> str:
+        entries = ", ".join(f"i32 {source}" for source in sources)
+        tables.append(f"@sources.{len(tables)} = internal constant [{WAVE} x i32] [{entries}]")
+        return f"@sources.{len(tables) - 1}"
+
     def replaced(found: re.Match[str]) -> str:
         result, name, arguments = found.groups()
         ours, kind = _OURS.get(name), name.rpartition(".")[2]
         if name.startswith("update.dpp") and (moved := _DPP.fullmatch(arguments)):
             values, *numbers, zeroes = moved.groups()
             sources = dpp_sources(*map(int, numbers), zeroes=zeroes == "true")
-            entries = ", ".join(f"i32 {source}" for source in sources)
-            arguments = f"{values}, ptr @sources.{len(tables)}"
-            tables.append(f"@sources.{len(tables)} = internal constant [{WAVE} x i32] [{entries}]")
-            ours = f"dpp.{kind}"
+            ours, arguments = f"dpp.{kind}", f"{values}, ptr {table(sources)}"
+        if name == "ds.swizzle":
+            value, pattern = arguments.split(", i32 ")
+            ours, arguments = "dpp.i32", f"{value}, {value}, ptr {table(swizzle_sources(int(pattern)))}"
         if ours is None:
             return found[0]
         return f"call {result}@threads.{ours}(i32 {next(places)}{arguments and ', '}{arguments})"
 
     text = _SHARED.sub(f"@global_smem = internal global [{_SHARED_BYTES} x i8] zeroinitializer, align 16", text)
-    text = re.sub(r"^  fence .*\n", "", text.replace(" addrspace(3)", ""), flags=re.MULTILINE)
+    # What waits for memory has it at once here.
+    text = _WAITS.sub("", text.replace(" addrspace(3)", ""))
     numbers = {"wave": WAVE, "last": WAVE - 1, "kept": _KEPT, "zeroed": _ZEROED}
     reads = (
         _READ.format(name=name, type=kind, zero="0.0" if name[0] == "f" else "0", **numbers)
