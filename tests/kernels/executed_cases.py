@@ -7,12 +7,14 @@ makes one). So where the reference does the same operations in the same order, r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from hf_zero.kernels.adam import AdamRule
 from hf_zero.kernels.adam8 import adam8_reference
 from hf_zero.kernels.dynamic8 import blocks_of
 from hf_zero.kernels.lamb import LambRule
@@ -252,21 +254,30 @@ def check_feedback(rows: int, numel: int, bits: int, dtype: torch.dtype) -> None
 def check_adam8() -> None:
     """The same codes; weights within four units, because what codes stand for is computed, not looked up."""
     for rule in adam8_cases.RULES:
-        for types in MIXTURES if rule.decoupled else MIXTURES[1:2]:
+        for types in (*MIXTURES, ALONE[0]) if rule.decoupled else MIXTURES[1:2]:
             for numel, start, behind in ((1, 0, 0), (1000, 40, 700)):
-                given, expected = (adam8_cases.vectors_for(numel, types, "cpu", start, behind) for _ in range(2))
-                before = given.weight.clone()
-                adam8_cases.run(COMPILED, given, rule, 3, skip=torch.ones(1, dtype=torch.int32))
-                same(given.weight, before)
-                adam8_cases.run(COMPILED, given, rule, 3, 0.125, skip=torch.zeros(1, dtype=torch.int32))
-                with mock.patch.object(Tensor, "sqrt", root):
-                    adam8_reference(expected, rule, 3, 0.125)
-                near(given.weight, expected.weight, before, 4)
-                for mine, theirs in zip(map(blocks_of, given.states), map(blocks_of, expected.states), strict=True):
-                    assert torch.equal(mine.codes, theirs.codes)
-                    torch.testing.assert_close(mine.scales, theirs.scales, rtol=2**-23, atol=0)
-                if given.lp_param is not None:
-                    same(given.lp_param, given.weight)
+                check_adam8_step(rule, types, numel, start, behind, None)
+    check_adam8_step(adam8_cases.RULES[0], ALONE[0], 1000, 40, 700, 5)
+
+
+def check_adam8_step(rule: AdamRule, types: Types, numel: int, start: int, behind: int, seed: int | None) -> None:
+    given, expected = (adam8_cases.vectors_for(numel, types, "cpu", start, behind) for _ in range(2))
+    if numel > 1:
+        given.weight[0] = expected.weight[0] = 1e5  # overflows in fp16
+    before, expected = given.weight.clone(), replace(expected, weight=expected.weight.float())
+    flag, options = torch.ones(1, dtype=torch.int32), {} if seed is None else {"seed": seed}
+    adam8_cases.run(COMPILED, given, rule, 3, skip=flag, **options)
+    same(given.weight, before)
+    adam8_cases.run(COMPILED, given, rule, 3, 0.125, skip=flag.zero_(), **options)
+    with mock.patch.object(Tensor, "sqrt", root):
+        adam8_reference(expected, rule, 3, 0.125)
+    near(given.weight, expected.weight, before, 4 if types.weight == FP32 else 1)
+    for mine, theirs in zip(map(blocks_of, given.states), map(blocks_of, expected.states), strict=True):
+        assert torch.equal(mine.codes, theirs.codes)
+        torch.testing.assert_close(mine.scales, theirs.scales, rtol=2**-23, atol=0)
+    assert (given.weight != expected.weight.to(given.weight.dtype)).any() or seed is None
+    if given.lp_param is not None:
+        same(given.lp_param, given.weight)
 
 
 CASES: dict[str, Callable[[], None]] = {

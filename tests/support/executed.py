@@ -27,19 +27,15 @@ from typing import Any
 from unittest import mock
 
 from tests.support.compilation import WARP, StandInDriver
-from tests.support.wavefronts import Threads, run_of, with_exchanges
+from tests.support.wavefronts import Threads, Unreadable, run_of, with_exchanges
 
 # Versions of Triton and llvmlite of which the text has been read and the code has run: there it must.
 READ = {("3.9", "0.50"), ("3.6", "0.50")}
 TARGET = ("hip", "gfx942")
 
 
-class Unreadable(Exception):
-    """Code of which we do not know how to run it."""
-
-
 def run_apart(
-    module: str, names: list[str], cache: Path, timeout_s: float = 280, root: Path | None = None
+    module: str, names: list[str], cache: Path, timeout_s: float = 580, root: Path | None = None
 ) -> dict[str, str]:
     """What each of the module's cases ends with: "" or the error, in a process of its own.
 
@@ -223,5 +219,4 @@ def _main(module: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that there is one `Unreadable`.
-    importlib.import_module("tests.support.executed")._main(*sys.argv[1:])
+    _main(*sys.argv[1:])

@@ -20,6 +20,11 @@ _CONTEXT_BYTES, _STACK_BYTES = 8192, 1 << 16
 _SHARED_BYTES = 1 << 16
 _TYPES = {"i32": "i32", "i64": "i64", "f32": "float", "f64": "double"}
 
+
+class Unreadable(Exception):
+    """Code of which we do not know how to run it."""
+
+
 # Data parallel primitives (CDNA 3 ISA, section 13): the thread that one reads from, in rows of 16.
 
 _KEPT, _ZEROED = -1, -2
@@ -42,21 +47,17 @@ def _moved(control: int, row: int, place: int) -> int | None:
     by = control & 15
     if control < 0x100:  # a permutation of each four
         return row + (place & ~3) + (control >> 2 * (place & 3) & 3)
-    if 0x101 <= control <= 0x10F:
-        return row + place + by if place + by < 16 else None
     if 0x111 <= control <= 0x11F:
         return row + place - by if place >= by else None
     if 0x121 <= control <= 0x12F:
         return row + (place - by) % 16
-    if control == 0x140:
-        return row + 15 - place
     if control == 0x141:
         return row + (place ^ 7)
     if control == 0x142:  # the last of each row to the next one
         return row - 1 if row else None
     if control == 0x143:
         return 31 if row >= 32 else None
-    raise ValueError(f"a movement {control:#x} between threads")
+    raise Unreadable(f"a movement {control:#x} between threads")
 
 
 def swizzle_sources(pattern: int) -> list[int]:
