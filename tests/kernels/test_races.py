@@ -35,6 +35,7 @@ def test_no_program_is_in_the_way_of_another() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_program_is_in_the_way_of_another_with_any_options() -> None:
     from tests.kernels.launches import ALL
 
