@@ -42,7 +42,7 @@ ALONE = [Types(BF16, None, weight=BF16, states=states) for states in (FP32, BF16
 SHIFTS = {"aligned": (0, 0, 0, 0), "shifted": (1, 1, 1, 1), "mixed": (1, 3, 0, 2)}
 # Units in the last place of what was added up; all others have the same bits. The reference fuses some of Adam's
 # products, and divides by the corrections 0.1 and 0.01, which fp32 does not have, where the kernel multiplies by 10 and
-# 100, which it has: that is the second unit, in one element of 3,089.
+# 100, which it has: that is the second unit, in one or two elements of 3,089.
 UNITS = {"adam": 1, "adamw": 2, "adam without bias correction": 1}
 
 

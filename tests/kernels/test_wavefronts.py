@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from tests.support.requirements import requires
 from tests.support.wavefronts import Unreadable, dpp_sources, swizzle_sources
 
 
@@ -35,3 +39,30 @@ def test_swizzles() -> None:
 def test_what_is_not_known_is_not_run() -> None:
     with pytest.raises(Unreadable, match="0x130"):
         dpp_sources(0x130, 15, 15, zeroes=True)
+
+
+PARTING = """
+define amdgpu_kernel void @parting(ptr addrspace(1) %0) #0 {
+  %2 = tail call i32 @llvm.amdgcn.workitem.id.x()
+  %3 = icmp ult i32 %2, LEAST
+  br i1 %3, label %5, label %4
+4:
+  tail call void @llvm.amdgcn.s.barrier()
+  br label %5
+5:
+  ret void
+}
+attributes #0 = { nounwind }
+"""
+RUN = """
+from tests.support.executed import Program, Threads
+Program({text!r}).run([None], (2,), 64, Threads())
+"""
+
+
+@requires(modules=("llvmlite",))
+@pytest.mark.parametrize(("least", "ends"), [(0, True), (64, True), (1, False)])
+def test_threads_that_part_at_a_barrier_end_the_process(least: int, ends: bool) -> None:
+    """On a GPU they would wait for each other for good."""
+    code = RUN.format(text=PARTING.replace("LEAST", str(least)))
+    assert (subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0) == ends
