@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.executed_cases import CASES
+from tests.kernels.test_compilation import kernels
 from tests.support.executed import READ, run_apart
 from tests.support.requirements import requires
 from tests.test_imports import PACKAGE, ROOT
@@ -17,9 +18,7 @@ from tests.test_imports import PACKAGE, ROOT
 pytestmark = [requires(modules=("triton", "llvmlite")), pytest.mark.timeout(600)]
 
 MODULE = "tests.kernels.executed_cases"
-
-
-# Each in one process, whose start takes as long as two of these.
+# Each list in one process, whose start takes as long as two of them. Those that exchange values have their file's name.
 EXCHANGING = ["lamb", "lamb with eps inside", "norm", "signs", "quantize", "adam8"]
 ELEMENTWISE = [name for name in CASES if name not in EXCHANGING]
 
@@ -29,12 +28,15 @@ def test_compiled_code(names: list[str], tmp_path: Path, request: pytest.Fixture
     try:
         ends = run_apart(MODULE, names, tmp_path)
     except AssertionError as error:  # the process has ended
-        ends = {"": f"unreadable: {error}"}
+        ends = {"kernels": f"unreadable: {error}"}
     versions = tuple(".".join(version(package).split(".")[:2]) for package in ("triton", "llvmlite"))
     unread = [end for end in ends.values() if end.startswith("unreadable")]
     if unread and versions not in READ and "not slow" in request.config.option.markexpr:
         pytest.skip(f"the code of triton {versions[0]} is not read with llvmlite {versions[1]}: {unread[0][:200]}")
+    have_run = ends.pop("kernels")
     assert ends == dict.fromkeys(names, "")
+    exchange = {name for name in kernels() if name.split(".")[-2] in EXCHANGING}
+    assert set(have_run.split()) == (exchange if names is EXCHANGING else kernels() - exchange), "add a check"
 
 
 # File, what it says, what it says wrongly, and the case that has to notice.

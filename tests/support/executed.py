@@ -37,7 +37,7 @@ TARGET = ("hip", "gfx942")
 def run_apart(
     module: str, names: list[str], cache: Path, timeout_s: float = 580, root: Path | None = None
 ) -> dict[str, str]:
-    """What each of the module's cases ends with: "" or the error, in a process of its own.
+    """What each of the module's cases ends with: "" or the error, in a process of its own. "kernels": what has run.
 
     cache -- an empty folder: nothing compiled earlier is run
     root -- of the sources; None: where this process is
@@ -166,8 +166,8 @@ class Program:
 
 
 @contextmanager
-def launches_run() -> Iterator[None]:
-    """Inside, launching a kernel on CPU tensors compiles it for gfx942, and runs what it was compiled to."""
+def launches_run() -> Iterator[set[str]]:
+    """Inside, launching a kernel on CPU tensors compiles it for gfx942, and runs what it was compiled to: its name."""
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -181,6 +181,7 @@ def launches_run() -> Iterator[None]:
 
     compile_only = JITFunction.run
     programs: dict[str, Program] = {}
+    names: set[str] = set()
     threads = Threads()
 
     def compile_and_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
@@ -192,6 +193,7 @@ def launches_run() -> Iterator[None]:
         values = [given[name] for name, kind in result.src.signature.items() if kind != "constexpr"]
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
         programs[result.hash].run(values, grid, result.metadata.num_warps * WARP["hip"], threads)
+        names.add(f"{kernel.fn.__module__}.{kernel.fn.__qualname__}")
         return result
 
     driver.set_active(StandInDriver(GPUTarget(*TARGET, WARP["hip"])))
@@ -200,13 +202,13 @@ def launches_run() -> Iterator[None]:
         mock.patch.object(HIPBackend, "make_amdgcn", staticmethod(named)),
         mock.patch.object(HIPBackend, "make_hsaco", staticmethod(lambda *_: b"")),
     ):
-        yield
+        yield names
 
 
 def _main(module: str, *names: str) -> None:
     found = {}
     source = importlib.import_module(module)
-    with launches_run():
+    with launches_run() as kernels:
         for name in names:
             try:
                 source.CASES[name]()
@@ -215,7 +217,7 @@ def _main(module: str, *names: str) -> None:
                 found[name] = f"unreadable: {error}"
             except Exception:
                 found[name] = traceback.format_exc()[-3000:]
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    sys.stdout.write("\n" + json.dumps(found | {"kernels": " ".join(sorted(kernels))}) + "\n")
 
 
 if __name__ == "__main__":
