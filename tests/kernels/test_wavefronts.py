@@ -15,6 +15,7 @@ from tests.support.wavefronts import Unreadable, dpp_sources, swizzle_sources
     ("control", "read_by_0", "read_by_21", "read_by_63"),
     [
         (0x1B, 3, 22, 60),  # quad_perm [3, 2, 1, 0]
+        (0x104, 4, 25, -2),  # row_shl by 4
         (0x111, -2, 20, 62),  # row_shr by 1
         (0x118, -2, -2, 55),
         (0x128, 8, 29, 55),  # row_ror by 8

@@ -47,6 +47,8 @@ def _moved(control: int, row: int, place: int) -> int | None:
     by = control & 15
     if control < 0x100:  # a permutation of each four
         return row + (place & ~3) + (control >> 2 * (place & 3) & 3)
+    if 0x101 <= control <= 0x10F:
+        return row + place + by if place + by < 16 else None
     if 0x111 <= control <= 0x11F:
         return row + place - by if place >= by else None
     if 0x121 <= control <= 0x12F:
