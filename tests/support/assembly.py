@@ -21,6 +21,8 @@ class Assembly:
         barriers, atomics, fused: instructions; `fused` are multiplications with an addition, rounded once.
         pieces: (is_store, bytes of one instruction) -> how many of them access device memory.
         instructions: all but padding, those of slow paths included.
+        pipes: instructions up to the kernel's end, without the subroutines that slow paths call, by what executes them:
+            "issue" all of them, "fp32", "alu" (integers, comparisons, selections), "special" (roots, reciprocals).
     """
 
     registers: int = 0
@@ -31,6 +33,7 @@ class Assembly:
     fused: int = 0
     instructions: int = 0
     pieces: dict[tuple[bool, int], int] = field(default_factory=dict)
+    pipes: dict[str, int] = field(default_factory=dict)
 
 
 def assembly_of(compiled: Any) -> Assembly:
@@ -43,6 +46,11 @@ def assembly_of(compiled: Any) -> Assembly:
 # NVIDIA
 
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z]\w*)((?:\.\w+)*)", re.MULTILINE)
+_FP32 = {"FFMA": 1, "FMUL": 1, "FADD": 1, "FFMA2": 2, "FMUL2": 2, "FADD2": 2}
+_ALU = (
+    "FMNMX FMNMX3 FSEL FSET FSETP I2FP IADD IADD3 IADDM IMNMX ISETP LEA LOP LOP3 PLOP3 PRMT SEL SHF SHL SHR VIADD "
+    "VIADDMNMX VIMNMX VIMNMX3"
+).split()
 _NARROW = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
@@ -79,7 +87,18 @@ def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) ->
         fused=sum(kinds[name] for name in ("FFMA", "FFMA2", "HFMA2", "DFMA")),
         instructions=sum(kinds.values()) - kinds["NOP"],
         pieces=dict(pieces),
+        pipes=_cuda_pipes(text),
     )
+
+
+def _cuda_pipes(text: str) -> dict[str, int]:
+    kinds = Counter(operation for operation, _ in _SASS.findall(text[: text.rfind("EXIT")] + "EXIT ;"))
+    return {
+        "issue": sum(kinds.values()) - kinds["NOP"],
+        "fp32": sum(times * kinds[name] for name, times in _FP32.items()),
+        "alu": sum(kinds[name] for name in _ALU),
+        "special": kinds["MUFU"],
+    }
 
 
 # AMD
@@ -87,6 +106,8 @@ def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) ->
 _AMD = re.compile(r"^\t((?:v|s|ds|global|buffer|flat|scratch)_\w+)", re.MULTILINE)
 _AMD_MEMORY = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
 _AMD_FUSED = re.compile(r"v_(?:pk_)?(?:fma|fmac|fmaak|fmamk)_")
+# A vector unit takes a wavefront's instruction in four cycles, and one of these in sixteen.
+_AMD_SPECIAL = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_f(?:16|32)")
 _AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
 
 
@@ -113,6 +134,10 @@ def of_amd(text: str, shared: int = 0) -> Assembly:
         fused=sum(count for name, count in kinds.items() if _AMD_FUSED.match(name)),
         instructions=sum(kinds.values()) - kinds["s_nop"] - kinds["s_code_end"],
         pieces=dict(pieces),
+        pipes={
+            "alu": sum(count for name, count in kinds.items() if name.startswith("v_")),
+            "special": sum(count for name, count in kinds.items() if _AMD_SPECIAL.match(name)),
+        },
     )
 
 

@@ -37,8 +37,6 @@ class Figures(Protocol):
 
 
 ELEMENTWISE = {"cuda": Budget(32), "hip": Budget(64)}
-# On compute capability 8.0 the products that make random numbers of a seed take more: 5 of 8 warps are there at once.
-SEEDED_ON_80 = Budget(48)
 # Vectors that begin anywhere go element by element, each with an address.
 ANYWHERE = Budget(96, shared_bytes=8192, barriers=7)
 
@@ -97,13 +95,13 @@ def short(kernel: str) -> str:
     return kernel.rpartition("gpu.")[2]
 
 
-def budget_of(figures: Figures, backend: str, arch: int | str) -> Budget:
+def budget_of(figures: Figures, backend: str) -> Budget:
     found = EXCESS.get(short(figures.kernel))
     if not figures.is_aligned:
         return ANYWHERE
     if found is not None:
         return found.cuda if backend == "cuda" else found.hip
-    return SEEDED_ON_80 if arch == 80 and figures.signature.get("seed") == "i32" else ELEMENTWISE[backend]
+    return ELEMENTWISE[backend]
 
 
 def over(figures: Figures, budget: Budget) -> Iterator[str]:

@@ -48,6 +48,7 @@ class Compiled:
         occupancy: share of a processor's warps that can be there at once.
         pieces: "load 16" -> instructions of a thread that move so many bytes.
         elements_per_thread, instructions_per_element: of the longest vector; slow paths count like all others.
+        pipes_per_element: what executes how many of them, without slow paths (`Assembly.pipes`).
     """
 
     kernel: str
@@ -69,6 +70,7 @@ class Compiled:
     pieces: dict[str, int]
     elements_per_thread: int
     instructions_per_element: float
+    pipes_per_element: dict[str, float]
 
 
 def compile_apart(
@@ -173,6 +175,7 @@ def _examined(kernel: Any, result: Any, arch: int | str, warp: int, seconds: flo
         pieces={f"{'store' if stores else 'load'} {size}": n for (stores, size), n in sorted(assembly.pieces.items())},
         elements_per_thread=each,
         instructions_per_element=assembly.instructions / max(1, each),
+        pipes_per_element={pipe: count / max(1, each) for pipe, count in assembly.pipes.items()},
     )
 
 
