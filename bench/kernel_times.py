@@ -205,19 +205,21 @@ _KERNELS = """\
 ### Kernels: the least that they can take
 
 **Predicted, never measured**: picoseconds of an element. Each is the largest of several lower bounds: bytes at the
-card's published bandwidth; instructions in the machine code ([bench/results](../{name})) at the published rates of what
-executes them; and loads that hide a latency of 0.6 µs, for which registers leave warps enough everywhere. Without a
-word it is the bytes that bound; with one, what does, and how many times as long as the bytes that takes: *issue* is
-four instructions of a warp per clock of a multiprocessor, *fp32* arithmetic, *alu* comparisons, selections and
-integers, *special* roots and reciprocals.
+card's published bandwidth; instructions of [the machine code](../{name}) at the
+published rates of what executes them; and a latency of 0.6 µs, which loads of the warps that registers leave room for
+have to hide. Without a word it is the bytes; with one, what it is, and how many times as long as the bytes that takes:
+*issue* is four instructions of a warp per clock of a multiprocessor, *fp32* arithmetic, *alu* comparisons, selections
+and integers, *special* roots and reciprocals. The updates with 8-bit states decode and encode two numbers for every
+element in the time of 16 bytes, or of 10; where memory is fastest that is not time enough. Messages are quantised
+faster than links take them, by the same figures.
 """
 _UPDATES = """\
 ### Updates: the least that they can take
 
 **Predicted** in the same way: milliseconds of an update of all parameters on one card, which of larger models holds a
 part. PyTorch's AdamW works on fp32 copies, and its bytes are counted from its operations (`tests/support/passes.py`):
-cast of bf16 gradients, norm, clipping, update, cast of the weights; only bytes bound it here. Neither torchao nor
-DeepSpeed publishes the time of an update alone; whole iterations of theirs are in the last table.
+cast of bf16 gradients, norm, clipping, update, cast of the weights; only bytes bound it here. Of torchao and DeepSpeed
+we know no published time of an update alone; whole iterations of theirs are in the last table.
 """
 _PASSES = """\
 ### Passes over memory in a step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.kernel_times import kept
 from tests.support import step_passes
 from tests.support.passes import Passes, adamw_traffic
 from tests.support.requirements import requires
@@ -33,6 +34,14 @@ def test_passes_of_fsdp2() -> None:
         "norm": pytest.approx((0.5, 0.0), abs=0.01),
         "clipping": pytest.approx((0.5, 0.5), abs=0.01),
     }
+
+
+def test_the_page_has_what_is_counted_here() -> None:
+    """docs/performance.md is written from the kept result."""
+    now = {
+        name: {phase: list(moved) for phase, moved in table.items()} for name, table in step_passes.measure().items()
+    }
+    assert kept()["passes"] == now and kept()["traffic"] == adamw_traffic()
 
 
 def test_what_is_counted() -> None:

@@ -55,9 +55,9 @@ class Excess:
 # Kernel -> what it costs at most. A figure that has become worse fails; one that has become better is lowered here.
 EXCESS = {
     "adam8._adam8": Excess(
-        "its states' codes are computed, not looked up, and a block's maximum is needed before the first is stored: "
-        "two states of eight elements are needed at once",
-        cuda=Budget(80),
+        "a block's largest element is needed before its first code is stored, so eight elements of both states are there "
+        "at once, in 64 to 69 registers: 44% of the warps, which is enough for what memory brings meanwhile",
+        cuda=Budget(70),
         hip=Budget(64),
     ),
     "lamb._moments": Excess(_SUM, cuda=Budget(32, shared_bytes=32, barriers=3), hip=Budget(64, 16, 3)),
@@ -75,8 +75,9 @@ EXCESS = {
         hip=Budget(64),
     ),
     "quantize._sum": Excess(
-        "as quantize._read; the loop over parts is unrolled",
-        cuda=Budget(32, 8192, 1),
+        "as quantize._read; the loop over parts is unrolled four times: 34 registers on compute capability 10.0, where "
+        "75% of the warps are there",
+        cuda=Budget(34, 8192, 1),
         hip=Budget(64),
     ),
     "signs._pack": Excess(

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.assembly import occupancy
+from tests.support.assembly import Assembly, assemblies_of, occupancy
 from tests.support.machine_code import bytes_per_element, complaints, read_machine, words_of
 
 # What each kind of target ends in: machine code, by the assembler that Triton brings along.
@@ -134,26 +134,37 @@ def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) 
     """Every specialisation that the launches would have started; needs a process without interpreter."""
     from triton.backends.compiler import GPUTarget
 
-    compiled: dict[str, Compiled] = {}
+    compiled: dict[str, _Found] = {}
     is_aligned = True
 
     def found(kernel: Any, result: Any, seconds: float) -> None:
-        if result.hash not in compiled:
-            compiled[result.hash] = _examined(kernel, result, arch, WARP[backend], seconds, is_aligned=is_aligned)
+        compiled.setdefault(result.hash, _Found(kernel, result, seconds, is_aligned))
 
     with _launches_compile(GPUTarget(backend, arch, WARP[backend]), found):
         for launch in launches:
             is_aligned = launch.is_aligned
             launch.call()
-    return list(compiled.values())
+    read = assemblies_of([each.result for each in compiled.values()], arch)
+    pairs = zip(compiled.values(), read, strict=True)
+    return [_examined(each, assembly, arch, WARP[backend]) for each, assembly in pairs]
 
 
-def _examined(kernel: Any, result: Any, arch: int | str, warp: int, seconds: float, *, is_aligned: bool) -> Compiled:
+class _Found(NamedTuple):
+    """A kernel and what it was compiled to."""
+
+    kernel: Any
+    result: Any
+    seconds: float
+    is_aligned: bool
+
+
+def _examined(found: _Found, assembly: Assembly, arch: int | str, warp: int) -> Compiled:
+    kernel, result, seconds, is_aligned = found
     signature = {name: str(kind) for name, kind in result.src.signature.items()}
     names = list(signature)
     constants = {names[place[0]]: value for place, value in result.src.constants.items() if value is not None}
-    machine = read_machine(result, warp)
-    words, assembly = words_of(kernel.fn.__doc__ or "", set(signature)), machine.assembly
+    machine = read_machine(result, assembly, warp)
+    words = words_of(kernel.fn.__doc__ or "", set(signature))
     each = machine.elements // machine.threads
     return Compiled(
         kernel=f"{kernel.fn.__module__}.{kernel.fn.__qualname__}",
