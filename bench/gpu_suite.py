@@ -297,10 +297,10 @@ def main(arguments: list[str] | None = None) -> None:
         from bench import gpu_train
 
         torch.cuda.empty_cache()
-        sizes, compared = (["tiny"], ["hf_zero 2"]) if options.dry_run else (
+        sizes, engines = (["tiny"], ["hf_zero 2"]) if options.dry_run else (
             ["0.5b", "1.5b", "7b"], [*gpu_train.OURS, *gpu_train.OTHERS]
         )  # fmt: skip
-        trained = gpu_train.run(sizes, compared, steps=8, budget_s=400)
+        trained = gpu_train.run(sizes, engines, steps=8, budget_s=400)
     table = compared(kernel_times.card_of(options.card or name), numel, rows, trained)
     show(table)
     if options.json:

@@ -210,8 +210,9 @@ published rates of what executes them; and a latency of 0.6 µs, which loads of 
 have to hide. Without a word it is the bytes; with one, what it is, and how many times as long as the bytes that takes:
 *issue* is four instructions of a warp per clock of a multiprocessor, *fp32* arithmetic, *alu* comparisons, selections
 and integers, *special* roots and reciprocals. The updates with 8-bit states decode and encode two numbers for every
-element in the time of 16 bytes, or of 10; where memory is fastest that is not time enough. Messages are quantised
-faster than links take them, by the same figures.
+element in the time of 16 bytes, or of 10; where memory is fastest that is not time enough. Messages of 8 and 4 bits
+divide exactly, so that all ranks read the same bits; links between hosts (50 GB/s for a GPU) take an element of 8 bits
+in 20 ps.
 """
 _UPDATES = """\
 ### Updates: the least that they can take

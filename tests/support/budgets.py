@@ -55,8 +55,8 @@ class Excess:
 # Kernel -> what it costs at most. A figure that has become worse fails; one that has become better is lowered here.
 EXCESS = {
     "adam8._adam8": Excess(
-        "a block's largest element is needed before its first code is stored, so eight elements of both states are there "
-        "at once, in 64 to 69 registers: 44% of the warps, which is enough for what memory brings meanwhile",
+        "a block's largest element is needed before its first code is stored, so eight elements of both states are "
+        "there at once, in 64 to 69 registers: 44% of the warps, which is enough for what memory brings meanwhile",
         cuda=Budget(70),
         hip=Budget(64),
     ),
