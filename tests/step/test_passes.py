@@ -24,6 +24,16 @@ def test_our_passes_are_the_fewest(stage: int, micro_batches: int) -> None:
         assert found[phase] == pytest.approx(moved, abs=0.01), phase
 
 
+def test_sums_in_fp32_take_no_cast_of_their_own() -> None:
+    """Each later micro-batch was cast to fp32 in one pass over memory and added in another."""
+    own = 1 / step_passes.WORLD
+    found = step_passes.ours(2, 3, "fp32")["reduced gradients, cast or added up"]
+    # Twice, bf16 is added to fp32. (The first becomes fp32, which meta tensors, all at address 0, do not show.)
+    assert found == pytest.approx((2 * (2 + 4) * own, 2 * 4 * own), abs=0.01)
+    local = step_passes.ours(1, 3, "fp32")["gradients into a bucket"]
+    assert local == pytest.approx((2 + 2 * (2 + 4), 4 + 2 * 4), abs=0.01)
+
+
 def test_passes_of_fsdp2() -> None:
     """It casts what is gathered and what is reduced, and clips, each in a pass of its own."""
     floor, found = step_passes.floor(3), step_passes.fsdp2()

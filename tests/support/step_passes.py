@@ -119,12 +119,13 @@ def _phases(passes: Passes) -> Iterator[None]:
         yield
 
 
-def ours(stage: int, micro_batches: int = 1) -> Table:
+def ours(stage: int, micro_batches: int = 1, accumulation: str = "bf16") -> Table:
     """The second update of an engine; at stage 3 weights are gathered for forward and again for backward."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": accumulation},
         "gradient_accumulation_steps": micro_batches,
         "zero_optimization": {"stage": stage, **(_RELEASES if stage == 3 else {})},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
