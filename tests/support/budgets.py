@@ -56,7 +56,7 @@ class Excess:
 EXCESS = {
     "adam8._adam8": Excess(
         "a block's largest element is needed before its first code is stored, so eight elements of both states are "
-        "there at once, in 64 to 71 registers: 44% of the warps, which is enough for what memory brings meanwhile",
+        "there at once, in 64 to 72 registers: 44% of the warps, which is enough for what memory brings meanwhile",
         cuda=Budget(72),
         hip=Budget(48),
     ),
