@@ -43,7 +43,7 @@ def measure(target: str, launches: str) -> list[dict[str, Any]]:
 
 def row(entry: Compiled, backend: str) -> dict[str, Any]:
     kept = asdict(entry)
-    for name in ("kernel", "signature", "stages", "seconds", "constants", "is_aligned", "fused"):
+    for name in ("kernel", "signature", "stages", "seconds", "constants", "is_aligned", "fused", "may_fuse"):
         del kept[name]
     words = list(over(entry, ELEMENTWISE[backend]))
     return {"kernel": short(entry.kernel), "variant": variant(entry), **kept, "over": words}

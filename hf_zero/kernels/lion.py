@@ -1,12 +1,13 @@
 """Lion on flat vectors: the sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675).
 
 g = scale * gradient
-p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)          sign(0) = 0
+p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)          sign(0) = 0, sign(NaN) = NaN
 m = beta2 * m + (1 - beta2) * g
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,11 +26,19 @@ class LionRule:
     weight_decay: float
 
 
+def sign(vector: Tensor) -> Tensor:
+    """Of a temporary, which may be overwritten. NaN stays NaN: PyTorch's sign of it is 0, with which training would go
+    on, beside a momentum that is lost for good."""
+    if vector.device.type == "cpu" and math.isfinite(vector.sum()):  # one pass instead of three
+        return vector.sign_()
+    return vector.sign().where(vector == vector, vector)
+
+
 def lion_reference(vectors: Vectors, rule: LionRule, scale: Tensor | float = 1.0) -> None:
     """The formulas above, line by line; states are (m,)."""
     weight, (moment,) = vectors.weight, vectors.states
     gradient = vectors.gradient.to(weight.dtype) * scale
-    direction = (rule.beta1 * moment + (1 - rule.beta1) * gradient).sign()
+    direction = sign(rule.beta1 * moment + (1 - rule.beta1) * gradient)
     weight.copy_(weight * (1 - rule.lr * rule.weight_decay) - rule.lr * direction)
     moment.copy_(rule.beta2 * moment + (1 - rule.beta2) * gradient)
     if vectors.lp_param is not None:
@@ -51,6 +60,6 @@ def lion(
         return
     for part in fp32_chunks(vectors, scale, skip, seed):
         (moment,) = part.states
-        direction = moment.lerp(part.gradient, 1 - rule.beta1).sign_()
+        direction = sign(moment.lerp(part.gradient, 1 - rule.beta1))
         part.weight.mul_(1 - rule.lr * rule.weight_decay).sub_(direction, alpha=rule.lr)
         moment.lerp_(part.gradient, 1 - rule.beta2)

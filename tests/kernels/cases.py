@@ -43,15 +43,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, to
 class Form:
     """Where a kernel runs, and which of its functions is meant.
 
-    `truncates`: Triton's interpreter cuts bf16 off instead of rounding it; a GPU rounds.
+    `interpreted`: Triton's form on CPU tensors, by its interpreter or, where `truncates` is off, as compiled code
+    (tests.support.executed). `truncates`: Triton's interpreter cuts bf16 off instead of rounding it; a GPU rounds.
     """
 
     device: str = "cpu"
     interpreted: bool = False
-
-    @property
-    def truncates(self) -> bool:
-        return self.interpreted
+    truncates: bool = False
 
 
 def randn(numel: int, dtype: torch.dtype, seed: int, shift: int = 0) -> Tensor:
@@ -390,7 +388,8 @@ def check_messages(rows: int, numel: int, bits: int, dtype: torch.dtype, form: F
         half_step = (expected_scales.float() / 2).repeat_interleave(BLOCK)[:numel]
         assert bool(((expected - values[row].cpu().float()).abs() <= half_step * 1.0001).all())
     total = torch.empty(rows, numel, dtype=dtype, device=form.device)
-    _messages(form, "sum_messages")(torch.stack([messages] * 3), total, bits)
+    parts = torch.stack([messages, torch.zeros_like(messages), messages, messages])
+    _messages(form, "sum_messages")(parts, total, bits)
     tolerance = TOLERANCE[dtype] if form.truncates else 0.0
     torch.testing.assert_close(total, (found + found + found).to(dtype), rtol=tolerance, atol=0)
     values[-1, -1] = float("inf")

@@ -61,6 +61,14 @@ def adds_in_any_order(source, target, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
+def multiplies_and_adds(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads source, target; writes target: 12 bytes per element (fp32)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + places)
+    tl.store(target + places, value * value + tl.load(target + places))
+
+
+@triton.jit
 def _annotated(value: Any):  # type: ignore[no-untyped-def]
     return value + 1.0
 
@@ -72,8 +80,8 @@ def names_any(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     tl.store(target + places, _annotated(tl.load(source + places)))
 
 
-def launch(kernel: Any, block: int = 1024, dtype: torch.dtype = torch.float32) -> None:
-    kernel[(1,)](torch.zeros(2 * NUMEL, dtype=dtype), torch.zeros(2 * NUMEL), BLOCK=block)
+def launch(kernel: Any, block: int = 1024, dtype: torch.dtype = torch.float32, **options: bool) -> None:
+    kernel[(1,)](torch.zeros(2 * NUMEL, dtype=dtype), torch.zeros(2 * NUMEL), BLOCK=block, **options)
 
 
 FAULTY = [
@@ -83,5 +91,7 @@ FAULTY = [
     Launch(partial(launch, spills, 1 << 16)),
     Launch(partial(launch, goes_through_shared_memory, 1024, torch.bfloat16)),
     Launch(partial(launch, adds_in_any_order)),
+    Launch(partial(launch, multiplies_and_adds)),
+    Launch(partial(launch, multiplies_and_adds, enable_fp_fusion=True)),
 ]
 REFUSED = [Launch(partial(launch, names_any))]

@@ -143,6 +143,15 @@ QUICK = [
 ]
 
 
+# Vectors that begin and end anywhere.
+ANYWHERE = [
+    *(Launch(partial(update, name, FULL, FLAG_AND_SCALE, aligned=False), False) for name in (*KERNELS, "adam8")),
+    Launch(partial(squares, BF16, aligned=False), False),
+    Launch(partial(signs, FP32, add=True, aligned=False), False),
+    Launch(partial(messages, 8, BF16, feedback=True, aligned=False), False),
+    Launch(partial(messages, 4, BF16, feedback=False, aligned=False), False),
+]
+
 # What a bf16 run with AdamW and clipping has to wait for at its first step.
 FIRST_STEP = [Launch(partial(squares, BF16)), Launch(partial(update, "adamw", FULL, FLAG_AND_SCALE))]
 

@@ -28,7 +28,7 @@ from tests.kernels.cases import MIXTURES, Form, Types, randn
 from tests.support.requirements import missing
 
 HAS_GPU = torch.cuda.is_available()
-TRITON = Form(device="cuda") if HAS_GPU else Form(interpreted=True)
+TRITON = Form(device="cuda") if HAS_GPU else Form(interpreted=True, truncates=True)
 FORMS = [
     pytest.param(Form(), id="torch"),
     pytest.param(TRITON, id="triton", marks=pytest.mark.skipif(bool(missing(modules=("triton",))), reason="no Triton")),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import hf_zero.kernels.gpu
-from tests.support.budgets import ELEMENTWISE, EXCESS, budget_of, over, short
+from tests.support.budgets import ELEMENTWISE, EXCESS, FIGURES_OF, budget_of, over, short
 from tests.support.compilation import BINARY, Compiled, compile_apart
 from tests.support.requirements import requires
 
@@ -18,7 +19,8 @@ pytestmark = requires(modules=("triton",))
 TARGETS = [("cuda", 90), ("cuda", 80), ("cuda", 100), ("hip", "gfx942")]
 
 
-UPDATES = {f"{name}._{name}" for name in ("adam", "adagrad", "lion", "sgd", "frozen_adam", "adam8")}
+# Whose fused instructions come of nothing else: a division has some of its own.
+WITH_PRODUCTS = {"lion._lion", "sgd._sgd", "norm._squares"}
 
 
 def _is_jitted(node: ast.stmt) -> bool:
@@ -45,9 +47,11 @@ def examine(compiled: list[Compiled], backend: str) -> None:
     for entry in compiled:
         assert entry.stages.get(BINARY[backend], 0) > 0, f"{entry.kernel} ended before machine code: {entry.stages}"
         assert entry.wrong == [], f"{entry.kernel}, {entry.signature}"
-        assert list(over(entry, budget_of(entry, backend))) == [], f"{entry.kernel}, {entry.signature}"
+        if version("triton").startswith(FIGURES_OF):
+            assert list(over(entry, budget_of(entry, backend))) == [], f"{entry.kernel}, {entry.signature}"
         # Said by us, where Triton's default would be the opposite (tests/support/compilation.py).
-        assert entry.fused > 0 or short(entry.kernel) not in UPDATES, f"{entry.kernel}: products are not fused"
+        assert entry.may_fuse, entry.kernel
+        assert entry.fused > 0 or short(entry.kernel) not in WITH_PRODUCTS, f"{entry.kernel}: products are not fused"
     for kernel in {entry.kernel for entry in compiled if entry.said_bytes is not None}:
         entries = [entry for entry in compiled if entry.kernel == kernel]
         # No argument moves twice (that would be in `wrong`), so the case that the docstring counts stands for all.
@@ -94,7 +98,7 @@ def test_numbers_make_no_specialisation(quick: list[Compiled]) -> None:
 def test_faults_are_found(tmp_path: Path) -> None:
     """What is checked of every kernel fails where a kernel has the fault."""
     found = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
-    twice, unsaid, twos, spills, shared, unordered = found
+    twice, unsaid, twos, spills, shared, unordered, apart, together = found
     assert twice.wrong[:2] == ["source is loaded 2 times", "target is stored 2 times"]
     assert unsaid.wrong == ["target is loaded, which its docstring does not say"]
     assert len(twos.wrong) == 1 and twos.wrong[0].startswith("32 of 64 bytes of a thread move in pieces of 16")
@@ -102,6 +106,7 @@ def test_faults_are_found(tmp_path: Path) -> None:
     excess = [[word.partition(":")[0] for word in over(entry, ELEMENTWISE["cuda"])] for entry in (shared, unordered)]
     assert excess[0][-2:] == ["shared_bytes", "barriers"] and excess[1][-1] == "atomics"
     assert any(word.startswith("spilled_bytes") for word in over(spills, ELEMENTWISE["cuda"]))
+    assert (apart.may_fuse, apart.fused, together.may_fuse) == (False, 0, True) and together.fused > 0
     assert list(over(replace(unsaid, registers=33), ELEMENTWISE["cuda"])) == ["registers: 33, at most 32"]
 
 

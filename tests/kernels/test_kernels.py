@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf, nan
+
 import pytest
 import torch
 
 from hf_zero.kernels import vectors as vectors_module
 from hf_zero.kernels.accumulate import add_into, sum_parts, sum_parts_reference
+from hf_zero.kernels.lion import LionRule, lion, lion_reference
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import new_messages, read_messages, write_messages
 from hf_zero.kernels.signs import pack_signs
-from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, chunks
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Vectors, chunks
 from tests.kernels import cases
 from tests.kernels.cases import DTYPES, MIXTURES, NARROW, UPDATES, Form, Types, randn
 
@@ -97,6 +101,16 @@ def test_skip_flag_that_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", UPDATES)
 def test_stochastic_rounding(name: str) -> None:
     cases.check_stochastic_rounding(name, CPU)
+
+
+@pytest.mark.parametrize("numel", [4, CPU_CHUNK_NUMEL + 4])
+@pytest.mark.parametrize("run", [lion, lion_reference])
+def test_lion_keeps_what_is_no_number(run: Callable[..., None], numel: int) -> None:
+    """PyTorch's sign of NaN is 0, the Triton kernel's is NaN. On a CPU a gradient with NaN left the weight as it was,
+    and its momentum was NaN from then on: that weight never learned anything again, and nothing said so."""
+    weight, gradient = torch.ones(numel), torch.tensor([nan, inf, -1.0, 0.0]).repeat(numel // 4)
+    run(Vectors(weight, gradient, (torch.zeros(numel),)), LionRule(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.0))
+    torch.testing.assert_close(weight[-4:], torch.tensor([nan, 0.5, 1.5, 1.0]), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -44,6 +44,7 @@ class Compiled:
         num_bytes: per element; None where the docstring does not speak of elements.
         said_bytes: the same as the docstring has it, for the case that it names.
         seconds: of CPU time from the launch to machine code, assembler included.
+        may_fuse: whether the compiler was told to add products without rounding them first.
         constants: values of the signature's "constexpr", less those that say that an argument is absent.
         occupancy: share of a processor's warps that can be there at once.
         pieces: "load 16" -> instructions of a thread that move so many bytes.
@@ -67,6 +68,7 @@ class Compiled:
     barriers: int
     atomics: int
     fused: int
+    may_fuse: bool
     pieces: dict[str, int]
     elements_per_thread: int
     instructions_per_element: float
@@ -183,6 +185,7 @@ def _examined(found: _Found, assembly: Assembly, arch: int | str, warp: int) -> 
         barriers=assembly.barriers,
         atomics=assembly.atomics,
         fused=assembly.fused,
+        may_fuse=result.metadata.enable_fp_fusion,
         pieces={f"{'store' if stores else 'load'} {size}": n for (stores, size), n in sorted(assembly.pieces.items())},
         elements_per_thread=each,
         instructions_per_element=assembly.instructions / max(1, each),

@@ -2,7 +2,7 @@
 
 Under the interpreter no compiler takes part. Here all of Triton's pipeline does, down to LLVM's optimised code, which
 is plain but for a few intrinsics of AMD. With those replaced, LLVM's just-in-time compiler (llvmlite) makes a function
-of it that is called for each thread in turn. So a kernel whose threads exchange values is refused (`Unreadable`).
+of it, in which threads take turns (tests/support/wavefronts.py). What is not known how to run is `Unreadable`.
 
 `python -m tests.support.executed MODULE NAME ...` calls functions of the module's `CASES`, in which every launch runs
 so, and prints {name: error or ""}; `run_apart` starts that, since Triton decides at its import whether it interprets.
@@ -20,24 +20,22 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.support.compilation import WARP, StandInDriver
+from tests.support.wavefronts import Threads, Unreadable, run_of, with_exchanges
 
 # Versions of Triton and llvmlite of which the text has been read and the code has run: there it must.
-READ = {("3.9", "0.50")}
+READ = {("3.9", "0.50"), ("3.6", "0.50")}
 TARGET = ("hip", "gfx942")
 
 
-class Unreadable(Exception):
-    """Code of which we do not know how to run it."""
-
-
 def run_apart(
-    module: str, names: list[str], cache: Path, timeout_s: float = 280, root: Path | None = None
+    module: str, names: list[str], cache: Path, timeout_s: float = 580, root: Path | None = None
 ) -> dict[str, str]:
     """What each of the module's cases ends with: "" or the error, in a process of its own.
 
@@ -58,8 +56,8 @@ def run_apart(
 # From AMD's code to a function of the CPU
 
 _KERNEL = re.compile(r"^define amdgpu_kernel void @(\w+)\((.*)\)[^()]*\{$", re.MULTILINE)
-_THREAD = "i32 %thread, i32 %program_x, i32 %program_y"
-_IDS = {"workitem.id.x": "thread", "workgroup.id.x": "program_x", "workgroup.id.y": "program_y"}
+_PROGRAM = "i32 %program_x, i32 %program_y"
+_IDS = {"workgroup.id.x": "program_x", "workgroup.id.y": "program_y"}
 # AMD's name -> what LLVM calls the same everywhere.
 _SAME = {"llvm.amdgcn.sqrt.f32": "llvm.sqrt.f32", "llvm.amdgcn.exp2.f32": "llvm.exp2.f32"}
 # Newer LLVMs spell NaN with its payload, llvmlite's wants its bits: the prefix, those of a quiet one, and the sign.
@@ -82,30 +80,6 @@ define bfloat @__truncsfbf2(float %value) {
   ret bfloat %result
 }
 """
-_RUN = """
-define void @run({parameters}, i32 %width, i32 %height, i32 %threads) {{
-entry:
-  br label %loop
-loop:
-  %x = phi i32 [ 0, %entry ], [ %next_x, %loop ]
-  %y = phi i32 [ 0, %entry ], [ %next_y, %loop ]
-  %t = phi i32 [ 0, %entry ], [ %next_t, %loop ]
-  call void @{name}({arguments}, i32 %t, i32 %x, i32 %y)
-  %t1 = add i32 %t, 1
-  %is_last_t = icmp eq i32 %t1, %threads
-  %next_t = select i1 %is_last_t, i32 0, i32 %t1
-  %step_x = zext i1 %is_last_t to i32
-  %x1 = add i32 %x, %step_x
-  %is_last_x = icmp eq i32 %x1, %width
-  %next_x = select i1 %is_last_x, i32 0, i32 %x1
-  %step_y = zext i1 %is_last_x to i32
-  %next_y = add i32 %y, %step_y
-  %is_over = icmp eq i32 %next_y, %height
-  br i1 %is_over, label %end, label %loop
-end:
-  ret void
-}}
-"""
 
 
 def for_cpu(text: str) -> tuple[str, list[str]]:
@@ -117,30 +91,29 @@ def for_cpu(text: str) -> tuple[str, list[str]]:
     text = re.sub(
         r"^(?:target |declare .*@llvm\.amdgcn\.|![\w.]+ = |source_filename).*\n", "", text, flags=re.MULTILINE
     )
-    text = re.sub(r"(?:, )?!(?:dbg|amdgpu\.\w+|noalias|alias\.scope) !\d+", "", text)
+    text = re.sub(r"(?:, )?!(?:dbg|mmra|llvm\.loop|amdgpu\.\w+|noalias|alias\.scope) !\d+", "", text)
     text = re.sub(r"^attributes #(\d+) = .*", r"attributes #\1 = { nounwind }", text, flags=re.MULTILINE)
     text = re.sub(r"captures\(\w+\) |inreg ", "", text).replace(" addrspace(1)", "")
     parameters = ", ".join(f"{kind} %{place}" for place, kind in enumerate(types))
-    text = _KERNEL.sub(f"define internal void @{kernel[1]}({parameters}, {_THREAD}) {{", text)
+    text = _KERNEL.sub(f"define internal void @{kernel[1]}({parameters}, {_PROGRAM}) {{", text)
     for intrinsic, value in _IDS.items():
         call = rf"(?:tail )?call [^@]*@llvm\.amdgcn\.{re.escape(intrinsic)}\(\)(?: #\d+)?"
         text = re.sub(call, f"add i32 %{value}, 0", text)
-    # Of a wavefront's first thread: only the thread's own number is ever asked for.
-    first = r"(%\w+) = add i32 %thread, 0\n(?s:(.*?))tail call i32 @llvm\.amdgcn\.readfirstlane\.i32\(i32 \1\)"
-    text = re.sub(first, rf"\1 = add i32 %thread, 0\n\2and i32 %thread, {-WARP['hip']}", text)
     text = _NAN.sub(lambda found: f"{found[1]} {_nan(found[1], found[2] == '-', int(found[3] or '0', 16))}", text)
+    text = _FP32_BITS.sub(lambda found: _fp32(struct.unpack("!f", bytes.fromhex(found[1]))[0]), text)
     text = _FP32_LINE.sub(lambda line: _DECIMAL.sub(lambda found: _fp32(float(found[0])), line[0]), text)
     for theirs, ours in _SAME.items():
         if theirs in text:
             text = text.replace(theirs, ours) + f"\ndeclare float @{ours}(float)\n"
+    text = with_exchanges(text)
     foreign = sorted(set(re.findall(r"@(llvm\.amdgcn\.[\w.]+)|(addrspace\(\d\))", text)))
     if foreign:
         raise Unreadable(f"{kernel[1]} needs {foreign}")
-    arguments = ", ".join(f"{kind} %a{place}" for place, kind in enumerate(types))
-    return text + _TO_BF16 + _RUN.format(parameters=arguments, arguments=arguments, name=kernel[1]), types
+    return text + _TO_BF16 + run_of(kernel[1], types), types
 
 
-# Newer LLVMs also take the shortest decimal of an fp32, llvmlite's only one that is exact in binary.
+# Newer LLVMs also take an fp32's bits and its shortest decimal, llvmlite's only a decimal that is exact in binary.
+_FP32_BITS = re.compile(r"\bf0x([0-9A-F]{8})\b")
 _FP32_LINE = re.compile(r"^(?!.*\b(?:double|half|bfloat)\b).*\bfloat\b.*$", re.MULTILINE)
 _DECIMAL = re.compile(r"-?\b\d+\.\d+e[+-]\d+\b")
 
@@ -158,59 +131,76 @@ def _nan(kind: str, is_negative: bool, payload: int) -> str:
 
 
 _C_TYPES = {"ptr": ctypes.c_void_p, "float": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
-Engine = Any
 
 
-def compiled_for_cpu(text: str) -> tuple[Engine, Callable[..., None], list[str]]:
-    """(what has to be kept alive, the function over a whole grid, types of the kernel's parameters)."""
-    import llvmlite.binding as llvm
+class Program:
+    """A kernel's code for this CPU.
 
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    llvm.load_library_permanently("libm.so.6")
-    code, types = for_cpu(text)
-    try:
-        module = llvm.parse_assembly(code)
-        module.verify()
-    except RuntimeError as error:
-        raise Unreadable(f"llvmlite: {error}") from error
-    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, features="+avx2,+f16c")
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    numbers = [_C_TYPES[kind] for kind in types] + [ctypes.c_int32] * 3
-    return engine, ctypes.CFUNCTYPE(None, *numbers)(engine.get_function_address("run")), types
+    Attributes:
+        types: of the kernel's parameters in LLVM's terms.
+    """
+
+    def __init__(self, text: str) -> None:
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        llvm.load_library_permanently("libm.so.6")
+        code, self.types = for_cpu(text)
+        try:
+            module = llvm.parse_assembly(code)
+            module.verify()
+        except RuntimeError as error:
+            raise Unreadable(f"llvmlite: {error}") from error
+        machine = llvm.Target.from_default_triple().create_target_machine(opt=2, features="+avx2,+f16c")
+        self._engine = llvm.create_mcjit_compiler(module, machine)
+        self._engine.finalize_object()
+        numbers = [_C_TYPES[kind] for kind in self.types] + [ctypes.c_int32] * 3 + [ctypes.c_void_p]
+        self._run = ctypes.CFUNCTYPE(None, *numbers)(self._engine.get_function_address("run"))
+
+    def run(self, values: Sequence[Any], grid: Sequence[int], num_threads: int, threads: Threads) -> None:
+        """All programs of a grid."""
+        threads.begin(num_threads, self._engine.get_function_address("thread_of_all"))
+        values = [*values, *[None] * (len(self.types) - len(values))]  # scratch memory, of which none is asked for
+        self._run(*values, *(*grid, 1)[:2], num_threads, threads.contexts)
 
 
 @contextmanager
 def launches_run() -> Iterator[None]:
     """Inside, launching a kernel on CPU tensors compiles it for gfx942, and runs what it was compiled to."""
+    from triton.backends.amd.compiler import HIPBackend
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
+    def named(source: str, metadata: dict[str, Any], options: Any) -> str:
+        """In place of the assembler, half of a compilation: what Triton asks for behind it is the name."""
+        kernel = _KERNEL.search(source)
+        metadata["name"] = kernel[1] if kernel else ""
+        return ""
+
     compile_only = JITFunction.run
-    functions: dict[str, tuple[Engine, Callable[..., None], list[str]]] = {}
+    programs: dict[str, Program] = {}
+    threads = Threads()
 
     def compile_and_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
         result = compile_only(kernel, *args, grid=grid, warmup=True, **keywords)
-        if result.hash not in functions:
-            functions[result.hash] = compiled_for_cpu(result.asm["llir"])
-        _, function, types = functions[result.hash]
+        if result.hash not in programs:
+            programs[result.hash] = Program(result.asm["llir"])
         options = {name: value for name, value in keywords.items() if name in kernel.arg_names}
         given = inspect.signature(kernel.fn).bind(*args, **options).arguments
         values = [given[name] for name, kind in result.src.signature.items() if kind != "constexpr"]
         values = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
-        values += [None] * (len(types) - len(values))  # scratch memory, of which none is asked for
-        width, height = (*grid, 1)[:2]
-        function(*values, width, height, result.metadata.num_warps * WARP["hip"])
+        programs[result.hash].run(values, grid, result.metadata.num_warps * WARP["hip"], threads)
         return result
 
     driver.set_active(StandInDriver(GPUTarget(*TARGET, WARP["hip"])))
-    JITFunction.run = compile_and_run
-    try:
+    with (
+        mock.patch.object(JITFunction, "run", compile_and_run),
+        mock.patch.object(HIPBackend, "make_amdgcn", staticmethod(named)),
+        mock.patch.object(HIPBackend, "make_hsaco", staticmethod(lambda *_: b"")),
+    ):
         yield
-    finally:
-        JITFunction.run = compile_only
 
 
 def _main(module: str, *names: str) -> None:
@@ -229,5 +219,4 @@ def _main(module: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that there is one `Unreadable`.
-    importlib.import_module("tests.support.executed")._main(*sys.argv[1:])
+    _main(*sys.argv[1:])
