@@ -3,8 +3,11 @@
     python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
     python -m bench.gpu_suite --quick               # smaller vectors; --json FILE keeps the figures
     python -m bench.gpu_suite --train               # and whole steps beside FSDP2, torchao, DeepSpeed (gpu_train.py)
-    python -m bench.gpu_suite --dry-run             # everything once, tiny, on the CPU
+    python -m bench.gpu_suite --dry-run             # everything once, tiny, on the CPU; --card H100 shows the table
     python -m bench.gpu_suite --offload             # and the largest model with offload to the host (gpu_offload.py)
+
+At the end stands every prediction of docs/performance.md that has been measured, beside the measurement. Those of
+kernels are lower bounds: a ratio below 1 is a mistake of ours, one far above 1 a kernel that is not what we think.
 
 Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install; `--offload` needs
 what hf_zero itself needs.
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import kernel_times
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.adam8 import BlockVectors, adam8
 from hf_zero.kernels.dynamic8 import packed_bytes
@@ -210,6 +214,28 @@ def run_timings(numel: int, repeats: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
+def compared(
+    card: kernel_times.Card | None, numel: int, rows: list[dict[str, Any]], trained: Any
+) -> list[dict[str, Any]]:
+    """Predicted and measured: milliseconds of kernels on a known card, of steps where they were trained."""
+    found = []
+    if card is not None:
+        run = kernel_times.kept()
+        found = [(row["name"], 1e3 * numel * kernel_times.timed(run, card, row["name"]), row["ms"]) for row in rows]
+    for row in trained or []:
+        if row.get("predicted_s_per_step"):
+            name = f"a step of {row['case']}, {row['size']}"
+            found.append((name, 1e3 * row["predicted_s_per_step"], 1e3 * row["s_per_step"]))
+    return [{"name": name, "predicted_ms": p, "measured_ms": m, "ratio": m / p} for name, p, m in found]
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    sys.stdout.write(f"\n{'':58} {'predicted':>10} {'measured':>9} {'ratio':>6}\n")
+    for row in table:
+        numbers = f"{row['predicted_ms']:10.3f} {row['measured_ms']:9.3f} {row['ratio']:6.2f}"
+        sys.stdout.write(f"{row['name']:58} {numbers}\n")
+
+
 def waits_for_the_device(device: str) -> list[str]:
     """Calls in one fused step that make the host wait; there should be none."""
     vectors = Vectors(*(torch.randn(1 << 16, device=device) for _ in range(2)), tuple(
@@ -244,6 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--train", action="store_true", help="train 0.5B to 7B beside FSDP2, torchao and DeepSpeed, too"
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--card", help="compare with predictions for this one; else it is told by the device's name")
     parser.add_argument("--dry-run", action="store_true", help="everything once, tiny and on the CPU: does it run?")
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
@@ -270,12 +297,14 @@ def main(arguments: list[str] | None = None) -> None:
         from bench import gpu_train
 
         torch.cuda.empty_cache()
-        sizes, compared = (["tiny"], ["hf_zero 2"]) if options.dry_run else (
+        sizes, engines = (["tiny"], ["hf_zero 2"]) if options.dry_run else (
             ["0.5b", "1.5b", "7b"], [*gpu_train.OURS, *gpu_train.OTHERS]
         )  # fmt: skip
-        trained = gpu_train.run(sizes, compared, steps=8, budget_s=400)
+        trained = gpu_train.run(sizes, engines, steps=8, budget_s=400)
+    table = compared(kernel_times.card_of(options.card or name), numel, rows, trained)
+    show(table)
     if options.json:
-        answer = {"device": name, "torch": torch.__version__, "failed": failed, "rows": rows}
+        answer = {"device": name, "torch": torch.__version__, "failed": failed, "rows": rows, "compared": table}
         options.json.write_text(
             json.dumps({**answer, "waits": waits, "offload": offload, "trained": trained}, indent=1)
         )

@@ -5,7 +5,8 @@
     python -m bench.gpu_train --case "hf_zero 3 offload" --size 7b
 
 bf16, AdamW, clipping to 1, recomputation. Of each: tokens per second, peak device memory and what the model states take
-by prediction (`hf_zero.planning.event_model.device_bytes`). What is not installed, or does not fit, is said to be so.
+by prediction (`hf_zero.planning.event_model`), and on a GPU that it knows the time of ours, too. What is not installed,
+or does not fit, is said to be so.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torch import Tensor
 from bench.gpu_offload import VOCABULARY, Llama
 from bench.roofline import MACHINES
 from bench.surroundings import ROOT
-from hf_zero.planning.event_model import Setup, Shape, device_bytes
+from hf_zero.planning.event_model import Machine, Setup, Shape, device_bytes, simulate
+from hf_zero.planning.gpus import known_gpu
 
 # name -> hidden, heads, layers, sequences, length
 SIZES = {
@@ -138,8 +140,20 @@ def measure(case: str, size: str, steps: int) -> dict[str, Any]:
     if device.type != "cpu":
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     if setup is not None:
-        found["predicted_states_gb"] = device_bytes(replace(MACHINES[0]), Shape(size, numel, layers), setup) / 1e9
+        found["predicted_states_gb"] = device_bytes(MACHINES[0], Shape(size, numel, layers), setup) / 1e9
+    if case in OURS and device.type != "cpu":
+        setup = replace(OURS[case], tokens=batch * length)
+        found["predicted_s_per_step"] = predicted(torch.cuda.get_device_name(), Shape(size, numel, layers), setup)
     return found
+
+
+def predicted(device: str, shape: Shape, setup: Setup) -> float | None:
+    """Seconds of a step by the event model; None on a GPU that it does not know."""
+    gpu = known_gpu(device)
+    if gpu is None:
+        return None
+    machine = Machine(device, 1, gpu.flops, gpu.memory, 1e15, gpu.host_link, gpu.host_memory, gpu.capacity)
+    return simulate(machine, shape, setup).seconds
 
 
 def missing(case: str) -> str | None:

@@ -2,6 +2,7 @@
 
     python -m bench.kernel_report --name kernels          # sm_80, sm_90, sm_100, gfx942; CPU minutes
     python -m bench.kernel_report --target cuda:90        # one of them
+    python -m bench.kernel_report --earlier FILE.json     # and what has become of the figures of an earlier result
 
 Nothing here is a time. "over" says which figures are above the budget of an element-wise kernel
 (tests/support/budgets.py), where the reasons are, too.
@@ -10,6 +11,7 @@ Nothing here is a time. "over" says which figures are above the budget of an ele
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from typing import Any
 from bench.surroundings import keep, machine, public
 from tests.support.budgets import ELEMENTWISE, EXCESS, over, short
 from tests.support.compilation import Compiled, compile_apart
+from tests.support.passes import adamw_traffic
+from tests.support.step_passes import measure as step_passes
 
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 _DTYPES = {"*fp32": "fp32", "*bf16": "bf16", "*fp16": "fp16", "*fp64": "fp64", "*u8": "u8"}
@@ -61,13 +65,37 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"| {' | '.join(_COLUMNS)} |"
     yield "|" + " --- |" * len(_COLUMNS)
     for one in rows:
-        pieces = ", ".join(f"{count} x {piece} B" for piece, count in one["pieces"].items())
         counted = "" if one["num_bytes"] is None else f"{one['num_bytes']:g}"
         yield (
             f"| {one['kernel']} | {one['variant']} | {one['registers']} | {one['occupancy']:.0%} | "
-            f"{one['shared_bytes']} | {one['barriers']} | {one['atomics']} | {pieces} | {counted} | "
+            f"{one['shared_bytes']} | {one['barriers']} | {one['atomics']} | {_pieces(one)} | {counted} | "
             f"{one['instructions_per_element']:.0f} |"
         )
+
+
+def comparison(found: dict[str, Any], earlier: dict[str, Any]) -> Iterator[str]:
+    """Registers, occupancy, shared memory, barriers and accesses, earlier -> now, where any of them has changed."""
+    yield "| target | kernel | variant | registers | occupancy | shared | barriers | loads and stores |"
+    yield "|" + " --- |" * 8
+    for target, rows in found.items():
+        before: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for one in earlier.get(target, []):
+            before.setdefault((one["kernel"], one["variant"]), []).append(one)
+        for now in rows:
+            same = before.get((now["kernel"], now["variant"]))
+            then = same.pop(0) if same else None  # of several with one name, in their order
+            if then is not None and _kept(then) != _kept(now):
+                cells = (f"{a} -> {b}" if a != b else a for a, b in zip(_kept(then), _kept(now), strict=True))
+                yield f"| {target} | {now['kernel']} | {now['variant']} | {' | '.join(cells)} |"
+
+
+def _kept(one: dict[str, Any]) -> list[str]:
+    numbers = [str(one["registers"]), f"{one['occupancy']:.0%}", str(one["shared_bytes"]), str(one["barriers"])]
+    return [*numbers, _pieces(one)]
+
+
+def _pieces(one: dict[str, Any]) -> str:
+    return ", ".join(f"{count} x {piece} B" for piece, count in one["pieces"].items())
 
 
 def markdown(run: dict[str, Any]) -> str:
@@ -91,15 +119,28 @@ def markdown(run: dict[str, Any]) -> str:
             f"{above} of {len(elementwise)} element-wise specialisations are over their budget.",
         ]
         lines += ["", *table(rows)]
+    if run["earlier"]:
+        date, found = run["earlier"]["date"], run["earlier"]["found"]
+        lines += ["", f"## What has changed since {run['earlier']['name']}, of {date}", ""]
+        lines += comparison(run["found"], found)
     lines += ["", "## Over the budget, and why", "", "| kernel | why |", "| --- | --- |"]
     lines += [f"| {name} | {excess.why} |" for name, excess in EXCESS.items()]
     return "\n".join(lines) + "\n"
+
+
+def earlier(path: Path) -> dict[str, Any]:
+    """What is compared of an earlier result."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    columns = ("kernel", "variant", "registers", "occupancy", "shared_bytes", "barriers", "pieces")
+    found = {target: [{name: one[name] for name in columns} for one in rows] for target, rows in run["found"].items()}
+    return {"name": path.stem, "date": run["date"], "found": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", default=TARGETS, choices=TARGETS)
     parser.add_argument("--all", action="store_true", help="every combination of dtypes and options")
+    parser.add_argument("--earlier", type=Path, help="an earlier result (.json) to compare with")
     parser.add_argument("--name", help="keep the result in bench/results under this name")
     options = parser.parse_args()
     run = {
@@ -107,6 +148,9 @@ def main() -> None:
         "command": " ".join(["python", "-m", "bench.kernel_report", *public(sys.argv[1:])]),
         "machine": machine(),
         "versions": {name: version(name) for name in ("torch", "triton")},
+        "traffic": adamw_traffic(),
+        "passes": step_passes(),
+        "earlier": earlier(options.earlier) if options.earlier else None,
         "found": {target: measure(target, "ALL" if options.all else "QUICK") for target in options.target},
     }
     sys.stdout.write(markdown(run))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import product
 from statistics import geometric_mean
 
+from bench import kernel_times
 from bench.surroundings import ROOT
 from hf_zero.planning.event_model import LANES, Machine, Setup, Shape, Step, device_bytes, simulate
 
@@ -173,9 +174,8 @@ _EXPLAINED = """\
 and is undone if the step is clipped or skipped (SuperOffload's idea; without clipping nothing has to be undone). *8-bit
 states*: their bytes, if the update's arithmetic kept up with memory. *Four times the tokens* is no change of design but
 what a larger batch or more accumulation does to the same step.
-
-### What others have published
 """
+_PUBLISHED = "### What others have published\n"
 
 
 def section() -> str:
@@ -184,7 +184,8 @@ def section() -> str:
         lines += machine_table(machine)
     published = ["| what | figure | on | source |", "| --- | --- | --- | --- |"]
     published += [f"| {' | '.join(row)} |" for row in PUBLISHED]
-    return "\n".join([*lines, _AT_BOUNDS, *bound_table(), "", _NEXT, *change_table(), "", _EXPLAINED, *published, ""])
+    lines += [_AT_BOUNDS, *bound_table(), "", _NEXT, *change_table(), "", _EXPLAINED]
+    return "\n".join([*lines, *kernel_times.section(kernel_times.kept()), _PUBLISHED, *published, ""])
 
 
 def page(text: str) -> str:

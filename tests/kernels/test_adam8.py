@@ -9,10 +9,11 @@ import torch
 
 from hf_zero.kernels import vectors as vectors_module
 from hf_zero.kernels.adam import AdamRule
-from hf_zero.kernels.adam8 import adam8, adam8_reference
+from hf_zero.kernels.adam8 import BlockVectors, adam8, adam8_reference
 from hf_zero.kernels.dynamic8 import (
     BLOCK,
     blocks_of,
+    code_order,
     code_values,
     dequantize,
     dequantize_reference,
@@ -66,6 +67,24 @@ def test_quantize(numel: int, signed: bool) -> None:
     scales = blocks_of(packed).scales.abs().repeat_interleave(BLOCK)[:numel]
     assert bool(((back - values).abs() <= scales * step * 0.54).all())
     assert bool((back[scales == 0] == 0).all())
+
+
+@pytest.mark.skipif(bool(missing(modules=("triton",))), reason="no Triton")
+def test_every_limit_of_the_gpu_form() -> None:
+    """It computes codes from lines where others look them up: a hair below and above each limit they are the same."""
+    without_memory = AdamRule(lr=0.1, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0, decoupled=True)
+    for index, signed in enumerate((True, False)):
+        _, limits = code_order(signed)
+        near = torch.cat([limits * (1 + hair) for hair in (-3e-5, 3e-5)]).clamp(-1, 1)
+        blocks = [torch.cat([torch.ones(1), part]) for part in near.float().split(BLOCK - 1)]
+        values = torch.cat([*blocks, blocks[0] * 3.7e-5])
+        gradient = (values if signed else values.sqrt()).to(TRITON.device)
+        numel = values.numel()
+        states = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8, device=TRITON.device) for _ in range(2))
+        run(TRITON, BlockVectors(torch.zeros_like(gradient), gradient, states), without_memory, 1)
+        expected = torch.empty(packed_bytes(numel), dtype=torch.uint8)
+        quantize_reference(values, expected, signed=signed)
+        assert torch.equal(blocks_of(states[index].cpu()).codes, blocks_of(expected).codes)
 
 
 @SIGNS

@@ -64,9 +64,9 @@ MUTATIONS = [
     ("quantize", "(high << 4)", "(high << 3)", "quantize"),
     ("quantize", "start += part_stride", "start += 0", "quantize"),
     ("adam8", "tl.where(mask, beta1 * m + rest1 * g, m)", "beta1 * m + rest1 * g", "adam8"),
-    ("adam8", "tl.where(scale + least >= 0, scale, least)", "scale", "adam8"),
-    ("adam8", "tl.maximum(code - 1, 1), 0)", "tl.maximum(code - 1, 0), 0)", "adam8"),
-    ("adam8", "tl.ceil(place).to(tl.int32) - 1", "tl.ceil(place).to(tl.int32)", "adam8"),
+    ("adam8", "(bits >> 31)) ^ 1, axis=0)", "(bits >> 31)), axis=0)", "adam8"),
+    ("adam8", "tl.where(size > 0, 2.0, 0.0)", "0.0", "adam8"),
+    ("adam8", "u - 0.5, u * 1.25", "u, u * 1.25", "adam8"),
 ]
 
 

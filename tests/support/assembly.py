@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,8 @@ class Assembly:
         barriers, atomics, fused: instructions; `fused` are multiplications with an addition, rounded once.
         pieces: (is_store, bytes of one instruction) -> how many of them access device memory.
         instructions: all but padding, those of slow paths included.
+        pipes: instructions up to the kernel's end, without the subroutines that slow paths call, by what executes them:
+            "issue" all of them, "fp32", "alu" (integers, comparisons, selections), "special" (roots, reciprocals).
     """
 
     registers: int = 0
@@ -31,34 +35,79 @@ class Assembly:
     fused: int = 0
     instructions: int = 0
     pieces: dict[tuple[bool, int], int] = field(default_factory=dict)
+    pipes: dict[str, int] = field(default_factory=dict)
 
 
-def assembly_of(compiled: Any) -> Assembly:
-    """`compiled`: what Triton returns for a launch."""
-    if "cubin" in compiled.asm:
-        return _of_cubin(compiled.asm["cubin"], compiled.metadata.name, compiled.metadata.shared)
-    return of_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+def assemblies_of(compiled: Sequence[Any], arch: int | str) -> list[Assembly]:
+    """`compiled`: what Triton returns for launches, all for one target."""
+    if isinstance(arch, int):
+        return _of_cubins([(each.asm["cubin"], each.metadata.name, each.metadata.shared) for each in compiled], arch)
+    return [of_amd(each.asm["amdgcn"], each.metadata.shared) for each in compiled]
 
 
 # NVIDIA
 
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z]\w*)((?:\.\w+)*)", re.MULTILINE)
+_ADDRESS = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
+_FP32 = {"FFMA": 1, "FMUL": 1, "FADD": 1, "FFMA2": 2, "FMUL2": 2, "FADD2": 2}
+_ALU = (
+    "FMNMX FMNMX3 FSEL FSET FSETP I2FP IADD IADD3 IADDM IMNMX ISETP LEA LOP LOP3 PLOP3 PRMT SEL SHF SHL SHR VIADD "
+    "VIADDMNMX VIMNMX VIMNMX3"
+).split()
 _NARROW = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
-def _of_cubin(cubin: bytes, name: str, shared: int) -> Assembly:
-    """By the programs that Triton brings along."""
+def _of_cubins(cubins: Sequence[tuple[bytes, str, int]], arch: int) -> list[Assembly]:
+    """Of (cubin, kernel, shared bytes), by the programs that Triton brings along.
+
+    The disassembler takes half a second to start, so it gets the instructions of all in one file.
+    """
+    from triton import knobs
+
+    codes = [_instructions(cubin, name) for cubin, name, _ in cubins]
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
+        file.flush()
+        target = f"SM{arch}a" if arch >= 90 else f"SM{arch}"
+        command = [knobs.nvidia.nvdisasm.path, "--binary", target, "--no-dataflow", "--no-vliw", file.name]
+        lines = iter(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+    found, end = [], 0
+    line = next(lines, None)
+    for code, (cubin, name, shared) in zip(codes, cubins, strict=True):
+        end += len(code)
+        mine = []
+        while line is not None and ((at := _ADDRESS.match(line)) is None or int(at[1], 16) < end):
+            mine.append(line)
+            line = next(lines, None)
+        found.append(of_sass("\n".join(mine), *_resources(cubin, name), shared))
+    return found
+
+
+def _instructions(cubin: bytes, name: str) -> bytes:
+    """What is in the kernel's section of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
+    for header in headers:
+        start = headers[names][4] + header[0]
+        if cubin[start : cubin.index(b"\0", start)] == f".text.{name}".encode():
+            return cubin[header[4] : header[4] + header[5]]
+    raise AssertionError(f"no instructions of {name}")
+
+
+def _resources(cubin: bytes, name: str) -> tuple[int, int]:
+    """(registers, spilled bytes) of a thread."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(rf"Function {re.escape(name)}:\s*REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
     assert found is not None, f"cuobjdump says nothing of {name}: {text[:2000]}"
     registers, stack, local = map(int, found.groups())
-    return of_sass(text, registers, stack + local, shared)
+    return registers, stack + local
 
 
 def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) -> Assembly:
@@ -79,7 +128,18 @@ def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) ->
         fused=sum(kinds[name] for name in ("FFMA", "FFMA2", "HFMA2", "DFMA")),
         instructions=sum(kinds.values()) - kinds["NOP"],
         pieces=dict(pieces),
+        pipes=_cuda_pipes(text),
     )
+
+
+def _cuda_pipes(text: str) -> dict[str, int]:
+    kinds = Counter(operation for operation, _ in _SASS.findall(text[: text.rfind("EXIT")] + "EXIT ;"))
+    return {
+        "issue": sum(kinds.values()) - kinds["NOP"],
+        "fp32": sum(times * kinds[name] for name, times in _FP32.items()),
+        "alu": sum(kinds[name] for name in _ALU),
+        "special": kinds["MUFU"],
+    }
 
 
 # AMD
@@ -87,6 +147,8 @@ def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) ->
 _AMD = re.compile(r"^\t((?:v|s|ds|global|buffer|flat|scratch)_\w+)", re.MULTILINE)
 _AMD_MEMORY = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
 _AMD_FUSED = re.compile(r"v_(?:pk_)?(?:fma|fmac|fmaak|fmamk)_")
+# A vector unit takes a wavefront's instruction in four cycles, and one of these in sixteen.
+_AMD_SPECIAL = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_f(?:16|32)")
 _AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
 
 
@@ -113,6 +175,10 @@ def of_amd(text: str, shared: int = 0) -> Assembly:
         fused=sum(count for name, count in kinds.items() if _AMD_FUSED.match(name)),
         instructions=sum(kinds.values()) - kinds["s_nop"] - kinds["s_code_end"],
         pieces=dict(pieces),
+        pipes={
+            "alu": sum(count for name, count in kinds.items() if name.startswith("v_")),
+            "special": sum(count for name, count in kinds.items() if _AMD_SPECIAL.match(name)),
+        },
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.assembly import occupancy
+from tests.support.assembly import Assembly, assemblies_of, occupancy
 from tests.support.machine_code import bytes_per_element, complaints, read_machine, words_of
 
 # What each kind of target ends in: machine code, by the assembler that Triton brings along.
@@ -49,6 +49,7 @@ class Compiled:
         occupancy: share of a processor's warps that can be there at once.
         pieces: "load 16" -> instructions of a thread that move so many bytes.
         elements_per_thread, instructions_per_element: of the longest vector; slow paths count like all others.
+        pipes_per_element: what executes how many of them, without slow paths (`Assembly.pipes`).
     """
 
     kernel: str
@@ -71,6 +72,7 @@ class Compiled:
     pieces: dict[str, int]
     elements_per_thread: int
     instructions_per_element: float
+    pipes_per_element: dict[str, float]
 
 
 def compile_apart(
@@ -134,26 +136,37 @@ def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) 
     """Every specialisation that the launches would have started; needs a process without interpreter."""
     from triton.backends.compiler import GPUTarget
 
-    compiled: dict[str, Compiled] = {}
+    compiled: dict[str, _Found] = {}
     is_aligned = True
 
     def found(kernel: Any, result: Any, seconds: float) -> None:
-        if result.hash not in compiled:
-            compiled[result.hash] = _examined(kernel, result, arch, WARP[backend], seconds, is_aligned=is_aligned)
+        compiled.setdefault(result.hash, _Found(kernel, result, seconds, is_aligned))
 
     with _launches_compile(GPUTarget(backend, arch, WARP[backend]), found):
         for launch in launches:
             is_aligned = launch.is_aligned
             launch.call()
-    return list(compiled.values())
+    read = assemblies_of([each.result for each in compiled.values()], arch)
+    pairs = zip(compiled.values(), read, strict=True)
+    return [_examined(each, assembly, arch, WARP[backend]) for each, assembly in pairs]
 
 
-def _examined(kernel: Any, result: Any, arch: int | str, warp: int, seconds: float, *, is_aligned: bool) -> Compiled:
+class _Found(NamedTuple):
+    """A kernel and what it was compiled to."""
+
+    kernel: Any
+    result: Any
+    seconds: float
+    is_aligned: bool
+
+
+def _examined(found: _Found, assembly: Assembly, arch: int | str, warp: int) -> Compiled:
+    kernel, result, seconds, is_aligned = found
     signature = {name: str(kind) for name, kind in result.src.signature.items()}
     names = list(signature)
     constants = {names[place[0]]: value for place, value in result.src.constants.items() if value is not None}
-    machine = read_machine(result, warp)
-    words, assembly = words_of(kernel.fn.__doc__ or "", set(signature)), machine.assembly
+    machine = read_machine(result, assembly, warp)
+    words = words_of(kernel.fn.__doc__ or "", set(signature))
     each = machine.elements // machine.threads
     return Compiled(
         kernel=f"{kernel.fn.__module__}.{kernel.fn.__qualname__}",
@@ -176,6 +189,7 @@ def _examined(kernel: Any, result: Any, arch: int | str, warp: int, seconds: flo
         pieces={f"{'store' if stores else 'load'} {size}": n for (stores, size), n in sorted(assembly.pieces.items())},
         elements_per_thread=each,
         instructions_per_element=assembly.instructions / max(1, each),
+        pipes_per_element={pipe: count / max(1, each) for pipe, count in assembly.pipes.items()},
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.assembly import Assembly, assembly_of
+from tests.support.assembly import Assembly
 
 PIECE_BYTES = 16  # the most that one instruction of a thread moves on all targets
 PIECE_ELEMENTS = 4  # of a thread at least: 16 bytes of fp32, 8 of 16-bit numbers
@@ -47,11 +47,11 @@ class Machine:
         return max((access.elements for access in self.accesses), default=0)
 
 
-def read_machine(compiled: Any, warp: int) -> Machine:
+def read_machine(compiled: Any, assembly: Assembly, warp: int) -> Machine:
     """`compiled`: what Triton returns for a launch."""
     return Machine(
         accesses=list(accesses(compiled.asm["ttir"])),
-        assembly=assembly_of(compiled),
+        assembly=assembly,
         threads=compiled.metadata.num_warps * warp,
     )
 

@@ -9,86 +9,88 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_zero.kernels.dynamic8 import BLOCK, DECADES, TINY, blocks_of, num_blocks
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, split_scale, store_rounded, warp_size
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.adam import AdamRule
     from hf_zero.kernels.adam8 import BlockVectors
 
-# A code is a number in binary with a decade for an exponent: with c + 1/2 = M * 2 ** d, 1 <= M < 2, its value is
+# A code is a number in binary with a decade for an exponent: with u = c + 1/2 = M * 2 ** d, 1 <= M < 2, its value is
 #
-#     10 ** (d - 7) * (9 * M - 8)               signed codes; of unsigned ones c + 3/2 = M * 2 ** (d + 1)
+#     10 ** (d - 7) * (9 * M - 8)               signed codes; of unsigned ones u = c + 3/2 = M * 2 ** (d + 1)
 #
-# so neither way needs a table. A look-up for every element, and eight to search for a code, would outlast the memory.
+# Within a decade that is a line. The lines of higher decades are steeper, so the value is the largest of seven lines,
+# and the other way u is the least of seven: no table, no logarithm, no case. A look-up for every element, and eight to
+# search for a code, would outlast the memory.
 
 
 @triton.jit
-def _ten_to(exponent):  # type: ignore[no-untyped-def]
-    return tl.exp2(exponent * 3.321928094887362)
+def _value(u, UNITS: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a code, in [0, 1]; u: of `UNITS` (1 signed, 2 unsigned) and more for all but code 0."""
+    value = tl.zeros_like(u)
+    for decade in tl.static_range(DECADES):
+        tenth = 10.0 ** (decade - DECADES)
+        value = tl.maximum(value, u * (9.0 * tenth / (UNITS * 2.0**decade)) - 8.0 * tenth)
+    return tl.minimum(value, 1.0)
 
 
 @triton.jit
 def _load(codes, scales, places, row, SIGNED: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
     code = tl.load(codes + places).to(tl.int32)
     scale = tl.load(scales + row)
+    # 2 ** 23 + code, in bits.
+    number = (code | 0x4B000000).to(tl.float32, bitcast=True)
     if SIGNED:
-        is_negative = code > 128
-        size = tl.where(is_negative, 256 - code, code)
-        bits = (size.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
-        decade = (bits >> 23) - 127
-        value = tl.where(size == 128, 1.0, _value(bits, decade, DECADES))
-        value = tl.where(is_negative, -value, value)
-    else:
-        bits = (code.to(tl.float32) + 1.5).to(tl.int32, bitcast=True)
-        decade = (bits >> 23) - 128
-        value = tl.where(code == 255, 1.0, _value(bits, decade, DECADES))
-    return tl.where(code == 0, 0.0, value) * scale
-
-
-@triton.jit
-def _value(bits, decade, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return _ten_to((decade - DECADES).to(tl.float32)) * (9.0 * mantissa - 8.0)
+        u = number - (8388608.0 - 0.5)
+        return _value(tl.minimum(u, 257.0 - u), 1, DECADES) * tl.where(u > 129.0, -scale, scale)
+    return _value(number - (8388608.0 - 1.5), 2, DECADES) * scale
 
 
 @triton.jit
 def _nearest(ratio, SIGNED: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The code of a ratio in [-1, 1]."""
+    """The code of a ratio in [-1, 1], in the low byte of an integer."""
+    UNITS: tl.constexpr = 1 if SIGNED else 2
     size = tl.abs(ratio)
-    # A ratio of 0 stays in the lowest decade; a logarithm whose last bit is off finds the end of the neighbour.
-    decade = tl.floor(tl.log2(tl.maximum(size, 1e-30)) * 0.3010299956639812) + DECADES
-    decade = tl.minimum(tl.maximum(decade, 0.0), DECADES - 1.0)
-    steps = 1 << (decade.to(tl.int32) + (0 if SIGNED else 1))
-    # Steps from the decade's beginning; behind it, by a part of a step, is the limit to the last value below.
-    place = (size * _ten_to(DECADES - decade) - 1.0) * steps.to(tl.float32) * (1.0 / 9.0)
-    inside = tl.minimum(tl.ceil(place).to(tl.int32) - 1, steps - 1)
-    limit = tl.where(decade == 0, 7 / 36, 0.2)
-    code = steps + tl.where(place > limit, tl.maximum(inside, 0), -1)
-    # Of the topmost decade's last step the upper quarter is nearer to 1.
-    code += tl.where((decade == DECADES - 1) & (place > steps.to(tl.float32) - 0.25), 1, 0)
+    # Between the codes of a decade limits are at whole u. Limit and end of the lowest signed one are on this line, too:
+    # 0 ends in the middle between 0 and 5.5e-7.
+    u = size * (0.8 / 7.25e-7) + (2.0 - 0.8 / 0.725) if SIGNED else size * (2e7 / 9) + 16 / 9
+    for decade in tl.static_range(1, DECADES):
+        slope = UNITS * 2.0**decade * 10.0 ** (DECADES - decade) / 9
+        u = tl.minimum(u, size * slope + UNITS * 2.0**decade * 8 / 9)
+    # The last value of the decade below is nearer up to a fifth of a step, which this leaves at or below the whole
+    # number; from there to the first limit it climbs by a quarter faster. Half a unit less: nearest becomes next above.
+    begin = (u.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    u = tl.minimum(u - 0.5, u * 1.25 - (begin * 0.25 + 0.75))
+    # Of the topmost decade's last step the upper quarter is nearer to 1, which only a positive ratio has a code for.
+    END: tl.constexpr = UNITS * 2.0**DECADES
+    u = tl.maximum(u, ratio * (END * 5 / 3) + (END * 4 / 3 - 2 * END + 0.25))
+    # Adding 1.5 * 2 ** 23 leaves a whole number in the low bits, a negative one as its complement.
     if SIGNED:
-        code = tl.where((ratio < 0) & (code > 0), 256 - tl.minimum(code, 127), code)
+        sign = ratio.to(tl.int32, bitcast=True) & -2147483648
+        u = ((u.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True) + 12582912.0
     else:
-        code = tl.where(size > 0, tl.maximum(code - 1, 1), 0)
-    return code.to(tl.uint8)
+        u = tl.maximum(u, tl.where(size > 0, 2.0, 0.0)) + 12582911.0
+    return u.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
     value, codes, scales, places, row, tiny, SIGNED: tl.constexpr, DECADES: tl.constexpr
 ):
-    # A reduction may leave NaN out; one that is there makes the whole block NaN through its scale.
-    bad = tl.sum(tl.where(value - value == 0.0, 0, 1), axis=0)
-    scale = tl.max(value, axis=0)
+    # In bits a number is the larger the farther from 0 it is, and what is not finite is the largest of all. A sign goes
+    # last, where it decides between two that are equally far.
+    bits = value.to(tl.uint32, bitcast=True)
     if SIGNED:
-        least = tl.min(value, axis=0)
-        scale = tl.where(scale + least >= 0, scale, least)
-    scale = tl.where(bad == 0, scale, float("nan"))
+        largest = tl.max(((bits << 1) | (bits >> 31)) ^ 1, axis=0)
+        bits = (largest >> 1) | ((largest ^ 1) << 31)
+    else:
+        bits = tl.max(bits, axis=0)
+    scale = bits.to(tl.float32, bitcast=True)
+    scale = tl.where(scale - scale == 0.0, scale, float("nan"))
     usable = tl.abs(scale) >= tiny
-    factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.where(usable, scale, 1.0))
-    ratio = tl.where(usable, value * factor, 0.0)
-    tl.store(codes + places, _nearest(ratio, SIGNED, DECADES))
+    factor = tl.where(usable, tl.div_rn(tl.full((), 1.0, tl.float32), tl.where(usable, scale, 1.0)), 0.0)
+    tl.store(codes + places, _nearest(value * factor, SIGNED, DECADES).to(tl.uint8))
     tl.store(scales + row, scale)
 
 
@@ -97,7 +99,7 @@ def _adam8(  # type: ignore[no-untyped-def]
     weight, codes1, scales1, codes2, scales2, gradient, lp_param, scale_tensor, skip, seed,
     start, numel, first,
     scale, lr, beta1, rest1, beta2, rest2, inverse1, inverse2, eps, weight_decay, tiny,
-    DECOUPLED: tl.constexpr, DECADES: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECADES: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads weight, codes1, scales1, codes2, scales2, gradient;
     writes weight, codes1, scales1, codes2, scales2, lp_param: 16 bytes per element (fp32 masters, bf16 gradient and
@@ -109,9 +111,13 @@ def _adam8(  # type: ignore[no-untyped-def]
         if tl.load(skip) != 0:
             return
     row = first + tl.program_id(0).to(tl.int64)
-    places = row * BLOCK + tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    places = row * BLOCK + lane
     offsets = places - start
-    mask = (offsets >= 0) & (offsets < numel)
+    # In 32 bits: two comparisons of 64 for every element are four instructions.
+    first_lane = tl.maximum(start - row * BLOCK, 0).to(tl.int32)
+    end_lane = tl.minimum(start + numel - row * BLOCK, BLOCK).to(tl.int32)
+    mask = (lane >= first_lane) & (lane < end_lane)
     m = _load(codes1, scales1, places, row, True, DECADES)
     v = _load(codes2, scales2, places, row, False, DECADES)
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -127,9 +133,9 @@ def _adam8(  # type: ignore[no-untyped-def]
     p -= lr * update
     _store(m, codes1, scales1, places, row, tiny, True, DECADES)
     _store(v, codes2, scales2, places, row, tiny, False, DECADES)
-    store_rounded(weight, offsets, p, mask, seed)
+    store_rounded(weight, offsets, p, mask, seed, EACH)
     if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+        store_rounded(lp_param, offsets, p, mask, seed, EACH)
 
 
 def adam8_on_gpu(
@@ -141,11 +147,12 @@ def adam8_on_gpu(
     m, v = (blocks_of(state) for state in vectors.states)
     scale_tensor, factor = split_scale(scale)
     correction1, correction2 = rule.corrections(step)
+    each = BLOCK // warp_size(_adam8)
     launch: Any = _adam8[(num_blocks(vectors.start + numel) - first,)]
     launch(
         vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         vectors.start, numel, first,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay, TINY),
-        DECOUPLED=rule.decoupled, DECADES=DECADES, BLOCK=BLOCK, **options(_adam8, BLOCK, each=8),
+        DECOUPLED=rule.decoupled, DECADES=DECADES, EACH=each, BLOCK=BLOCK, **options(_adam8, BLOCK, each),
     )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Passes over memory around a step's collectives: ours are the fewest that they leave to do, FSDP2's are more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernel_times import kept
+from tests.support import step_passes
+from tests.support.passes import Passes, adamw_traffic
+from tests.support.requirements import requires
+
+pytestmark = [requires(modules=("triton",)), pytest.mark.lengthy]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_our_passes_are_the_fewest(stage: int, micro_batches: int) -> None:
+    """Mean, clipping and the cast to bf16 take none: the update reads what was reduced, and writes the weights."""
+    expected = step_passes.floor(stage, micro_batches)
+    found = step_passes.ours(stage, micro_batches)
+    assert found.keys() == expected.keys()
+    for phase, moved in expected.items():
+        assert found[phase] == pytest.approx(moved, abs=0.01), phase
+
+
+def test_sums_in_fp32_take_no_cast_of_their_own() -> None:
+    """Each later micro-batch was cast to fp32 in one pass over memory and added in another."""
+    own = 1 / step_passes.WORLD
+    found = step_passes.ours(2, 3, "fp32")["reduced gradients, cast or added up"]
+    # Twice, bf16 is added to fp32. (The first becomes fp32, which meta tensors, all at address 0, do not show.)
+    assert found == pytest.approx((2 * (2 + 4) * own, 2 * 4 * own), abs=0.01)
+    local = step_passes.ours(1, 3, "fp32")["gradients into a bucket"]
+    assert local == pytest.approx((2 + 2 * (2 + 4), 4 + 2 * 4), abs=0.01)
+
+
+def test_passes_of_fsdp2() -> None:
+    """It casts what is gathered and what is reduced, and clips, each in a pass of its own."""
+    floor, found = step_passes.floor(3), step_passes.fsdp2()
+    more = {phase: moved for phase, moved in found.items() if sum(moved) > sum(floor.get(phase, (0, 0))) + 0.02}
+    assert more == {
+        "weights, cast for the gather": (1.0, 0.5),
+        "reduced gradients, cast or added up": pytest.approx((0.25, 0.5), abs=0.01),
+        "norm": pytest.approx((0.5, 0.0), abs=0.01),
+        "clipping": pytest.approx((0.5, 0.5), abs=0.01),
+    }
+
+
+def test_the_page_has_what_is_counted_here() -> None:
+    """docs/performance.md is written from the kept result."""
+    now = {
+        name: {phase: list(moved) for phase, moved in table.items()} for name, table in step_passes.measure().items()
+    }
+    assert kept()["passes"] == now and kept()["traffic"] == adamw_traffic()
+
+
+def test_what_is_counted() -> None:
+    """Reads of what is only overwritten, views, and expanded elements would be easy to count by mistake."""
+    with Passes() as passes:
+        a, b = torch.zeros(8), torch.ones(1)
+        a.view(2, 4).t().copy_(b.expand(4, 2))
+        a.add_(a)
+        torch.add(a, b, out=a)
+        torch._foreach_mul_([a, b], 2.0)
+    moved = [(name, read, written) for name, read, written in passes.calls[""] if name not in ("zeros", "ones")]
+    assert [entry for entry in moved if entry[0] not in ("zero_", "fill_")] == [
+        ("copy_", 4, 32),
+        ("add_", 32, 32),
+        ("add", 36, 32),
+        ("_foreach_mul_", 36, 36),
+    ]
+
+
+def test_passes_of_pytorchs_adamw() -> None:
+    """Fused, all in one beside two casts; foreach, a pass or two for every operation of the formula."""
+    assert adamw_traffic() == {"fused": 40, "foreach": 92}
