@@ -209,8 +209,8 @@ def killed_in_update(rank: int, run: Run, folder: str) -> None:
     engine.save_checkpoint(folder)
     updater, update, updated = engine.optimizer.updater, engine.optimizer.updater.update_sub_group, []
 
-    def last_updates(sub_group: object, *arguments: object) -> None:
-        update(sub_group, *arguments)
+    def last_updates(sub_group: object, **arguments: object) -> None:
+        update(sub_group, **arguments)
         updated.append(sub_group)
         if rank == 1 and len(updated) == 2:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -130,12 +130,12 @@ def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
         events.append(f"fetch {updater.sub_groups.index(sub_group)}")
         fetch(sub_group)
 
-    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+    def updating(sub_group: SubGroup, **arguments: Any) -> None:
         events.append(f"update {updater.sub_groups.index(sub_group)}")
         if not done:
             drive.requests.trace = []
         done.append(all(completion.is_done for verb, _, completion in drive.requests.trace if verb == "write"))
-        update(sub_group, *arguments)
+        update(sub_group, **arguments)
 
     updater.stager._fetch, updater.update_sub_group = fetching, updating
     train(engine, run, rank, 1, steps=1)
@@ -170,9 +170,9 @@ def write_beside_the_next_update(rank: int, run: Run) -> bool:
     engine = engine_for(run, 1)
     updater, update = engine.optimizer.updater, engine.optimizer.updater.update_sub_group
 
-    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+    def updating(sub_group: SubGroup, **arguments: Any) -> None:
         begun.set() if sub_group is not updater.sub_groups[0] else None
-        update(sub_group, *arguments)
+        update(sub_group, **arguments)
         gate.set()
 
     updater.update_sub_group = updating
