@@ -18,7 +18,7 @@ WARNING, ERROR = 1.05, 1.15
 BUDGETS = {
     "": (1_300, "command lines, what the lowest layer knows"),
     "activations": (600, "inputs of checkpointed layers in host memory or in parts"),
-    "api": (3_000, "initialize, the engine, zero.Init, safe_get_*, DeepSpeed's names on both"),
+    "api": (3_150, "initialize, the engine, what a run says, zero.Init, safe_get_*, DeepSpeed's names on both"),
     "checkpoint": (5_350, "DeepSpeed's files both ways, streamed, at any shape; background saves"),
     "comm": (5_000, "NCCL, gloo, shared memory, the mesh, negotiation and plans, quantised wires"),
     "config": (5_350, "every key with meaning, verdict and rules; all problems at once with file and line"),
@@ -44,7 +44,7 @@ BUDGETS = {
 }
 MAX_FILES = 481  # of the whole package; only ever lowered
 # (files, changes of file, frames to the fused update) of a steady step; only ever lowered.
-PATHS = {"stage 2": (44, 207, 12), "stage 3 with a drive": (59, 345, 12)}
+PATHS = {"stage 2": (42, 203, 12), "stage 3 with a drive": (57, 341, 12)}
 
 
 def lines() -> Counter[str]:

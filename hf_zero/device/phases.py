@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
+from torch.autograd import _profiler_enabled
 
 from hf_zero.device.registry import runtime_of
 from hf_zero.spans import SPANS
@@ -28,11 +30,15 @@ class Phases:
 
     Attributes:
         observers: those who are told of each.
+        explain: adds to an error of the phase named what is known about it.
+        num_done: by name, phases that have ended well.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
         self.observers: list[Observer] = []
+        self.explain: Callable[[str, Exception], None] | None = None
+        self.num_done: Counter[str] = Counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,11 +46,15 @@ class Phases:
         for observer in self.observers:
             observer.phase_begins(name)
         try:
-            with self._runtime.range(f"hf_zero {name}"), SPANS.span(name):
+            is_shown = self._runtime.runs_ahead or _profiler_enabled()
+            with self._runtime.range(f"hf_zero {name}") if is_shown else nullcontext(), SPANS.span(name):
                 yield
         except Exception as error:
+            if self.explain is not None:
+                self.explain(name, error)
             for observer in self.observers:
                 observer.phase_fails(name, error)
             raise
+        self.num_done[name] += 1
         for observer in self.observers:
             observer.phase_ends(name)
