@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = target_for(view, Path(options.output), options.safetensors, options.max_shard_size)
         weights = weights_of(view, dtype=DTYPES[options.dtype], exclude_frozen=options.exclude_frozen)
         _announce(say, view, weights, options)
-        _write_with_progress(weights, target)
+        written = _write_with_progress(weights, target)
+        num_bytes = sum(path.stat().st_size for path in written)
+        files = f"{written[0]}" if len(written) == 1 else f"{len(written)} files in {options.output}"
+        say.print(f"Wrote {files} ({f'{num_bytes / 1e9:.2f} GB' if num_bytes >= 1e7 else f'{num_bytes:,} bytes'})")
     except (CheckpointError, ValueError, OSError, TypeError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"zero_to_fp32: {error}")
         return 1
@@ -72,7 +75,7 @@ def _announce(say: Console, view: CheckpointView, weights: Weights, options: arg
     say.print(f"Saving {options.dtype} state dict to {options.output} (total_numel={weights.num_parameters})")
 
 
-def _write_with_progress(weights: Weights, target: Target) -> None:
+def _write_with_progress(weights: Weights, target: Target) -> list[Path]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -84,7 +87,7 @@ def _write_with_progress(weights: Weights, target: Target) -> None:
         *columns, TimeRemainingColumn(), console=screen, transient=True, disable=not screen.is_terminal
     ) as progress:
         task = progress.add_task("writing", total=weights.num_bytes)
-        write_weights(weights, target, lambda num_bytes: progress.advance(task, num_bytes))
+        return list(write_weights(weights, target, lambda num_bytes: progress.advance(task, num_bytes)))
 
 
 if __name__ == "__main__":
