@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_zero.quantities import parse_all
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,7 +24,7 @@ _OUTPUT = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    options = parse_all(_parser(), sys.argv[1:] if arguments is None else arguments)
     from rich.console import Console  # not before the arguments have been read: torch takes seconds
 
     from hf_zero.checkpoint import CheckpointError, open_checkpoint

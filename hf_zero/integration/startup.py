@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from _thread import get_ident
 
 TYPE_CHECKING = False  # not typing's own: importing typing alone costs several times the whole budget of this file
 if TYPE_CHECKING:
@@ -65,13 +64,7 @@ class AliasFinder:
         if name == NAME:
             if self.answers():
                 return _alias_spec()
-            if _switch() is not None or get_ident() in self._looking:
-                return None
-            self._looking.add(get_ident())
-            try:
-                return self._spec_with(name, path, _say_who_answers)
-            finally:
-                self._looking.discard(get_ident())
+            return self._real_spec(path) if _switch() is None else None
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
             return _submodule_spec(name)
         if name in PATCHED and (self.answers() or (name in LAUNCHER and _switch() is not False)):
@@ -102,6 +95,19 @@ class AliasFinder:
             return is_ours(loaded)
         return self.forced or switch is True or not self._real_is_installed()
 
+    def _real_spec(self, path: Sequence[str] | None) -> ModuleSpec | None:
+        """That of a real DeepSpeed, whose import is then said; None to a finder that asks us while we ask it."""
+        from _thread import get_ident
+
+        thread = get_ident()
+        if thread in self._looking:
+            return None
+        self._looking.add(thread)
+        try:
+            return self._spec_with(NAME, path, _say_who_answers)
+        finally:
+            self._looking.discard(thread)
+
     def _spec_with(
         self, name: str, path: Sequence[str] | None, afterwards: Callable[[ModuleType], None]
     ) -> ModuleSpec | None:
@@ -131,6 +137,8 @@ class AliasFinder:
         return spec
 
     def _real_is_installed(self) -> bool:
+        from _thread import get_ident
+
         thread = get_ident()
         if thread in self._looking:
             return True  # a finder that passes questions on asks us while we ask it: our own answer says nothing
