@@ -96,7 +96,7 @@ def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
     command += ["--weight_decay", "0.1", "--adam_beta2", "0.95", "--max_grad_norm", "1.0"]
     command += ["--logging_steps", str(max(1, steps // 30)), "--logging_first_step"]
     command += ["--eval_strategy", "steps", "--eval_steps", str(max(1, steps // 6)), "--eval_on_start"]
-    return [*command, "--save_strategy", "no", "--report_to", "none", "--log_level", "warning"]
+    return [*command, "--save_strategy", "no", "--report_to", "none"]
 
 
 def quiet_environment(machine: Machine) -> dict[str, str]:

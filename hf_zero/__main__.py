@@ -6,6 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hf_zero.quantities import parse_all
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit status."""
@@ -43,13 +45,15 @@ def main(words: Sequence[str] | None = None) -> int:
         from hf_zero.report.command import run as run_report
 
         add_report_arguments(report)
-        return run_report(parser.parse_args(words))
+        return run_report(parse_all(report, words[1:]))
     if words[:1] == ["plan"]:
         from hf_zero.planning import collector_off
+        from hf_zero.planning.arguments import MEANT, check_at_once
         from hf_zero.planning.arguments import add_arguments as add_plan_arguments
 
         add_plan_arguments(plan)
-        arguments = parser.parse_args(words)
+        arguments = parse_all(plan, words[1:], MEANT)
+        check_at_once(plan, arguments)
         with collector_off():
             from hf_zero.planning.command import run as run_plan
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_zero.quantities import parse_all
+
 _WITHOUT_EFFECT = "accepted, and not needed here"
 
 
@@ -48,7 +50,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--keep_temp_folder", action="store_true", help=_WITHOUT_EFFECT)
     parser.add_argument("--no_strict", dest="strict", action="store_false", help=_WITHOUT_EFFECT)
     parser.add_argument("--inject_missing_state", action="store_true", help=_WITHOUT_EFFECT)
-    return parser.parse_args(arguments)
+    return parse_all(parser, sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

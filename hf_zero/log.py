@@ -16,11 +16,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", _rank(), message, extra={"chosen_rank": True})
 
 
-def announce(message: str) -> None:
-    """Log on rank 0 what everybody should see once: under Trainer, which hides INFO, as a warning."""
-    log_dist(message, level=logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING)
-
-
 def _rank() -> int:
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdecimal() else 0

@@ -1,8 +1,11 @@
-"""Numbers as people write them on command lines."""
+"""Numbers and flags as people write them on command lines."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import re
+from collections.abc import Iterable, Mapping, Sequence
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -22,3 +25,32 @@ def bytes_of(text: str) -> float | None:
     if found is None or (found[3] and not found[2]):
         return None
     return float(found[1]) * (1024.0 if found[3] else 1000.0) ** _POWERS[found[2].lower()]
+
+
+def nearest_flag(flag: str, known: Iterable[str], meant: Mapping[str, str]) -> str:
+    """The known flag that somebody meant who wrote this one; "" where none is like it.
+
+    Args:
+        meant: names that other programs have for the same.
+    """
+    shown = {each.replace("_", "-"): each for each in known}
+    name = flag.partition("=")[0].replace("_", "-")
+    if meant.get(name, "").replace("_", "-") in shown:
+        return shown[meant[name].replace("_", "-")]
+    begun = [each for each in shown if each.startswith(f"{name}-")]
+    close = begun[:1] or difflib.get_close_matches(name, shown, n=1, cutoff=0.75)
+    return shown[close[0]] if close else ""
+
+
+def parse_all(
+    parser: argparse.ArgumentParser, words: Sequence[str], meant: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """The arguments; a flag that `parser` does not have ends the program with one that it has."""
+    known, more = parser.parse_known_args(words)
+    if not more:
+        return known
+    if not more[0].startswith("-"):
+        parser.error(f"{more[0]!r} is neither a flag nor the value of one")
+    near = nearest_flag(more[0], parser._option_string_actions, meant or {})
+    hint = f"did you mean {near}?" if near else "--help lists what there is"
+    parser.error(f"there is no flag {more[0]}; {hint}")

@@ -1,16 +1,20 @@
-"""Intervals of work, reported to a watcher. Without one, a span costs the look at one attribute.
+"""Intervals of work: seconds of the host by kind, added up, and reported to a watcher where there is one.
 
     engine, reducer, prefetcher ...      with SPANS.span("reduce", "bucket 3"): ...
     hf_zero.profiling.recorder           is the watcher, where the config asks for times or a trace
     a profile of PyTorch's that runs     has a range "hf_zero gather model.layers.3 (backward)" for each that has a name
 
 Kinds: forward, backward, step, save (the engine's phases); reduce, gather (a rank's part in communication, whatever
-it is in). They nest; what a span takes without those inside it is its own.
+it is in). They nest; what a span takes without those inside it is its own. The sums are of the host's clock: on an
+accelerator, which works later, they are what the host spent on asking and waiting.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -33,10 +37,11 @@ class Watcher(Protocol):
 
 
 class _Span:
-    __slots__ = ("_watcher", "_kind", "_name", "_range")
+    __slots__ = ("_spans", "_watcher", "_kind", "_name", "_range", "_begin")
 
-    def __init__(self, watcher: Watcher | None, kind: str, name: str, profiled_as: str | None) -> None:
-        self._watcher = watcher
+    def __init__(self, spans: Spans, kind: str, name: str, profiled_as: str | None) -> None:
+        self._spans = spans
+        self._watcher = spans.watcher
         self._kind = kind
         self._name = name
         self._range = None if profiled_as is None else record_function(profiled_as)
@@ -46,30 +51,44 @@ class _Span:
             self._range.__enter__()
         if self._watcher is not None:
             self._watcher.begin(self._kind, self._name)
+        self._spans.open.inside.append(0.0)
+        self._begin = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        taken, inside = time.perf_counter() - self._begin, self._spans.open.inside
+        self._spans.seconds[self._kind] += taken - inside.pop()
+        if inside:
+            inside[-1] += taken
         if self._watcher is not None:
             self._watcher.end()
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
 
 
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
+class _Open(threading.local):
+    """Of each span of this thread that is open, the seconds of those that have ended inside it."""
+
+    def __init__(self) -> None:
+        self.inside: list[float] = []
 
 
 class Spans:
     """The one place that work is reported to, and where a watcher is set.
 
     Attributes:
-        watcher: None: spans are not watched.
+        watcher: None: only the sums are kept.
+        seconds: of the host, by kind, each without the spans inside it, since the process has begun.
+        open: spans of the thread that have not ended.
     """
 
-    __slots__ = ("watcher",)
+    __slots__ = ("watcher", "seconds", "open")
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.open = _Open()
 
     def span(self, kind: str, name: str = "", phase: str = "") -> AbstractContextManager[None]:
         """What runs inside is of this kind.
@@ -79,10 +98,8 @@ class Spans:
             phase: of the pass, for these profiles.
         """
         is_profiled = name != "" and _profiler_enabled()
-        if self.watcher is None and not is_profiled:
-            return _UNWATCHED
         shown = f"hf_zero {kind} {name} ({phase})" if phase else f"hf_zero {kind} {name}"
-        return _Span(self.watcher, kind, name, shown if is_profiled else None)
+        return _Span(self, kind, name, shown if is_profiled else None)
 
 
 SPANS = Spans()

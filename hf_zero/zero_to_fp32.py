@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_zero.quantities import parse_all
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,7 +24,7 @@ _OUTPUT = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    options = parse_all(_parser(), sys.argv[1:] if arguments is None else arguments)
     from rich.console import Console  # not before the arguments have been read: torch takes seconds
 
     from hf_zero.checkpoint import CheckpointError, open_checkpoint
@@ -38,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = target_for(view, Path(options.output), options.safetensors, options.max_shard_size)
         weights = weights_of(view, dtype=DTYPES[options.dtype], exclude_frozen=options.exclude_frozen)
         _announce(say, view, weights, options)
-        _write_with_progress(weights, target)
+        written = _write_with_progress(weights, target)
+        num_bytes = sum(path.stat().st_size for path in written)
+        files = f"{written[0]}" if len(written) == 1 else f"{len(written)} files in {options.output}"
+        say.print(f"Wrote {files} ({f'{num_bytes / 1e9:.2f} GB' if num_bytes >= 1e7 else f'{num_bytes:,} bytes'})")
     except (CheckpointError, ValueError, OSError, TypeError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"zero_to_fp32: {error}")
         return 1
@@ -72,7 +77,7 @@ def _announce(say: Console, view: CheckpointView, weights: Weights, options: arg
     say.print(f"Saving {options.dtype} state dict to {options.output} (total_numel={weights.num_parameters})")
 
 
-def _write_with_progress(weights: Weights, target: Target) -> None:
+def _write_with_progress(weights: Weights, target: Target) -> list[Path]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -84,7 +89,7 @@ def _write_with_progress(weights: Weights, target: Target) -> None:
         *columns, TimeRemainingColumn(), console=screen, transient=True, disable=not screen.is_terminal
     ) as progress:
         task = progress.add_task("writing", total=weights.num_bytes)
-        write_weights(weights, target, lambda num_bytes: progress.advance(task, num_bytes))
+        return list(write_weights(weights, target, lambda num_bytes: progress.advance(task, num_bytes)))
 
 
 if __name__ == "__main__":

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import hf_zero
-from hf_zero.log import logger
+from hf_zero.api.run_words import end
+from hf_zero.log import log_dist, logger
 from hf_zero.offload.memory_estimate import _amount
 
 
-def start(**config: Any) -> None:
-    hf_zero.initialize(
+def start(**config: Any) -> Any:
+    return hf_zero.initialize(
         model=torch.nn.Linear(4, 4),
         config={"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **config},
-    )
+    )[0]
+
+
+BLOCK = """\
+[Rank 0] DeepSpeed info: version=0.19.8+hf.zero, git-hash=hf_zero, git-branch=hf_zero, by hf_zero VERSION
+  ZeRO stage 2 by hf_zero, bf16, 1 rank, 1 x 4 x 1 = 4 samples per update
+  ranks: 1 on 1 host
+  device: cpu, collectives by gloo
+  model: Linear, 20 parameters, 20 trained
+  optimizer: FusedAdam
+  weights: whole on each rank, 40 bytes in host memory
+  gradients: whole on each rank, 0.13 kB in host memory
+  optimizer states: whole on each rank, 0.77 kB in host memory
+  expected peak of this rank: 0.94 kB in host memory; activations, Python and libraries come on top
+  remark: zero_optimization.contiguous_gradients: no effect, gradients always go to contiguous buckets"""
+END = (
+    "[Rank 0] 2 updates in N s, of these gathers N s, reductions N s, updates N s, saves N s; peak of this rank: N of "
+    "host memory"
+)
 
 
 @pytest.fixture
 def as_under_trainer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Trainer sets the level of DeepSpeed's logger to its own, which hides INFO."""
+    """A Trainer with log_level="warning" sets the level of DeepSpeed's logger to its own, which hides INFO."""
     monkeypatch.setattr(logger, "propagate", True)
     before = logger.level
     logger.setLevel(logging.WARNING)
@@ -30,12 +51,44 @@ def as_under_trainer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     logger.setLevel(before)
 
 
-def test_a_run_under_trainer_says_that_zero_is_on(as_under_trainer: pytest.LogCaptureFixture) -> None:
-    """A stage-3 run under Trainer printed nothing of ours: all was INFO, and Trainer hides INFO."""
-    start(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
-    lines = [record.getMessage() for record in as_under_trainer.records if record.name == "hf_zero"]
-    assert sum("ZeRO stage 2 by hf_zero, fp32, 1 rank(s), 1 x 1 x 1 = 1 samples per update" in x for x in lines) == 1
-    assert sum("offload: this rank needs " in line for line in lines) == 1
+def test_a_run_begins_with_a_block_and_ends_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_zero"):
+        engine = start(
+            bf16={"enabled": True},
+            train_batch_size=4,
+            train_micro_batch_size_per_gpu=1,
+            zero_optimization={"stage": 2, "contiguous_gradients": True},
+        )
+        for _ in range(8):
+            engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+            engine.step()
+        end(engine)
+        end(engine)  # nothing is new
+    block, line = [record for record in caplog.records if record.name == "hf_zero"]
+    assert {block.levelno, line.levelno} == {logging.INFO}
+    assert block.getMessage().replace(f"hf_zero {hf_zero.__version__}", "hf_zero VERSION") == BLOCK
+    assert re.sub(r"\d+\.\d+ s", "N s", re.sub(r"\d+\.\d+ [GM]B", "N", line.getMessage())) == END
+
+
+def test_a_long_run_that_ends_without_a_word_says_how_it_went(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_zero"):
+        engine = start()
+        for _ in range(10):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            engine.step()
+        del engine
+        gc.collect()
+    assert "10 updates in" in caplog.records[-1].getMessage()
+
+
+def test_stage_3_says_before_training_that_no_model_file_will_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    """`accelerate launch --zero_stage 3` trained for hours, and save_model left no weights."""
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    for more, is_said in (({}, True), (gathers, False)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_zero"):
+            start(zero_optimization={"stage": 3, **more})
+        assert ("write no model file" in caplog.text) == is_said
 
 
 def test_settings_in_vain_are_one_warning(as_under_trainer: pytest.LogCaptureFixture) -> None:
@@ -46,18 +99,16 @@ def test_settings_in_vain_are_one_warning(as_under_trainer: pytest.LogCaptureFix
     assert "contiguous_gradients" not in warning  # it is so anyway
 
 
-def test_other_ranks_are_silent(as_under_trainer: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.log import announce
-
+def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("RANK", "1")
-    announce("hello")
-    assert not as_under_trainer.records
-
-
-def test_a_plain_script_is_told_as_information(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_zero"):
-        start()
-    assert {x.levelname for x in caplog.records if "ZeRO stage 0 by hf_zero" in x.getMessage()} == {"INFO"}
+        log_dist("hello")
+    assert not caplog.records
+
+
+def test_who_wants_warnings_alone_gets_them_alone(as_under_trainer: pytest.LogCaptureFixture) -> None:
+    start(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    assert not [record for record in as_under_trainer.records if record.name == "hf_zero"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from hf_zero.comm.rows import own_shard
 from hf_zero.device.clocks import Clock
 from hf_zero.device.pinned import host_empty
 from hf_zero.device.runtime import DONE, Event, Runtime
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 
 _ALIGNMENT = 512  # bytes: a vector of any dtype begins at each slot
 
@@ -124,7 +124,7 @@ class Times:
         """Waits for the device."""
         if self._forward:
             self.clock.synchronize()
-            announce(
+            log_dist(
                 f"activation_checkpointing: {len(self._forward)} checkpointed calls, forward {self._ms(self._forward)} "
                 f"ms; {len(self._again)} run again in backward, {self._ms(self._again)} ms"
             )

@@ -186,7 +186,7 @@ class ZeroEngine(nn.Module):
             outcome.read()  # what cannot go back must not be moved too early
         features = self.training_features
         is_held = bool(features) and features.holds_schedule(self.training_progress)
-        if self.lr_scheduler is not None and not is_held and not (outcome.is_known and outcome.skipped):
+        if self.lr_scheduler is not None and not is_held and not outcome.is_known_to_skip:
             if outcome.is_known:
                 self.lr_scheduler.step()
             else:
@@ -200,7 +200,8 @@ class ZeroEngine(nn.Module):
                 moved.go_back()
             _report_skip(optimizer, number, outcome.found, scale)
 
-        outcome.when_skipped(count_skip)
+        if outcome.is_known_to_skip or not outcome.is_known:
+            outcome.when_skipped(count_skip)
 
     def get_lr(self) -> list[float | None]:
         """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
@@ -214,7 +215,7 @@ class ZeroEngine(nn.Module):
     @property
     def training_progress(self) -> Progress:
         """Where training stands, for its features."""
-        accumulation_steps = self.settings.gradient_accumulation_steps()
+        accumulation_steps = self.settings.accumulation_steps
         is_training = self.module.training  # which a program may have said to the model itself
         micro_step = self.gradients.micro_batches.in_update
         return Progress(self.global_steps, micro_step, accumulation_steps, is_training, self.groups.data.rank)

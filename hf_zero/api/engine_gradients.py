@@ -8,15 +8,17 @@ reductions does not depend on how autograd walks through a graph of two models.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_zero.api.engine_settings import EngineSettings
-from hf_zero.api.engines_at_work import EnginesAtWork
 from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
 from hf_zero.device.phases import Phases
@@ -24,6 +26,53 @@ from hf_zero.errors import WrongMoment
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
+
+
+class Numbered(Protocol):
+    """`number` is the same on all ranks, and later engines have larger ones."""
+
+    number: int
+
+
+_Engine = TypeVar("_Engine", bound=Numbered)
+
+
+class EnginesAtWork(Generic[_Engine]):
+    """The engines of this process that a backward may reach, the same on all ranks.
+
+    An engine is at work from a forward that records gradients until its next step or zero_grad. Ranks exchange what
+    each of them has got, so they must name the same engines; but Python frees an engine that nobody uses any more when
+    the garbage collector comes by, which is another moment on every rank. With several ranks those at work are
+    therefore held here. What has been abandoned meanwhile goes when the next engine is made, at the same place of the
+    program on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakValueDictionary[int, _Engine] = weakref.WeakValueDictionary()
+        self._held: dict[int, _Engine] = {}
+
+    def begin(self, engine: _Engine, *, has_peers: bool) -> None:
+        """A loss may depend on `engine` now. `has_peers`: other ranks will be told about it."""
+        self._alive[engine.number] = engine
+        if has_peers:
+            self._held[engine.number] = engine
+
+    def end(self, engine: _Engine) -> None:
+        """Its gradients have been applied or dropped."""
+        self._alive.pop(engine.number, None)
+        self._held.pop(engine.number, None)
+
+    def others(self, engine: _Engine) -> Sequence[_Engine]:
+        """All but `engine`, in the order in which they were made."""
+        return [other for number, other in sorted(self._alive.items()) if number != engine.number]
+
+    def drop_abandoned(self) -> None:
+        """Free those that nothing but this object holds."""
+        if self._held:
+            self._held.clear()
+            gc.collect()
+            self._held.update(self._alive)
+
 
 _numbers = iter(range(1 << 62))
 AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()
@@ -97,7 +146,7 @@ class EngineGradients:
 
     def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """`ZeroEngine.backward`."""
-        parts, accumulation_steps = self.parts("backward"), self._settings.gradient_accumulation_steps()
+        parts, accumulation_steps = self.parts("backward"), self._settings.accumulation_steps
         self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
         if scale_wrt_gas and accumulation_steps > 1:
             loss = loss / accumulation_steps
@@ -241,4 +290,4 @@ class EngineGradients:
         """Whether the backward under way, or the next one, is followed by an update."""
         if self._explicit_boundary is not None:
             return self._explicit_boundary
-        return (self.micro_batches.stepped + 1) % self._settings.gradient_accumulation_steps() == 0
+        return (self.micro_batches.stepped + 1) % self._settings.accumulation_steps == 0

@@ -10,6 +10,7 @@ class EngineSettings:
 
     Attributes:
         resolved: the config; a script's changes do not show in it.
+        accumulation_steps: micro-batches per update.
     """
 
     def __init__(self, resolved: Resolved, num_ranks: int, ranks_per_sample: int = 1) -> None:
@@ -21,7 +22,7 @@ class EngineSettings:
         self.resolved = resolved
         self._num_ranks = num_ranks
         self._ranks_per_sample = ranks_per_sample
-        self._accumulation_steps = resolved.batch.accumulation_steps
+        self.accumulation_steps = resolved.batch.accumulation_steps
         self._micro_batch_size = resolved.batch.micro_batch_size
 
     def train_batch_size(self) -> int:
@@ -30,17 +31,17 @@ class EngineSettings:
 
     def samples_per_update(self) -> int:
         """Different ones."""
-        return self._micro_batch_size * self._accumulation_steps * self._num_ranks
+        return self._micro_batch_size * self.accumulation_steps * self._num_ranks
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        return self._accumulation_steps
+        return self.accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch size, micro batch size, accumulation steps)."""
-        return self.train_batch_size(), self._micro_batch_size, self._accumulation_steps
+        return self.train_batch_size(), self._micro_batch_size, self.accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Reach `train_batch_size` samples per update by changing the number of accumulation steps."""
@@ -51,7 +52,7 @@ class EngineSettings:
                 f"train_batch_size={train_batch_size} is not a positive multiple of "
                 f"micro batch {self._micro_batch_size} x world size {ranks} = {per_micro_step}"
             )
-        self._accumulation_steps = train_batch_size // per_micro_step
+        self.accumulation_steps = train_batch_size // per_micro_step
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward; the train batch size changes with it."""

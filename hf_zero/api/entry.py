@@ -20,6 +20,7 @@ from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parallelism import Parallelism
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
+from hf_zero.api.run_words import Run, start
 from hf_zero.api.training_features import features_of
 from hf_zero.api.zero_init import suspended
 from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, this_process
@@ -27,11 +28,10 @@ from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.error_report import listen
 from hf_zero.errors import WrongArgument
 from hf_zero.features import EngineTools, Features
-from hf_zero.log import announce, log_dist, logger
+from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
 from hf_zero.precision import precision_from
-from hf_zero.profiling.out_of_memory import OutOfMemoryHelp
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -42,7 +42,6 @@ from hf_zero.step.assemble import (
     synchronise_unmanaged,
 )
 from hf_zero.step.sharded_step import StepRules
-from hf_zero.versions import announcement
 
 if TYPE_CHECKING:
     from hf_zero.api.parameter_offload import ParameterOffload
@@ -102,7 +101,7 @@ def initialize(
         **parallelism.sizes,
     )
     groups = parallelism.groups(resolved)
-    _log_settings(resolved, groups, parallelism)
+    _warn(resolved)
     parallelism.prepare(model, groups)
     AT_WORK.drop_abandoned()
     with suspended():
@@ -113,6 +112,7 @@ def initialize(
         features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
     parallelism.belong_to(engine, groups)
     engine.parallelism = tuple(parallelism.used)
+    start(engine)
     vars(engine)["mpu"] = next((each for each in parallelism.used if each.weights == "parts"), mpu)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
@@ -162,7 +162,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             names=ENGINE_NAMES,
         )
     )
-    engine.phases.explainers.append(OutOfMemoryHelp(weakref.proxy(engine)).explain)
+    Run(engine)
     return engine
 
 
@@ -192,20 +192,9 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     return source
 
 
-def _log_settings(resolved: Resolved, groups: ParallelGroups, parallelism: Parallelism) -> None:
+def _warn(resolved: Resolved) -> None:
     if resolved.config.log_level is not None:
         logger.setLevel(resolved.config.log_level.upper())
-    log_dist(announcement(), ranks=[0])
-    batch, ranks = resolved.batch, groups.world.size
-    per_group = "".join(f", {each.size} per {each.group_name}" for each in parallelism.used)
-    shown = f"{groups.data.size} ({ranks} ranks{per_group})" if per_group else f"{ranks}"
-    announce(
-        f"ZeRO stage {resolved.zero.stage} by hf_zero, {resolved.precision.model}, {ranks} rank(s), "
-        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {shown} = {resolved.samples_per_update} samples "
-        "per update"
-    )
-    if resolved.notes:
-        logger.info("remarks on the config: %s", "; ".join(resolved.notes))
     if resolved.warnings:
         shown = "".join(f"\n  - {warning}" for warning in resolved.warnings)
         log_dist(f"the config asks for what does not happen (python -m hf_zero explain):{shown}", level=WARNING)

@@ -73,4 +73,12 @@ def kinds_of(path: str, rule: str, value: object) -> Iterator[type[Exception]]:
 def shown_rule(path: str, rule: str, value: str) -> str:
     """Our rule with DeepSpeed's words; `value` as it is shown."""
     _, shown, key = _answer(path, rule)
-    return shown.format(rule=rule, value=value, key=key) if shown else rule
+    return sentence(shown.format(rule=rule, value=value, key=key) if shown else rule)
+
+
+def sentence(rule: str) -> str:
+    """With its subject, which stands in the line before: "must be text" becomes "it must be text"."""
+    first = rule.partition(" ")[0]
+    if first in ("not", "neither"):
+        return f"it is {rule}"
+    return f"it {rule}" if first in ("must", "is", "has", "needs") else rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,10 @@ def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Pr
     name = dotted(tuple(path))
     if entry["type"] == "extra_forbidden":
         return unknown_key([str(step) for step in path], value)
-    return Problem(name, value, _rule(entry), _fix(path))
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        edit = Edit(tuple(map(str, path)), value="auto")
+        return Problem(name, value, '"auto" is written in lower case', 'write "auto"', edit=edit)
+    return Problem(name, value, _rule(entry), _fix(path, value))
 
 
 def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
@@ -126,16 +130,24 @@ def _rule(entry: ErrorDetails) -> str:
     return plain.get(kind, entry["msg"])
 
 
-def _fix(path: Sequence[str | int]) -> str:
+def _fix(path: Sequence[str | int], value: object) -> str:
     names = [step for step in path if isinstance(step, str)]
     section = section_of(whole_schema(), names[:-1])
     field = section.model_fields.get(names[-1]) if section else None
     if field is None:
         return "correct the value"
     if subsection(field) is not None:
-        return f"write {{...}}, for example {{}}, or remove the key ({field.description})"
+        return f"write {_example(section_of(whole_schema(), names), value)}, or remove the key ({field.description})"
     default = "" if field.default is None else f" (default {_json(field.default)})"
     return f"correct it, or remove the key{default}. Meaning: {field.description}"
+
+
+def _example(section: type[Section] | None, value: object) -> str:
+    """The section that somebody meant who wrote this value in its place."""
+    fields = section.model_fields if section is not None else {}
+    kinds = {"enabled": bool, "stage": int, "device": str, "type": str}
+    key = next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)
+    return "{...}, for example {}" if key is None else json.dumps({key: value})
 
 
 def _json(value: object) -> str:

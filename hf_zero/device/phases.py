@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,13 +27,15 @@ class Phases:
 
     Attributes:
         observers: those who are told of each.
-        explainers: called with a phase's name and the error that ends it; may add to what the error says.
+        explain: adds to an error of the phase named what is known about it.
+        num_done: by name, phases that have ended well.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
         self.observers: list[Observer] = []
-        self.explainers: list[Callable[[str, Exception], None]] = []
+        self.explain: Callable[[str, Exception], None] | None = None
+        self.num_done: Counter[str] = Counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,16 +43,13 @@ class Phases:
         for observer in self.observers:
             observer.phase_begins(name)
         try:
-            with self._range(name), SPANS.span(name):
+            is_shown = self._runtime.runs_ahead or _profiler_enabled()
+            with self._runtime.range(f"hf_zero {name}") if is_shown else nullcontext(), SPANS.span(name):
                 yield
         except Exception as error:
-            for explain in self.explainers:
-                explain(name, error)
+            if self.explain is not None:
+                self.explain(name, error)
             raise
+        self.num_done[name] += 1
         for observer in self.observers:
             observer.phase_ends(name)
-
-    def _range(self, name: str) -> AbstractContextManager[None]:
-        """In the profiles of tools that look at the device, and in PyTorch's where one runs."""
-        is_shown = self._runtime.runs_ahead or _profiler_enabled()
-        return self._runtime.range(f"hf_zero {name}") if is_shown else nullcontext()

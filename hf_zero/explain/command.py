@@ -15,7 +15,7 @@ from hf_zero.config.extras import loaded
 from hf_zero.explain.mend import default_target, mend, write_mended
 from hf_zero.explain.report import Report, as_json, report_on, show
 from hf_zero.explain.traffic import Links, Sent, number_of, traffic_rows
-from hf_zero.explain.views import model_view_by_name, training_view_from_flags
+from hf_zero.explain.views import left_aside, model_view_by_name, training_view_from_flags
 from hf_zero.integration.huggingface.views import launch_view
 
 _OWN_FLAGS = (
@@ -61,7 +61,7 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
     try:
         config = load_config(arguments.config)
         training, unused = training_view_from_flags(flags, also=_OWN_FLAGS)
-        notes += [f"{flag}: not a flag of TrainingArguments, left aside" for flag in unused]
+        notes += map(left_aside, unused)
         model = model_view_by_name(arguments.model)
         world_size = 1 if arguments.world_size is None else arguments.world_size
         views = Views(world_size=world_size, training=training, accelerator=launch_view(os.environ), model=model)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+import socket
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from hf_zero.config import ConfigError, ModelView, Problem, TrainingView
 from hf_zero.config.errors import ABSENT
 from hf_zero.integration.huggingface.views import training_view
 
+_NUM_IN_NAME = re.compile(r"(?<![\w.])\d+(\.\d+)?[bBmM](?![a-zA-Z0-9])")
 _FIX = "give a folder with config.json, a config.json, or a model name of the hub"
 
 
@@ -49,6 +54,29 @@ def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -
         return None, foreign
     known.max_steps = int(known.max_steps)
     return training_view(known, words=list(flags)), foreign
+
+
+# What scripts and other trainers call an argument of TrainingArguments.
+_MEANT = {
+    "--lr": "--learning-rate",
+    "--batch-size": "--per-device-train-batch-size",
+    "--train-batch-size": "--per-device-train-batch-size",
+    "--micro-batch-size": "--per-device-train-batch-size",
+    "--epochs": "--num-train-epochs",
+    "--grad-accum": "--gradient-accumulation-steps",
+    "--accumulation": "--gradient-accumulation-steps",
+    "--gradient-clipping": "--max-grad-norm",
+    "--warmup": "--warmup-steps",
+    "--scheduler": "--lr-scheduler-type",
+    "--optimizer": "--optim",
+}
+
+
+def left_aside(flag: str) -> str:
+    """What to say of a flag that is the script's own, as far as can be told."""
+    meant = _MEANT.get(flag.partition("=")[0].replace("_", "-"))
+    hint = f"; TrainingArguments call it {meant.replace('-', '_').replace('__', '--', 1)}" if meant else ""
+    return f"{flag}: not a flag of TrainingArguments, left aside{hint}"
 
 
 def _unplaced(word: str) -> Problem:
@@ -92,8 +120,31 @@ def config_file(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
     except Exception:  # not there, or not a name: the hub knows more
         pass
+    if not _hub_answers():
+        rule = "no such file, and the hub cannot be reached"
+        raise ConfigError(Problem("--model", name, rule, f"{_FIX}{_as_number(name)}"))
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # its own errors, those of the network, and names it does not allow
-        reason = str(error).split("\n")[0]
-        raise ConfigError(Problem("--model", name, f"no such file, and not found on the hub: {reason}", _FIX)) from None
+        rule = "no such file, and not found on the hub: " + str(error).split("\n")[0]
+        raise ConfigError(Problem("--model", name, rule, f"{_FIX}{_as_number(name)}")) from None
+
+
+def _hub_answers() -> bool:
+    """Whether anybody listens there: the hub's own library tries for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE
+    place = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((place.hostname, place.port or 443), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _as_number(name: str) -> str:
+    """How else to say it, where a name says how many parameters its model has."""
+    found = _NUM_IN_NAME.search(name)
+    return f"; `plan` also takes the number of parameters: {found[0].lower()}" if found else ""

@@ -13,7 +13,7 @@ import sys
 
 TYPE_CHECKING = False  # not typing's own: importing typing alone costs several times the whole budget of this file
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from importlib.metadata import Distribution, DistributionFinder
     from types import CodeType, ModuleType
@@ -62,11 +62,13 @@ class AliasFinder:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == NAME:
-            return _alias_spec() if self.answers() else None
+            if self.answers():
+                return _alias_spec()
+            return self._real_spec(path) if _switch() is None else None
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
             return _submodule_spec(name)
         if name in PATCHED and (self.answers() or (name in LAUNCHER and _switch() is not False)):
-            return self._patched_spec(name, path)
+            return self._spec_with(name, path, _patch)
         return None
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
@@ -93,8 +95,23 @@ class AliasFinder:
             return is_ours(loaded)
         return self.forced or switch is True or not self._real_is_installed()
 
-    def _patched_spec(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-        """The spec that others find, with our functions put in place after the module's own code has run."""
+    def _real_spec(self, path: Sequence[str] | None) -> ModuleSpec | None:
+        """That of a real DeepSpeed, whose import is then said; None to a finder that asks us while we ask it."""
+        from _thread import get_ident
+
+        thread = get_ident()
+        if thread in self._looking:
+            return None
+        self._looking.add(thread)
+        try:
+            return self._spec_with(NAME, path, _say_who_answers)
+        finally:
+            self._looking.discard(thread)
+
+    def _spec_with(
+        self, name: str, path: Sequence[str] | None, afterwards: Callable[[ModuleType], None]
+    ) -> ModuleSpec | None:
+        """The spec that others find; `afterwards` is called when the module's own code has run."""
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(name, path)
@@ -109,7 +126,7 @@ class AliasFinder:
             def exec_module(module: ModuleType) -> None:
                 vars(loader).pop("get_code", None)
                 execute(module)
-                _patch(module)
+                afterwards(module)
 
             try:
                 loader.exec_module = exec_module
@@ -175,6 +192,18 @@ def _patch(module: ModuleType) -> None:
     from hf_zero.integration.patches import patch
 
     patch(module)
+
+
+def _say_who_answers(module: ModuleType) -> None:
+    """A real DeepSpeed has been imported where hf_zero is installed too: one line, of the first rank."""
+    if is_ours(module) or getattr(module, "__file__", None) is None or os.environ.get("RANK", "0") != "0":
+        return
+    version = getattr(module, "__version__", "of unknown version")
+    if sys.stderr is not None:
+        sys.stderr.write(
+            f"hf_zero: a real DeepSpeed ({version}) is installed too and answers to `import deepspeed`, so hf_zero "
+            "does nothing here. HF_ZERO=1 lets hf_zero answer; HF_ZERO=0 keeps DeepSpeed, without this line.\n"
+        )
 
 
 def is_ours(module: ModuleType | None) -> bool:

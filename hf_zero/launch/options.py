@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hf_zero.launch import LaunchError
+from hf_zero.quantities import nearest_flag
 
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm", "torchrun", "standard", "nossh", "local")
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -18,6 +19,11 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of ending the process, so that all errors look alike."""
 
     def error(self, message: str) -> NoReturn:
+        _, is_unknown, flags = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            flag = flags.split()[0]
+            near = nearest_flag(flag, self._option_string_actions, {"--nproc-per-node": "--num_gpus"})
+            message = f"there is no flag {flag}" + (f"; did you mean {near}?" if near else "")
         raise LaunchError(f"{message} (see `{self.prog} --help`)")
 
 

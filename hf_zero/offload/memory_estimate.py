@@ -14,7 +14,7 @@ from hf_zero.device.limits import disk_available, host_available
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 from hf_zero.precision import Precision
 
 FP32_BYTES, LP_BYTES = 4, 2  # bytes of a master or of one optimizer state
@@ -116,7 +116,7 @@ def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.devic
         host=host_available(),
         disk=disk_available(folder) if folder is not None and estimate.disk else 0,
     )
-    announce(f"offload: this rank needs {_sentence(estimate, available)}")
+    log_dist(f"offload: this rank needs {_sentence(estimate, available)}")
     everyone = collectives.gather_objects((os.uname().nodename, estimate, available))
     problems = list(_problems(everyone))  # type: ignore[arg-type]
     if problems:

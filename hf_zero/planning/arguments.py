@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib.util
 
-from hf_zero.planning.gpus import GPUS
+from hf_zero.planning.gpus import GPUS, known_gpu
 
+# What other programs call it.
+MEANT = {
+    "--batch": "--micro-batch",
+    "--batch-size": "--micro-batch",
+    "--per-device-train-batch-size": "--micro-batch",
+    "--gradient-accumulation-steps": "--accumulation",
+    "--context": "--seq-length",
+    "--context-length": "--seq-length",
+    "--max-length": "--seq-length",
+    "--max-seq-length": "--seq-length",
+    "--gpus": "--gpus-per-node",
+    "--num-gpus": "--gpus-per-node",
+    "--num-nodes": "--nodes",
+    "--memory": "--device-memory",
+    "--mem": "--device-memory",
+    "--ram": "--host-memory",
+    "--nvme": "--nvme-path",
+    "--dtype": "--precision",
+    "--tp": "--tensor-parallel",
+    "--sp": "--sequence-parallel",
+    "--lora": "--lora-rank",
+    "--output": "--write",
+}
 _SIZES = "a number of bytes: 80G, 1.5T, 24GiB"
 
 
@@ -55,3 +80,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--html", metavar="FILE", help="also a page of its own, with bars")
     output.add_argument("--write", metavar="FILE", help="also the chosen ds.json")
     output.add_argument("--all", action="store_true", help="also what does not fit")
+
+
+def check_at_once(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the program for what can be seen to be wrong before anything heavy is loaded."""
+    name = arguments.gpu
+    if name is not None and name != "cpu" and known_gpu(name) is None and arguments.device_memory is None:
+        parser.error(f"--gpu {name}: {unknown_gpu(name)}")
+    if arguments.lora_rank > 0 and importlib.util.find_spec("peft") is None:
+        parser.error("--lora-rank: adapters are made by peft, which is not installed. Run pip install peft")
+
+
+def unknown_gpu(name: str) -> str:
+    """What to say of a GPU that is not in the list, and what to do."""
+    close = difflib.get_close_matches(name, GPUS, n=1)
+    guess = f"Did you mean {close[0]}? " if close else ""
+    known = ", ".join(GPUS)
+    return f"its speed and memory are not known. {guess}Give one of {known}, cpu, or --device-memory as well"

@@ -28,7 +28,17 @@ from typing import Literal
 from hf_zero.config import Zero, resolve
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE, Use, plan_gathers
 
-LANES = ("compute", "collectives", "in", "out", "host", "disk", "exchange", "messages")
+LANES = {
+    "compute": "computing",
+    "collectives": "gathers and reductions",
+    "in": "copies to the device",
+    "out": "copies to the host",
+    "host": "updates on the host",
+    "disk": "the drive",
+    "exchange": "activations between ranks",
+    "messages": "messages between ranks",
+}
+"""Lanes, and what they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +156,7 @@ class Step:
 
     @property
     def bound(self) -> str:
+        """The lane that works longest."""
         return max(LANES, key=lambda lane: self.busy[lane])
 
     @property

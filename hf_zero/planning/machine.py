@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +12,9 @@ import psutil
 from hf_zero.config import ConfigError, Problem
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.device.limits import disk_available
+from hf_zero.planning.arguments import unknown_gpu
 from hf_zero.planning.event_model import Machine
-from hf_zero.planning.gpus import GPUS, Gpu, known_gpu, words_of
+from hf_zero.planning.gpus import Gpu, known_gpu, words_of
 from hf_zero.quantities import bytes_of
 
 CPU = "cpu"
@@ -161,10 +161,7 @@ def _gpu(name: str, given: Mapping[str, object]) -> Gpu:
     if known is not None:
         return known
     if given.get("gpu") and given.get("device_memory") is None:
-        close = difflib.get_close_matches(name, GPUS, n=1)
-        fix = f"did you mean {close[0]}? " if close else ""
-        rule = "is none of the GPUs whose speed and memory are known"
-        fix += f"give --device-memory too, or one of {', '.join(GPUS)}, cpu"
+        rule, _, fix = unknown_gpu(name).partition(". ")
         raise ConfigError(Problem("--gpu", name, rule, fix))
     return _UNKNOWN
 

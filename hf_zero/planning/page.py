@@ -22,6 +22,8 @@ h1 { font-size: 1.4rem; margin: .5rem 0 } h2 { font-size: 1.15rem; margin: 1.6re
 .bar { position: relative; height: 1.3rem; background: #f2f2f2 }
 .bar .part { position: absolute; top: 0; bottom: 0 }
 .bar .limit { position: absolute; top: -.25rem; bottom: -.25rem; width: 2px; background: #b00020 }
+.bar .cut { position: absolute; top: 0; bottom: 0; right: 0; width: 1.4rem; background: #ffffff; color: #1a1a1a;
+  text-align: center; line-height: 1.3rem; border-left: 2px dashed #1a1a1a }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none }
 .legend i { display: inline-block; width: .9rem; height: .9rem; margin-right: .35rem; vertical-align: -.1rem }
 pre { background: #f6f6f6; padding: .8rem; overflow-x: auto } ol { padding-left: 1.4rem }
@@ -102,6 +104,8 @@ def _bar(each: Estimate, plan: Plan, scale: float) -> Iterator[str]:
             place = f"left:{start / scale * 100:.2f}%;width:{width:.2f}%;background:{COLOURS[name]}"
             yield f'<div class="part" title="{hint}" style="{place}"></div>'
         start += size
+    if start > scale:
+        yield f'<div class="cut" title="{gigabytes(each.memory.device_total)}: longer than is drawn">&#8811;</div>'
     yield f'<div class="limit" style="left:{plan.hardware.limit / scale * 100:.2f}%"></div></div>'
     mark = "" if each.fits else " &#10007;"
     yield f'<div class="total">{gigabytes(each.memory.device_total)}{mark}</div></div>'

@@ -9,6 +9,7 @@ from functools import lru_cache
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, ds_config, resolved
 from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, setting_of, traced
+from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
@@ -43,7 +44,7 @@ def reasoning(found: Plan) -> list[str]:
 
 def _speed(each: Estimate, found: Plan) -> str:
     rate = each.tokens_per_s(found.training, found.hardware.ranks)
-    return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {each.bound}"
+    return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {LANES[each.bound]}"
 
 
 def what_else(found: Plan) -> str:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.planning.choose import Estimate, Plan, gigabytes
+from hf_zero.planning.event_model import LANES
 from hf_zero.planning.reasons import reasoning
 
 _WIDTH_IN_FILES = 150
@@ -23,8 +24,11 @@ def show(plan: Plan, *, everything: bool = False, console: Console | None = None
         everything: also candidates that do not fit.
     """
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
-    console.print(_table(plan, everything))
     shown = len([each for each in plan.estimates if everything or each.fits])
+    if plan.chosen is None:
+        console.print(escape(reasoning(plan)[-1 - len(plan.refused)]), soft_wrap=True)
+    if shown or plan.yours:
+        console.print(_table(plan, everything))
     if shown < len(plan.estimates):
         console.print(f"[dim]{len(plan.estimates) - shown} more do not fit (--all shows them)[/]")
     for line in reasoning(plan) if everything else _short_reasons(plan):
@@ -98,7 +102,7 @@ def _cells(each: Estimate, plan: Plan) -> tuple[str, ...]:
         or_none(each.traffic.across),
         f"{each.seconds:.2f} s" if each.seconds >= 0.1 else f"{each.seconds * 1e3:.1f} ms",
         f"{each.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}",
-        each.bound,
+        LANES[each.bound],
     )
 
 

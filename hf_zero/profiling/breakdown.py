@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives, Pending
 from hf_zero.comm.rows import own_shard
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 from hf_zero.profiling.intervals import OUTSIDE, Parts
 from hf_zero.profiling.recorder import Update
 
@@ -81,8 +81,8 @@ class WallClock:
         if not self._prints:
             return
         timers = " | ".join(f"{name}: {took:.2f}" for name, took in found.timers.items())
-        announce(f"time (ms) | {timers}")
-        announce(f"update {update.number} took {found}")
+        log_dist(f"time (ms) | {timers}")
+        log_dist(f"update {update.number} took {found}")
         self._summed = [sum_ + found.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
         self._num_summed += 1
         if update.number % self._every == 0:
@@ -105,7 +105,7 @@ class WallClock:
             number, num_updates, times, pending = self._told.pop(0)
             pending.wait()
             rows = times.view(-1, len(PARTS)).tolist()
-            announce(table(rows, f"updates {number - num_updates + 1} to {number}"))
+            log_dist(table(rows, f"updates {number - num_updates + 1} to {number}"))
 
 
 def table(rows: Sequence[Sequence[float]], title: str) -> str:

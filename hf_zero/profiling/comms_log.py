@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.features.profiling import CommsLogger
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 from hf_zero.profiling.calls import FinishedCall
 from hf_zero.profiling.numbers import amount, trim_mean
 from hf_zero.profiling.recorder import Update
@@ -80,7 +80,7 @@ class CommsLog:
         record.algorithm_gbps.append(algorithm)
         record.bus_gbps.append(bus)
         if self.policy.verbose:
-            announce(
+            log_dist(
                 f"comm op: {name} | time (ms): {call.latency_ms:.2f} | msg size: {amount(call.num_bytes)} | "
                 f"algbw (Gbps): {algorithm:.2f} | busbw (Gbps): {bus:.2f}"
             )

@@ -15,7 +15,7 @@ import torch
 from hf_zero.device.clocks import Clock
 from hf_zero.device.registry import HostCopy, runtime_of
 from hf_zero.device.runtime import Event as Mark
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 from hf_zero.profiling.breakdown import Breakdown
 from hf_zero.profiling.monitors import Event, Monitors
 from hf_zero.profiling.numbers import GIB
@@ -119,7 +119,7 @@ class ThroughputLog:
         current = samples * (num_updates - num_before) / max(1, self._clock.elapsed_ns(before, at)) * 1e9
         self._last = num_updates, at
         now, peak = runtime_of(self._device).allocated()
-        announce(
+        log_dist(
             f"global_step={global_step}, RunningAvgSamplesPerSec={average:.4f}, CurrSamplesPerSec={current:.4f}, "
             f"MemAllocated={now / GIB:.2f}GB, MaxMemAllocated={peak / GIB:.2f}GB"
         )

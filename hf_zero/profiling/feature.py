@@ -22,7 +22,7 @@ from hf_zero.config import Resolved
 from hf_zero.config.features import profiling as sections
 from hf_zero.device.registry import clock_of
 from hf_zero.features import ASKED, EngineTools, Progress, TrainingFeature
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 from hf_zero.profiling.breakdown import Breakdown, WallClock
 from hf_zero.profiling.comms_log import CommsLog
 from hf_zero.profiling.events import RunEvents, ThroughputLog
@@ -202,7 +202,7 @@ def dump_state(engine: Any) -> None:
     attributes = {name: value for name, value in sorted(vars(engine).items()) if not name.startswith("_")}
     attributes |= {f"settings.{name}": value for name, value in sorted(vars(engine.settings).items())}
     lines = [f"  {name} = {_shown(value)}" for name, value in attributes.items() if name != "settings"]
-    announce("state of the engine:\n" + "\n".join(lines))
+    log_dist("state of the engine:\n" + "\n".join(lines))
 
 
 def _shown(value: Any) -> str:

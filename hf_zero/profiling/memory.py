@@ -7,7 +7,7 @@ import psutil
 from hf_zero.device import figures
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
-from hf_zero.log import announce
+from hf_zero.log import log_dist
 from hf_zero.profiling.numbers import GIB
 
 
@@ -27,7 +27,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log `memory_line` on rank 0, if forced (scripts leave these calls in); peaks are counted anew from here."""
     if not force:
         return
-    announce(f"{message} | {memory_line()}")
+    log_dist(f"{message} | {memory_line()}")
     figures.forget_peaks(current_device())
 
 
@@ -40,5 +40,3 @@ class MemoryLog:
     def phase_ends(self, name: str) -> None:
         see_memory_usage(f"after {name}", force=True)
 
-    def phase_fails(self, name: str, error: Exception) -> None:
-        return None

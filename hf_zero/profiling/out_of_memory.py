@@ -109,22 +109,15 @@ class Change:
     frees: int
 
 
-class OutOfMemoryHelp:
-    """An observer of the engine's phases; does nothing until one runs out of memory."""
-
-    def __init__(self, engine: Any) -> None:
-        """`engine`: a weak proxy."""
-        self._engine = engine
-
-    def explain(self, name: str, error: Exception) -> None:
-        """Add to an error of phase `name`, if it says that memory is out."""
-        if not is_out_of_memory(error) or getattr(error, "is_explained", False):
-            return
-        kinds, engine = memory_by_kind(self._engine), self._engine
-        lacks = requested_bytes(str(error)) - free_bytes(engine.device)
-        text = explanation(name, kinds, lacks, list(changes(engine, kinds)), cached_bytes(engine.device))
-        error.args = (f"{error}\n\n{text}",)
-        error.is_explained = True  # type: ignore[attr-defined]
+def explain(engine: Any, phase: str, error: Exception) -> None:
+    """Add to an error of `phase` what held the memory, if memory is what it is about."""
+    if not is_out_of_memory(error) or getattr(error, "is_explained", False):
+        return
+    kinds = memory_by_kind(engine)
+    lacks = requested_bytes(str(error)) - free_bytes(engine.device)
+    text = explanation(phase, kinds, lacks, list(changes(engine, kinds)), cached_bytes(engine.device))
+    error.args = (f"{error}\n\n{text}",)
+    error.is_explained = True  # type: ignore[attr-defined]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -60,6 +60,7 @@ class StepOutcome:
 
     Attributes:
         is_known: the host has read the numbers.
+        is_known_to_skip: and the weights stay as they were.
     """
 
     def __init__(self, sums: Tensor, rule: NormRule) -> None:
@@ -68,7 +69,7 @@ class StepOutcome:
         self._sums = sums
         self._copy = HostCopy(sums)
         self._known: tuple[float, float] | None = None
-        self.is_known = False
+        self.is_known = self.is_known_to_skip = False
         self._on_skip: list[Callable[[], None]] = []
 
     def read(self) -> None:
@@ -77,8 +78,9 @@ class StepOutcome:
             return
         squares, overwritten = self._copy.read()
         self._known, self.is_known = (squares, overwritten), True
+        self.is_known_to_skip = self.skipped
         waiting, self._on_skip = self._on_skip, []
-        for tell in waiting if self.skipped else ():
+        for tell in waiting if self.is_known_to_skip else ():
             tell()
 
     def when_skipped(self, tell: Callable[[], None]) -> None:

@@ -167,7 +167,7 @@ class ShardedStep:
                 an overflow that no smaller loss scale can answer.
         """
         used, outcome = self._agree()
-        if not (outcome.is_known and outcome.skipped):
+        if not outcome.is_known_to_skip:
             first = self._store.updated_first()
             gradients = self._gradients(used, outcome, first)
             left = Counter(sub_group.bucket for sub_group in gradients.wanted)
@@ -184,8 +184,9 @@ class ShardedStep:
                             gathered.wait()
                             self._store.gather_beside_update(left.keys())
                 gathered.wait()
-                self._placements.check(self._collectives)
-            self._placements.release_buffers()
+                if self._placements.drives:
+                    self._placements.check(self._collectives)
+                    self._placements.release_buffers()
         self._store.finish_update()
         self.clear()
 
@@ -226,9 +227,9 @@ class ShardedStep:
         outcome, self._unsettled = self._unsettled, None
         if outcome is None:
             return
-        if outcome.has_overwritten:
-            self._refuse_overwritten()
         is_skipped = outcome.skipped
+        if is_skipped and outcome.has_overwritten:
+            self._refuse_overwritten()
         if is_skipped and self.factors.scaler.is_at_minimum:
             gradients = held_gradients(self._reducer, self._updater.sub_groups)
             try:
@@ -239,7 +240,9 @@ class ShardedStep:
                 self.clear()
         before = self.factors.scaler.scale
         self.factors.scaler.update(is_skipped)
-        self._reducer.settle_errors(is_skipped=is_skipped, factor=self.factors.scaler.scale / before)
+        factor = self.factors.scaler.scale / before
+        if is_skipped or factor != 1.0:
+            self._reducer.settle_errors(is_skipped=is_skipped, factor=factor)
 
     def foresee_norm(self) -> None:
         """Let `grad_norm` be that of what `run` would apply now. Collective; does not wait for the device."""

@@ -81,12 +81,17 @@ def stage_2(tmp_path: Path) -> tuple[Path, Contents]:
 
 def test_the_lines_of_the_summary(stage_2: tuple[Path, Contents], capsys: pytest.CaptureFixture[str]) -> None:
     folder, contents = stage_2
-    assert main([str(folder), str(folder / "w.safetensors")]) == 0
+    whole, parts = folder / "w.safetensors", folder / "parts"
+    assert main([str(folder), str(whole)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "Processing zero checkpoint at global_step3",
         "Detected checkpoint of type zero stage 2, world_size: 2",
         f"Saving fp32 state dict to {folder / 'w.safetensors'} (total_numel={numel_of(contents)})",
+        f"Wrote {whole} ({whole.stat().st_size:,} bytes)",
     ]
+    assert main([str(folder), str(parts), "--safetensors", "--max-shard-size", "100B"]) == 0
+    num_files = len(list(parts.iterdir()))  # the index is one, too
+    assert num_files > 1 and f"Wrote {num_files} files in {parts} (" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_one_safetensors_file_leaves_tied_names_to_its_metadata(stage_2: tuple[Path, Contents]) -> None:
@@ -150,7 +155,9 @@ def test_the_script_in_the_folder_runs_alone(stage_2: tuple[Path, Contents]) -> 
     command = [sys.executable, "./zero_to_fp32.py", ".", "pytorch_model.bin"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("Saving fp32 state dict to pytorch_model.bin (total_numel=")
+    saving, wrote = done.stdout.splitlines()[-2:]
+    assert saving.startswith("Saving fp32 state dict to pytorch_model.bin (total_numel=")
+    assert wrote.startswith("Wrote pytorch_model.bin (")
     assert (folder / "zero_to_fp32.py").stat().st_mode & 0o111
     assert same(torch.load(folder / "pytorch_model.bin", weights_only=True), expected(contents))
 

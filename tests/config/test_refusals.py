@@ -8,6 +8,7 @@ import pytest
 
 from hf_zero.config import ConfigError, resolve
 
+from . import messages
 from .test_autos import nested
 
 BASE: dict[str, Any] = {"train_batch_size": 8}
@@ -32,7 +33,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("msamp", {"enabled": True, "opt_level": "O1"}, "MS-AMP is retired"),
     ("managed_gradient_accumulation", False, "not available"),
     ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
-    ("compile", {"deepcompile": True}, "not supported"),
+    ("compile", {"deepcompile": True}, "torch_compile"),
     ("hybrid_engine", {"enabled": True}, "not supported"),
     ("optimizer", {"type": "AdamW", "legacy_fusion": True}, "one step signature"),
 ]
@@ -210,7 +211,7 @@ def test_all_problems_come_at_once() -> None:
     }
     message = str(caught.value)
     assert "(13 problems)" in message
-    assert "gradient_clipping = -1\n    rule: must be at least 0\n    fix:" in message
+    assert "gradient_clipping = -1\n    rule: it must be at least 0\n    fix:" in message
 
 
 def test_a_stage_that_does_not_exist_excuses_no_other_key() -> None:
@@ -233,3 +234,9 @@ def test_what_needs_something_else(path: str, value: Any, words: str) -> None:
         resolve({**BASE, **nested(path, value)}, world_size=1)
     (problem,) = caught.value.problems
     assert problem.path.startswith(path) and problem.rule == words and problem.fix.startswith("set ")
+
+
+def test_messages_are_those_that_an_editor_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change: `python -m tests.config.messages > tests/config/messages.txt`, and read what is new."""
+    monkeypatch.setenv("COLUMNS", "120")
+    assert messages.text() == messages.FILE.read_text(encoding="utf-8")

@@ -83,7 +83,7 @@ def test_phases_have_names_in_a_profile() -> None:
             told.append(f"after {name}")
 
     phases.observers.append(Observer())
-    phases.explainers.append(lambda name, error: told.append(f"{name} fails: {error}"))
+    phases.explain = lambda name, error: told.append(f"{name} fails: {error}")
     with torch.profiler.profile() as profile, phases.phase("forward"):
         torch.ones(3).sum()
     with pytest.raises(RuntimeError), phases.phase("step"):

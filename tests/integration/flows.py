@@ -80,13 +80,15 @@ def loader(batch_size: int | None = 2) -> Any:
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """What hf_zero's logger says meanwhile."""
+def heard(records: list[logging.LogRecord] | None = None) -> Iterator[list[str]]:
+    """What hf_zero's logger says meanwhile; with its records where a list for them is given."""
     said: list[str] = []
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
+            if records is not None:
+                records.append(record)
 
     logger, ear = logging.getLogger("hf_zero"), Ear()
     logger.addHandler(ear)

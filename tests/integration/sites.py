@@ -91,8 +91,8 @@ def copy_of_the_tree(folder: Path) -> Path:
     return tree
 
 
-def pip(*args: str, python: Path | None = None) -> None:
-    """Run pip without any index; into another environment where `python` names one."""
+def pip(*args: str, python: Path | None = None) -> str:
+    """Run pip without any index, into another environment where `python` names one; what it says."""
     target = [] if python is None else ["--python", str(python)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", *target, "--disable-pip-version-check", "-q", *args],
@@ -102,3 +102,4 @@ def pip(*args: str, python: Path | None = None) -> None:
         timeout=PIP_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -51,11 +51,19 @@ def test_every_way_of_asking_whether_deepspeed_is_installed(full: Site) -> None:
 
 def test_pip_does_not_see_what_libraries_see() -> None:
     """`pip freeze` printed deepspeed==0.19.8+hf.zero, which no index has: requirements files and images made of it
-    could not be installed; `pip install deepspeed` was already satisfied "in <memory>"."""
-    freeze = [sys.executable, "-m", "pip", "freeze", "--disable-pip-version-check"]
-    frozen = subprocess.run(freeze, capture_output=True, text=True, check=True).stdout.lower()
+    could not be installed; `pip install deepspeed` was already satisfied "in <memory>", and `pip uninstall deepspeed`
+    found something that it could not remove."""
+
+    def pip(*words: str) -> str:
+        command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return (done.stdout + done.stderr).lower()
+
+    frozen = pip("freeze")
     assert "accelerate==" in frozen
     assert "deepspeed" not in frozen
+    assert "no matching distribution found for deepspeed" in pip("install", "--no-index", "--dry-run", "deepspeed")
+    assert "skipping deepspeed as it is not installed" in pip("uninstall", "-y", "deepspeed")
 
 
 def test_modules_live_under_the_name_deepspeed(bare: Site) -> None:

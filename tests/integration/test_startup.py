@@ -39,6 +39,21 @@ def test_importing_hf_zero_does_not_take_the_name_from_a_real_deepspeed(beside_r
     assert beside_real.ask(code) == [True, 1]
 
 
+SAYS = "hf_zero: a real DeepSpeed (of unknown version) is installed too and answers to `import deepspeed`"
+
+
+def test_who_steps_aside_says_so_once(beside_real: Site) -> None:
+    """A framework's requirements had brought a real DeepSpeed along; the job trained with that one, and hf_zero, which
+    had been installed for it, said nothing."""
+    silent = "import importlib.util, hf_zero; importlib.util.find_spec('deepspeed')"
+    assert beside_real.run(silent).stderr == ""
+    imports = "import deepspeed, importlib; importlib.import_module('deepspeed')"
+    assert beside_real.run(imports).stderr.count(SAYS) == 1
+    for variables in ({"RANK": "1"}, {"HF_ZERO": "0"}, {"HF_ZERO": "1"}):
+        done = beside_real.run("import deepspeed", **variables)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_install_takes_the_name(beside_real: Site) -> None:
     code = "import hf_zero; hf_zero.install(); import deepspeed\n" + "answer = deepspeed.__version__"
     assert beside_real.ask(code) == OURS[1]

@@ -342,3 +342,22 @@ def test_a_choice_that_the_file_overrules_is_said(
         arguments(tmp_path, {**BASE, **sections}, **options)
     lines = [line for line in said if "the config decides" in line]
     assert len(lines) == (words is not None) and all(str(words) in line for line in lines)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_healthy_run_says_what_it_is_and_warns_of_nothing(stage: int, tmp_path: Path) -> None:
+    """The line that said that ZeRO is on was a warning, because Trainer's default level hides information."""
+    with heard(records := []):
+        run = trainer(tmp_path, {**BASE, "zero_optimization": {"stage": stage}}, save_strategy="steps", save_steps=2)
+        run.train()
+    assert {record.levelname for record in records} == {"INFO"}
+    (block,) = [record.getMessage() for record in records if "DeepSpeed info" in record.getMessage()]
+    assert f"ZeRO stage {stage} by hf_zero, fp32, 1 rank, 2 x 1 x 1 = 2 samples per update" in block
+    assert '"auto": 4 values filled in' in block
+    assert "2 updates in" in records[-1].getMessage()
+
+
+def test_the_level_of_a_trainer_is_ours(tmp_path: Path) -> None:
+    with heard() as said:
+        trainer(tmp_path, BASE, log_level="error").train()
+    assert said == []

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.planning import _groups
 from bench.states import state_bytes
+from hf_zero.api import run_words
 from hf_zero.api.entry import initialize
 from hf_zero.config import resolve
 from hf_zero.offload.memory_estimate import Sizes, estimate_memory
@@ -44,8 +45,15 @@ def engines(rank: int, folder: str) -> list[dict[str, int]]:
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
             found.append(state_bytes(engine))
+            assert _said_at_start(engine) == found[-1]
             engine.destroy()
     return found
+
+
+def _said_at_start(engine: Any) -> dict[str, int]:
+    sizes = run_words.expected_sizes(engine)
+    kinds = {"parameters": run_words.WEIGHTS, "gradients": run_words.GRADIENTS, "optimizer": run_words.STATES}
+    return {name: sum(size for (what, _), size in sizes.items() if what == kind) for name, kind in kinds.items()}
 
 
 def test_states_are_those_of_engines_to_the_byte(tmp_path: Path) -> None:

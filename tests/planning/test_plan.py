@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.device.kinds import found_accelerators
+from hf_zero.explain.views import config_file
 from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
-from hf_zero.planning.choose import Plan, choose
+from hf_zero.planning.choose import Plan, choose, gigabytes
 from hf_zero.planning.gpus import GPUS
 from hf_zero.planning.machine import hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.reasons import reasoning, remedies
-from hf_zero.planning.show import as_dict
+from hf_zero.planning.show import as_dict, show
 from tests.planning.material import config_folder, planned
 
 pytestmark = pytest.mark.lengthy
@@ -87,6 +92,10 @@ def test_what_lacks_is_named() -> None:
     text = "\n".join(reasoning(plan))
     assert "of device memory, of which" in text and "of host memory for 1 rank(s)" in text
     assert "nothing fits" in text and "--nvme-path" in text
+    console = Console(file=io.StringIO(), width=150)
+    show(plan, console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.startswith("nothing fits") and "bound by" not in said  # a table without rows said nothing
 
 
 def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
@@ -104,7 +113,7 @@ def test_sizes_and_machines() -> None:
     assert [parse_bytes(text) for text in ("80G", "1.5T", "24GiB", "5e10")] == [80e9, 1.5e12, 24 * 2**30, 5e10]
     with pytest.raises(ConfigError, match="number of bytes"):
         parse_bytes("much", "--disk")
-    with pytest.raises(ConfigError, match="none of the GPUs"):
+    with pytest.raises(ConfigError, match="speed and memory are not known"):
         hardware({"gpu": "abacus"})
     assert hardware({"gpu": "abacus", "device_memory": "10G"}).device_memory == 10e9
     here = hardware({"gpu": "cpu", "gpus_per_node": 4, "host_memory": "8G"})
@@ -119,7 +128,7 @@ def test_sizes_and_machines() -> None:
 
 def test_a_name_that_only_contains_a_known_one_is_another_gpu() -> None:
     """`--gpu h1000` was planned as an H100, and a GH200 as an H200."""
-    with pytest.raises(ConfigError, match="did you mean h100"):
+    with pytest.raises(ConfigError, match="Did you mean h100"):
         hardware({"gpu": "h1000"})
     assert hardware({"gpu": "NVIDIA GH200 480GB"}).gpu == GPUS["gh200"]
 
@@ -166,6 +175,32 @@ def test_the_page_fetches_nothing(plan: Plan) -> None:
     assert not re.search(r"<script|<link|<img|https?://|url\(|@import", page)
     assert page.count('class="row') == len(plan.estimates) and "limit: " in page
     assert "Take <strong>" in page and plan.chosen is not None and plan.chosen.candidate.name in page
+
+
+def test_bars_that_are_longer_than_is_drawn_are_drawn_as_cut(plan: Plan) -> None:
+    """Stage 0 of a large model looked as if it needed as much as what only just did not fit."""
+    page = as_html(plan)
+    largest = max(plan.estimates, key=lambda each: each.memory.device_total)
+    cut = f'<div class="cut" title="{gigabytes(largest.memory.device_total)}: longer than is drawn">'
+    assert largest.memory.device_total > 1.6 * plan.hardware.limit and cut in page
+    assert 0 < page.count('class="cut"') < len(plan.rows)
+
+
+def test_what_can_be_seen_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who had forgotten to install peft was told after the model had been built."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "hf_zero.planning.command", None)  # whoever imports it now fails
+    with pytest.raises(SystemExit):
+        main(["plan", "8b", "--lora-rank", "8"])
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's library tried for half a minute, and the answer did not say that `8b` is a model, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://127.0.0.1:9")
+    monkeypatch.setattr("hf_zero.explain.views.getproxies", dict)
+    with pytest.raises(ConfigError, match="the hub cannot be reached(.|\n)*the number of parameters: 8b"):
+        config_file("nobody/Model-8B")
 
 
 def test_json_has_what_the_table_has(plan: Plan) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.api import engine, engine_gradients, entry, parallelism
-from hf_zero.api.engines_at_work import EnginesAtWork
+from hf_zero.api.engine_gradients import EnginesAtWork
 from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, ParallelGroups, Pending, Rows, groups
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.cpu.group_link import GroupLink

@@ -44,9 +44,25 @@ def unknown_autos(path: str, autos: Collection[str], table: Table | None) -> Ite
             yield no_such_argument(auto, name, "auto", table)
 
 
+# What Trainer and other optimizers call an argument.
+_MEANT = {
+    "learning_rate": "lr",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_epsilon": "eps",
+    "epsilon": "eps",
+    "decay": "weight_decay",
+    "wd": "weight_decay",
+}
+
+
 def no_such_argument(path: str, key: str, value: object, table: Table) -> Problem:
-    close = difflib.get_close_matches(key[:100], table, n=1)
-    fix = f'did you mean "{close[0]}"?' if close else f"it takes {', '.join(table)}"
+    meant = _MEANT.get(key.lower(), "")
+    close = [meant] if meant in table else difflib.get_close_matches(key[:100], table, n=1)
+    more = " It is a list of two, [0.9, 0.999]." if close[:1] == ["betas"] else ""
+    fix = f'did you mean "{close[0]}"?{more}' if close else f"it takes {', '.join(table)}"
     return Problem(path, value, "there is no such argument", fix)
 
 

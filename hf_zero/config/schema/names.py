@@ -73,9 +73,25 @@ class Resemblance:
         return f"remove it, or write one of {few}" if few else "remove it; no key is spelled like it"
 
 
+# What Trainer and other libraries call a key of ours.
+_MEANT = {
+    "max_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "max_norm": "gradient_clipping",
+    "batch_size": "train_batch_size",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "lr_scheduler": "scheduler",
+    "zero": "zero_optimization",
+    "zero_stage": "stage",
+}
+
+
 def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> Resemblance:
     """What an unknown key resembles, among its siblings first."""
     known = {name.lower(): name for name in siblings}
+    if _MEANT.get(key.lower()) in known:
+        return Resemblance(sibling=_MEANT[key.lower()])
     close = difflib.get_close_matches(key.lower()[:100], known, n=1, cutoff=0.7)
     # "tetha": letters that have changed places count twice for difflib.
     close = close or [name for name in known if sorted(name) == sorted(key.lower())]

@@ -79,6 +79,9 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
 )
 
 
+_USE_TORCH_COMPILE = "its passes are DeepSpeed's own; use torch_compile of TrainingArguments, or engine.compile()"
+
+
 class HfZero(Tiling):
     """Settings of our own: DeepSpeed's way where hf_zero goes another, and what DeepSpeed does not have."""
 
@@ -220,7 +223,7 @@ class Root(Observation):
     weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")
     graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")
     compile: Free | None = unsupported(
-        None, "DeepCompile.", why="it is not supported; try torch_compile", switch="deepcompile"
+        None, "DeepCompile.", why=_USE_TORCH_COMPILE, switch="deepcompile"
     )
     hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
     expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_NO_EXPERTS)

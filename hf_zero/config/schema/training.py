@@ -87,7 +87,9 @@ class Aio(Section):
         False, "Submit one by one.", why="requests are always handed over one by one", met=True
     )
     overlap_events: Flag = ignored(True, "Overlap submission and completion.", why="they always overlap")
-    use_gds: Flag = unsupported(False, "GPUDirect storage.", why="files are read and written through host memory")
+    use_gds: Flag = unsupported(
+        False, "GPUDirect storage.", why="files go through host memory; device nvme works without it"
+    )
 
     @property
     def num_threads(self) -> int:

@@ -257,4 +257,6 @@ class Zero(Section):
         "zero_hpz_partition_size with the ranks of a host.",
         stages=_THREE,
     )
-    zenflow: Free | None = unsupported(None, "Updates that trail behind.", why="every update is complete", switch="")
+    zenflow: Free | None = unsupported(
+        None, "Updates that trail behind.", why="every update is complete; use offload_optimizer alone", switch=""
+    )

@@ -62,8 +62,8 @@ class WeightParams(Section):
 
     start_bits: Bits | None = supported(None, "Bits at the beginning; unset: target_bits.", unit="bits")
     target_bits: Bits | None = supported(None, "Bits in the end; required.", unit="bits")
-    quantization_period: Positive = supported(
-        1, "Updates until one bit less; each further bit takes twice as long.", unit="updates"
+    quantization_period: Count = supported(
+        1, "Updates until one bit less; each further bit takes twice as long. 0: all at once.", unit="updates"
     )
 
 

@@ -9,7 +9,7 @@ from hf_zero.comm import ledger, this_process, watching_collectives
 from hf_zero.config.features.profiling import CommsLogger as Section
 from hf_zero.config.objects import ConfigView
 from hf_zero.features import ASKED
-from hf_zero.log import announce, log_dist
+from hf_zero.log import log_dist
 from hf_zero.profiling.comms_log import CommsLog, straggler_table, stragglers, summary, table
 from hf_zero.profiling.recorder import Recorder
 from hf_zero.spans import SPANS
@@ -54,12 +54,12 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     if log is None:
         return {"summary": {}, "straggler_analysis": None, "metadata": _metadata()} if return_dict else None
     found = summary(log)
-    announce(f"collectives of rank 0\n{table(found)}")
+    log_dist(f"collectives of rank 0\n{table(found)}")
     waited = None
     if show_straggler:
         everyone: Any = watching_collectives().gather_objects(found)
         waited = stragglers(everyone, this_process().rank)
-        announce(f"waiting for other ranks, on rank 0\n{straggler_table(waited)}")
+        log_dist(f"waiting for other ranks, on rank 0\n{straggler_table(waited)}")
     if not return_dict:
         return None
     return {"summary": found, "straggler_analysis": waited, "metadata": _metadata()}

@@ -114,8 +114,10 @@ def _accept(args: Any, problems: list[Problem]) -> None:
     for name in _MAY_BE_AUTO:
         if getattr(args, name) == "auto":
             setattr(args, name, None)
+    if str(args.zero_stage) == "3" and args.deepspeed_config_file is None and args.zero3_save_16bit_model is None:
+        args.zero3_save_16bit_model = "true"  # save_model leaves a model, unless somebody says that it shall not
     if not args.num_processes:
-        logger.warning("no accelerator is there: 1 process trains on the CPU (--num_processes says how many)")
+        logger.info("no accelerator is there: 1 process trains on the CPU (--num_processes says how many)")
         args.num_processes = 1
 
 

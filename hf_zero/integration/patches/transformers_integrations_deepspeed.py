@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -236,13 +237,22 @@ def around_init(original: Callable[..., Any]) -> Callable[..., Any]:
             config.update(vars(hf_config).pop(_KEPT, {}))
             _leave_old_engine(trainer)
             _check_output(trainer.args)
-            return original(trainer, num_training_steps, inference)
-        if hf_config.is_zero3():
-            return original(trainer, num_training_steps, inference)
-        _prepare_to_evaluate(trainer, hf_config)
-        return None, None
+        level = logger.level
+        made = None, None
+        if not inference or hf_config.is_zero3():
+            made = original(trainer, num_training_steps, inference)
+        else:
+            _prepare_to_evaluate(trainer, hf_config)
+        if _leaves_levels(trainer.args):
+            logger.setLevel(level)
+        return made
 
     return deepspeed_init
+
+
+def _leaves_levels(args: Any) -> bool:
+    """Whether nobody has chosen a level: then ours shows information, as transformers' own keeps it back."""
+    return bool(args.log_level == "passive" and args.get_process_log_level() == logging.WARNING)
 
 
 def _check_output(args: Any) -> None:

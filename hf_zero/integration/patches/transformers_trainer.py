@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.loading import load_whole
+from hf_zero.api.run_words import end
 from hf_zero.config.extras import services_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
 from hf_zero.integration.huggingface.samples import ranks_per_sample
@@ -248,3 +249,21 @@ def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[...
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks_per_sample()
 
     return _track_num_input_tokens
+
+
+@PATCHES.add(
+    "Trainer._finalize_training(self, trial, num_train_samples, start_time)",
+    without="how a training went is said when the process ends",
+    until="Trainer tells the engine that training has ended",
+)
+def around_finalize_training(original: Callable[..., Any]) -> Callable[..., Any]:
+    """One line when training has ended, whatever the program does afterwards."""
+
+    def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
+        engine = self.model_wrapped
+        found = original(self, *args, **options)
+        if isinstance(engine, ZeroEngine):
+            end(engine)
+        return found
+
+    return _finalize_training

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.config import resolve
 from hf_zero.extras.compression.policy import PruningPolicy, Rule
 from hf_zero.extras.compression.schedule import (
     bits_at,
@@ -24,6 +25,7 @@ from hf_zero.extras.compression.schedule import (
     top_mask,
     trained_mask,
 )
+from tests.extras.compression.models import ds_config
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,6 +84,15 @@ def test_bits_fall_ever_more_slowly() -> None:
     at = {updates: bits_at(rule, updates) for updates in (0, 9, 10, 19, 20, 39, 40, 79, 80, 1000)}
     assert [now.bits for now in at.values()] == [12, 12, 11, 11, 10, 10, 9, 9, 8, 8]
     assert [now.since for now in at.values()] == [0, 0, 10, 10, 20, 20, 40, 40, 80, 80]
+
+
+def test_a_period_of_0_is_all_bits_at_once() -> None:
+    """DeepSpeedExamples' configs have `"quantization_period": 0`, which was refused."""
+    at_once = {"start_bits": 12, "target_bits": 4, "quantization_period": 0}
+    section = {"shared_parameters": {"enabled": True}, "different_groups": {"all": {"params": at_once}}}
+    policy = resolve(ds_config(weight_quantization=section), world_size=1).extras["compression"]
+    (rule,) = policy.weights.rules
+    assert bits_at(rule, 0).bits == 4
 
 
 def test_soft_transition() -> None:

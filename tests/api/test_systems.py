@@ -1,0 +1,23 @@
+"""Other systems than Linux: refused, or said to be untried, when the engine is imported."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+import hf_zero.api
+
+
+def test_windows_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thing that failed there was `import resource`, deep inside."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="WSL2"):
+        runpy.run_path(hf_zero.api.__file__)
+
+
+def test_other_systems_are_untried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    runpy.run_path(hf_zero.api.__file__)
+    assert "nobody has tried it on darwin" in caplog.text
