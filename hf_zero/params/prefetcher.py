@@ -152,6 +152,7 @@ class Prefetcher:
 
     def gather_beside_update(self, unit: Unit) -> None:
         """Ask for the next unit of the next forward, whose rows are those of after the update."""
+        self.in_backward, self.trains = False, True  # some rank may have evaluated before this update
         self.note_written()
         with ledger.phase("forward"):
             self._ask_for(unit)

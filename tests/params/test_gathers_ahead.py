@@ -224,7 +224,24 @@ def step_twice(engine: Any, _folder: str) -> None:
     engine.step()
 
 
-BETWEEN = (write_gathered, write_master, load_earlier, read_everything, evaluate, step_twice)
+def evaluate_alone_before_an_update(engine: Any, folder: str) -> None:
+    """What begins then beside the update is a training forward, on that rank, too; others may wait for it at once."""
+    engine.backward(engine(torch.ones(2, WIDTH)))
+    if dist.get_rank() == 0:
+        evaluate(engine, folder)
+    engine.step()
+    dist.barrier()
+
+
+BETWEEN = (
+    write_gathered,
+    write_master,
+    load_earlier,
+    read_everything,
+    evaluate,
+    step_twice,
+    evaluate_alone_before_an_update,
+)
 
 
 def step(engine: Any) -> float:
@@ -255,7 +272,7 @@ def test_what_is_under_way_between_updates_is_never_old(tmp_path: Path) -> None:
     """What the next forward begins with is gathered beside the update, and much may happen before that forward."""
     for of_rank in run_ranks(run_between, 2, str(tmp_path)):
         assert of_rank["planned"] == of_rank["negotiated"]
-        assert len({losses[3] for losses in of_rank["planned"]}) == 2  # a weight that was halved is seen at once
+        assert len({losses[3] for losses in of_rank["planned"]}) == 3  # as it was, halved, updated once more
 
 
 def run_until_one_dies(rank: int, folder: str, place: tuple[str, int], apart: bool) -> None:
