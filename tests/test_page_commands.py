@@ -80,10 +80,11 @@ Read = Callable[[Callable[[], object], list[str]], None]
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
     """Starts a program and stops it when its parser has taken all words; AssertionError if the parser refuses them."""
-    original = argparse.ArgumentParser.parse_args
+    original = argparse.ArgumentParser.parse_known_args
 
-    def parse_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        original(self, *args, **kwargs)
+    def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        _, unknown = original(self, *args, **kwargs)
+        assert not unknown, f"no such arguments: {unknown}"
         raise Understood
 
     def refuse(self: argparse.ArgumentParser, message: str) -> None:
@@ -91,7 +92,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
 
     def start(program: Callable[[], object], words: list[str]) -> None:
         with monkeypatch.context() as patch, pytest.raises(Understood):
-            patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
             patch.setattr(argparse.ArgumentParser, "error", refuse)
             patch.setattr(sys, "argv", words)
             program()

@@ -176,6 +176,9 @@ class LockstepNegotiation(Negotiation):
         if 0 < ended <= reduction + 1:
             needed = _ALL  # that rank does not start the reduction before this one has met it
         while plan.issued < min(needed, len(plan.units)):
+            if self.sources.is_gone(plan.units[plan.issued]):
+                needed = _ALL
+                break
             source, local = self.sources.find(plan.units[plan.issued])
             if not source.ask_ahead(local, in_backward=plan.start.in_backward, trains=plan.start.trains):
                 needed = _ALL

@@ -32,7 +32,7 @@ from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, r
 from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace
 
-ALIKE = 1.02  # times of steps that a model of a step cannot tell apart
+ALIKE = 1.05  # times of steps that a model of a step cannot tell apart
 KEPT_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing: of the one at work, and of the next on its way back
 _ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
 

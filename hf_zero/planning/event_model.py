@@ -319,16 +319,6 @@ class _Passes:
             told = self._tell(what, reduced)
             self.now = told if self._host_waits else self.now
 
-    @property
-    def met(self) -> float:
-        """Since when the host may go on."""
-        return self.now if self._host_waits else 0.0
-
-    def gather_again(self, unit: int, updated: float) -> None:
-        """For the step that comes."""
-        self._fetched[unit] = updated
-        self._gather(unit)
-
     def _tell(self, what: str, *after: float) -> float:
         return self._step.do("messages", what, self._one.message, *((self.now, *after) if self._host_waits else ()))
 
@@ -375,19 +365,16 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
             reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
             arrived.append((unit, step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced)))
     passes.meet("update", arrived[-1][1])
-    for unit, updated in _update(step, one, setup, arrived, passes):
-        if unit in passes.beside_update:
-            passes.gather_again(unit, updated)
+    _update(step, one, setup, arrived, passes.beside_update, passes.now if machine.host_waits else 0.0)
     return step
 
 
 def _update(
-    step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], passes: _Passes
-) -> Iterator[tuple[int, float]]:
-    """One sub-group after the other, in the order in which gradients have arrived, after what forward begins with: each
-    when its weights are where they belong."""
-    norm = max(passes.met, arrived[-1][1] if setup.clips else 0.0)
-    first = passes.beside_update
+    step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], first: list[int], met: float
+) -> None:
+    """One sub-group after the other, in the order in which gradients have arrived, after `first`, what the next forward
+    begins with; no earlier than `met`."""
+    norm = max(met, arrived[-1][1] if setup.clips else 0.0)
     arrived = sorted(arrived, key=lambda each: first.index(each[0]) if each[0] in first else len(first))
     reads = iter([unit for unit, _ in arrived])
     ahead = _read_states(step, one, setup, next(reads))
@@ -399,7 +386,9 @@ def _update(
             step.do("disk", f"states {unit} back", one.write_states, updated)
         if setup.offload_optimizer and not setup.offload_parameters:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
-        yield unit, step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
+        step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
+        if unit in first:
+            step.do("collectives", f"gather {unit}", one.gather, updated)
 
 
 def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> float:

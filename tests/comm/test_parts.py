@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hf_zero.comm import Rows, mirror
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.compressed_mean import CompressedMean
 from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.pass_history import Plan, Start
 from hf_zero.layout import Interval
 from hf_zero.params.consolidation import broadcast_buffers
 
@@ -102,3 +105,23 @@ def test_every_name_of_the_mirror_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     assert mirror.get_all_ranks_from_group() == [0]
     assert mirror.allgather_fn is mirror.all_gather_into_tensor and mirror.has_all_reduce_coalesced()
+
+
+def test_a_rank_that_waits_serves_the_plan_of_an_engine_that_is_gone() -> None:
+    """A rank that waited for a reduction, while another one needed the rows of a plan, died if the plan's engine had
+    been dropped meanwhile: it asked who had them. The plan is served to its end then, as it is where a rank asks."""
+
+    class Asked:
+        def look(self, topic: int) -> int:
+            return 1 - topic % 2  # of gathers: somebody needs the first one
+
+    collectives = LoneCollectives()
+    demand: Any = Asked()
+    negotiation = LockstepNegotiation(collectives, LoneCollectives(), host_waits=True, demand=demand)
+    number = negotiation.sources.register(OneRow(), 1)
+    negotiation._pass.plan = Plan(Start(number, False, True), (number,))
+    negotiation._shapes[number] = []
+    negotiation.sources.forget(number, 1)
+    with mock.patch.object(negotiation, "_clear_to_wait") as cleared:
+        negotiation._issue_needed(0)
+    assert negotiation._pass.plan is None and cleared.call_count == 1

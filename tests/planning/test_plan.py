@@ -20,7 +20,7 @@ from hf_zero.device.kinds import found_accelerators
 from hf_zero.explain.views import config_file
 from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
-from hf_zero.planning.choose import Plan, choose, gigabytes
+from hf_zero.planning.choose import ALIKE, Plan, choose, gigabytes
 from hf_zero.planning.gpus import GPUS
 from hf_zero.planning.machine import hardware, parse_bytes
 from hf_zero.planning.model import load_model
@@ -80,7 +80,7 @@ def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> N
     fitting = [each for each in plan.estimates if each.fits]
     assert plan.chosen in fitting
     best = min(each.seconds for each in fitting)
-    first = next(each for each in fitting if each.seconds <= best * 1.02)
+    first = next(each for each in fitting if each.seconds <= best * ALIKE)
     assert plan.chosen is first and choose([]) is None
     lines = reasoning(plan)
     assert len(lines) == len(plan.estimates) and sum("taken" in line for line in lines) == 1
