@@ -14,8 +14,8 @@ from tests.support.models import VOCABULARY, stack, tiny_llama
 from tests.support.ranks import run_ranks
 
 
-# Stage 1 saves and loads as stage 2 does.
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+# Stages 0 and 1 save and load as stage 2 does.
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_evaluate_predict_save_and_load(stage: int, tmp_path: Path) -> None:
     case = Case(stage=stage, processes=2, tied=stage in (1, 3))
     run_ranks(run_script, 2, [*case.words(tmp_path), "--evaluate", "True"], init=False)
@@ -38,7 +38,7 @@ def test_evaluate_predict_save_and_load(stage: int, tmp_path: Path) -> None:
         torch.testing.assert_close(parameter, reference.get_parameter(name), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_bf16_run_saves_what_it_trained(stage: int, tmp_path: Path) -> None:
     case = Case(stage=stage, processes=2, bf16=True)
     run_ranks(run_script, 2, case.words(tmp_path), init=False)

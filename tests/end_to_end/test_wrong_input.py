@@ -49,13 +49,17 @@ def without_batch() -> dict[str, Any]:
     return {key: value for key, value in GOOD.items() if "batch" not in key}
 
 
+SLOW = pytest.mark.slow  # what each says is tested without processes, in tests/config
 REFUSED = [
-    pytest.param('{"train_micro_batch_size_per_gpu": 4,', r"ds\.json:1:38 .*\n.*never closed", id="not-json"),
-    pytest.param(with_stage(7), r"stage", id="unknown-stage"),
+    pytest.param(
+        '{"train_micro_batch_size_per_gpu": 4,', r"ds\.json:1:38 .*\n.*never closed", id="not-json", marks=SLOW
+    ),
+    pytest.param(with_stage(7), r"stage", id="unknown-stage", marks=SLOW),
     pytest.param(
         {**GOOD, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.05}}},
         r"zenflow.*\n.*not available",
         id="not-built",
+        marks=SLOW,
     ),
     pytest.param(without_batch(), "batch", id="no-batch-size"),
 ]

@@ -23,7 +23,13 @@ EXCHANGING = ["lamb", "lamb with eps inside", "norm", "signs", "quantize", "adam
 ELEMENTWISE = [name for name in CASES if name not in EXCHANGING]
 
 
-@pytest.mark.parametrize("names", [ELEMENTWISE, EXCHANGING], ids=["elementwise", "exchanging"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(ELEMENTWISE, id="elementwise"),
+        pytest.param(EXCHANGING, id="exchanging", marks=pytest.mark.slow),  # threads take turns
+    ],
+)
 def test_compiled_code(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     try:
         ends = run_apart(MODULE, names, tmp_path)
