@@ -41,7 +41,8 @@ class Ahead:
         """Nobody uses it after all."""
         unwanted, self.units = self.units, []
         for unit in unwanted:
-            unit.discard(self._buffers)
+            if unit.state is UnitState.IN_FLIGHT:  # else somebody has used it since
+                unit.discard(self._buffers)
 
 
 class Prefetcher:
