@@ -41,8 +41,7 @@ class Ahead:
         """Nobody uses it after all."""
         unwanted, self.units = self.units, []
         for unit in unwanted:
-            if unit.state is UnitState.IN_FLIGHT:  # else somebody has used it since
-                unit.discard(self._buffers)
+            unit.discard(self._buffers)
 
 
 class Prefetcher:
@@ -144,7 +143,7 @@ class Prefetcher:
         be fetched for it, which the update's own traffic would have to wait for. The same on all ranks."""
         units: list[Unit] = []
         for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
-            is_one_more = len(self.ahead.units) + len(units) < MOST_BESIDE_UPDATE
+            is_one_more = unit not in units and len(self.ahead.units) + len(units) < MOST_BESIDE_UPDATE
             is_at_hand = all(part.is_at_hand for part in unit.parts)
             if not (is_one_more and is_at_hand and self.ahead.has_room_for(unit, after=units)):
                 break
