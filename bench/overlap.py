@@ -7,7 +7,8 @@ One rank on each host. Micro-batches are as large as is needed for stage 3's tra
 and three times and a third as long, at a rate that the processors of one machine can carry beside computing; only where
 one sample computes for too long, the rate is lowered instead. In every round each rank runs, one after the other:
 compute alone, the link alone, steps of hf_zero and FSDP2; then ranks of DeepSpeed, which are other processes, run
-theirs while the first ones sleep. With c and l the seconds of the first two, and t those of a step:
+theirs while the first ones sleep. Compute and link at once, neither waiting for the other, is what a schedule can reach at
+best where the processors that compute also carry the bytes. With c and l the seconds of the first two, and t those of a step:
 
     hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has own costs
     step over its floor = t / max(c, l)
@@ -20,6 +21,7 @@ import contextlib
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +35,9 @@ from bench.engines import build_compute_step, build_ds_step, build_fsdp2_step, d
 from bench.models import SIZES, Size, build_model
 
 OURS, LEANEST, FSDP2 = "hf_zero stage 3", "hf_zero stage 3, at most one unit ahead", "FSDP2, resharding"
+INDEPENDENT = "compute and stage 3's bytes, neither waiting for the other"
 # way -> how often a rank gets the other hosts' part of the 16-bit weights
-PASSES = {OURS: 3, LEANEST: 3, FSDP2: 3, "DeepSpeed stage 3": 3, "hf_zero stage 2": 2, "DeepSpeed stage 2": 2}
+PASSES = {INDEPENDENT: 3, OURS: 3, LEANEST: 3, FSDP2: 3, "DeepSpeed stage 3": 3, "hf_zero stage 2": 2, "DeepSpeed stage 2": 2}
 BITS = 16
 TRIED = (1, 4)  # micro-batches from which follows how long others compute
 RATIOS = {"as-long": 1.0, "three-times-as-long": 3.0, "a-third-as-long": 1 / 3}
@@ -81,6 +84,19 @@ def link_step(size: Size, num_ranks: int, num_passes: int) -> Step:
     return step
 
 
+def independent_step(size: Size, num_ranks: int) -> Step:
+    """Both of them, begun together: all bytes are asked for before compute begins, and waited for after its end."""
+    compute, send = compute_step(size, num_ranks), link_step(size, num_ranks, PASSES[INDEPENDENT])
+
+    def step(ids: torch.Tensor) -> None:
+        sending = threading.Thread(target=send, args=(ids,))
+        sending.start()
+        compute(ids)
+        sending.join()
+
+    return step
+
+
 def our_steps(size: Size) -> dict[str, Step]:
     import hf_zero
 
@@ -89,6 +105,7 @@ def our_steps(size: Size) -> dict[str, Step]:
     steps: dict[str, Step] = {"compute": compute_step(size, num_ranks)}
     for num_passes in sorted(set(PASSES.values())):
         steps[f"link {num_passes}"] = link_step(size, num_ranks, num_passes)
+    steps[INDEPENDENT] = independent_step(size, num_ranks)
     leanest = {"stage": 3, "stage3_max_live_parameters": 0}
     for way, zero in {OURS: sharded(size), LEANEST: leanest, "hf_zero stage 2": {"stage": 2}}.items():
         config = {**ds_config(zero["stage"], size.batch, "own"), "zero_optimization": zero}
