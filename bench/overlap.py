@@ -7,8 +7,8 @@ One rank on each host. Micro-batches are as large as is needed for stage 3's tra
 and three times and a third as long, at a rate that the processors of one machine can carry beside computing; only where
 one sample computes for too long, the rate is lowered instead. In every round each rank runs, one after the other:
 compute alone, the link alone, steps of hf_zero and FSDP2; then ranks of DeepSpeed, which are other processes, run
-theirs while the first ones sleep. Compute and link at once, neither waiting for the other, is what a schedule can reach at
-best where the processors that compute also carry the bytes. With c and l the seconds of the first two, and t those of a step:
+theirs while the first ones sleep. Compute and link at once, neither waiting for the other, is what a schedule can reach
+at best where the processors that compute carry the bytes. With c, l and t the seconds of the first two and of a step:
 
     hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has own costs
     step over its floor = t / max(c, l)
@@ -37,7 +37,10 @@ from bench.models import SIZES, Size, build_model
 OURS, LEANEST, FSDP2 = "hf_zero stage 3", "hf_zero stage 3, at most one unit ahead", "FSDP2, resharding"
 INDEPENDENT = "compute and stage 3's bytes, neither waiting for the other"
 # way -> how often a rank gets the other hosts' part of the 16-bit weights
-PASSES = {INDEPENDENT: 3, OURS: 3, LEANEST: 3, FSDP2: 3, "DeepSpeed stage 3": 3, "hf_zero stage 2": 2, "DeepSpeed stage 2": 2}
+PASSES = {
+    **dict.fromkeys((INDEPENDENT, OURS, LEANEST, FSDP2, "DeepSpeed stage 3"), 3),
+    **dict.fromkeys(("hf_zero stage 2", "DeepSpeed stage 2"), 2),
+}
 BITS = 16
 TRIED = (1, 4)  # micro-batches from which follows how long others compute
 RATIOS = {"as-long": 1.0, "three-times-as-long": 3.0, "a-third-as-long": 1 / 3}

@@ -106,7 +106,6 @@ UNTESTED = {
     "hf_zero.checkpoint.deepspeed.state_dicts": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.load": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.save": _SAVED_AND_LOADED,
-    "hf_zero.checkpoint.service": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
     "hf_zero.extras.autotuning.trial_run": "the script of a trial: tests/extras/autotuning/test_tuning.py",
     "hf_zero.extras.compression.explain": "run by `explain`: tests/extras/compression/test_explain.py",

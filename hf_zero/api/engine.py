@@ -276,7 +276,7 @@ class ZeroEngine(nn.Module):
     def destroy(self) -> None:
         """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
         if self._saves is not None:
-            self._saves.background.wait()
+            self._saves.background.close()
         assembly, store = self.gradients.assembly, self.module_view.store
         self.gradients.end()
         if store is not None:

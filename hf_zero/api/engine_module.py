@@ -96,7 +96,7 @@ class ModuleView:
         if self._zero.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("save_16bit_model wrote nothing: %s", WHOLE_WEIGHTS_ARE_OFF)
             return False
-        from hf_zero.checkpoint.whole_weights import save_whole_weights
+        from hf_zero.checkpoint.consolidate import save_whole_weights
 
         path = Path(save_dir) / save_filename
         save_whole_weights(self._module, path, self._world, exclude_frozen=exclude_frozen_parameters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from hf_zero.comm import ParallelGroups
 from hf_zero.layout import Piece
 from hf_zero.layout.buckets import round_up
-from hf_zero.offload.sub_group import SubGroup
+from hf_zero.offload.sub_group import SubGroup, wait_for_readers
 from hf_zero.params.sharded_parameter import of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.owned_values import Source
@@ -74,11 +75,7 @@ class Fragments:
         """Put this rank's part of `values` (the parameter's shape) where `target` says."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
-        flat = values.detach().reshape(-1)
-        for part in self._parts_of(parameter):
-            with target(part.sub_group, True) as place:
-                if place is not None:
-                    _inside(place, part).copy_(flat.narrow(0, part.piece.in_parameter, part.piece.numel))
+        self._write(parameter, values, target, [part.piece.in_parameter for part in self._parts_of(parameter)])
 
     def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
         """This rank's chunk at stage 3, without padding: a view where it is at hand, else a copy.
@@ -99,12 +96,16 @@ class Fragments:
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
-        flat, cursor = values.detach().reshape(-1), 0
-        for part in self._parts_of(parameter):
+        numels = [part.piece.numel for part in self._parts_of(parameter)]
+        self._write(parameter, values, target, accumulate(numels[:-1], initial=0))
+
+    def _write(self, parameter: nn.Parameter, values: Tensor, target: Source, starts: Iterable[int]) -> None:
+        wait_for_readers()
+        flat = values.detach().reshape(-1)
+        for part, start in zip(self._parts_of(parameter), starts):
             with target(part.sub_group, True) as place:
                 if place is not None:
-                    _inside(place, part).copy_(flat.narrow(0, cursor, part.piece.numel))
-            cursor += part.piece.numel
+                    _inside(place, part).copy_(flat.narrow(0, start, part.piece.numel))
 
     def _parts_of(self, parameter: nn.Parameter) -> list[_Part]:
         return self._parts.get(self._index[id(parameter)], [])

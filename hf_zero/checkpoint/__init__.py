@@ -1,7 +1,22 @@
 """Checkpoints: DeepSpeed's files on disk, read from any number of ranks and any stage, written crash-safe."""
 
-from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.opening import open_checkpoint
-from hf_zero.checkpoint.view import CheckpointView
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_zero.checkpoint.errors import CheckpointError
+    from hf_zero.checkpoint.opening import open_checkpoint
+    from hf_zero.checkpoint.view import CheckpointView
 
 __all__ = ["CheckpointError", "CheckpointView", "open_checkpoint"]
+
+# Loaded when first asked for: the process that writes files needs no torch.
+_HOMES = {"CheckpointError": "errors", "CheckpointView": "view", "open_checkpoint": "opening"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

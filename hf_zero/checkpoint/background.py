@@ -1,23 +1,284 @@
-"""Writes a checkpoint beside training: a copy in host memory, a thread, and an error that surfaces at the next step."""
+"""Writes a checkpoint beside training, of what was true when it was asked for.
+
+    save_checkpoint   what anybody may write next is copied at once (weights, buffers, counters); masters and optimizer
+                      states, which only an update writes, get a place
+    a thread          copies these, beside forward and backward; the next update waits for it
+    `files.writer`    writes all of it, from shared memory, at the lowest priority
+
+The memory is kept for the next save. Where the files of one rank hold what other ranks own, the ranks of a host read it
+from one another's memory. An error surfaces at the next step.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
+import mmap
 import os
+import signal
 import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.files import stream
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Record, Streamed
+from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
+from hf_zero.comm import Collectives
 from hf_zero.log import logger
+from hf_zero.offload.sub_group import READERS
+from hf_zero.optim.updater import Updater
 
+_THREAD_NAME = "hf_zero_save"
 _untold: set[BackgroundSave] = set()
+_ALIGN_BYTES = 64
+_SEGMENT_BYTES = 64 << 20
+_SMALL_BYTES = 4096  # not worth a place: copied by itself
+
+
+class _Segment:
+    """Memory that other processes can map."""
+
+    def __init__(self, num_bytes: int) -> None:
+        descriptor = os.memfd_create("hf_zero_save")
+        os.ftruncate(descriptor, num_bytes)
+        self.used = 0
+        self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        self.name = name_of(descriptor)
+        weakref.finalize(self, os.close, descriptor)
+
+
+class Arena:
+    """A rank's memory for snapshots, and that of other ranks of its host as far as it reads there."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        self._theirs: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}  # by where this process has them
+        self._writer: Writer | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.bytes.numel() for segment in self._segments)
+
+    def rewind(self) -> None:
+        """What was placed so far is not needed any more."""
+        for segment in self._segments:
+            segment.used = 0
+
+    def place(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Room, 1-D, with any content. In the same order, the same tensors get the same places."""
+        num_bytes = numel * dtype.itemsize
+        segment = next((each for each in self._segments if each.bytes.numel() - each.used >= num_bytes), None)
+        if segment is None:
+            segment = _Segment(max(num_bytes, _SEGMENT_BYTES))
+            self._segments.append(segment)
+            self._names[segment.bytes.data_ptr()] = segment.name
+        found = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
+        segment.used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        segment.used = min(segment.used, segment.bytes.numel())
+        return found
+
+    def piece(self, part: Tensor) -> Piece | None:
+        """A contiguous part as the writer can find it; None where it cannot."""
+        num_bytes = part.numel() * part.element_size()
+        if part.numel() > 1 and part.stride() == (0,) and not part[0]:
+            return Piece("", 0, num_bytes)
+        base = part.untyped_storage().data_ptr()
+        name = self._names.get(base)
+        return None if name is None else Piece(name, part.data_ptr() - base, num_bytes)
+
+    def holds(self, part: Tensor) -> bool:
+        return part.untyped_storage().data_ptr() in self._names
+
+    def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """What another rank of this host has placed."""
+        if piece.path not in self._theirs:
+            with open(piece.path, "rb") as file:
+                # Nobody writes to it. torch warns of memory that cannot be written to.
+                pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)
+            self._theirs[piece.path] = memory
+            self._names[memory.data_ptr()] = piece.path
+        return self._theirs[piece.path].narrow(0, piece.start, piece.num_bytes).view(dtype)
+
+    def write_records(self, file: int, records: Sequence[Record]) -> list[int]:
+        """As `stream.write_records`, by the other process where it can."""
+        orders: dict[int, Order] = {}
+        for number, record in enumerate(records):
+            pieces = self._pieces(record)
+            if pieces is not None:
+                orders[number] = Order(record.offset, pieces)
+        others = [number for number in range(len(records)) if number not in orders]
+        checksums = dict(zip(others, stream.write_records(file, [records[n] for n in others]), strict=True))
+        if orders:
+            if self._writer is None or not self._writer.is_alive:
+                self._writer = Writer()
+            checksums |= zip(orders, self._writer.write(file, list(orders.values())), strict=True)
+        return [checksums[number] for number in range(len(records))]
+
+    def _pieces(self, record: Record) -> list[Piece] | None:
+        content = record.content
+        if not isinstance(content, Streamed) or not isinstance(content.parts, tuple):
+            return None
+        found = []
+        for part in content.parts:
+            piece = self.piece(part) if part.dtype == content.dtype and part.numel() else None
+            if piece is None:
+                return None
+            found.append(piece)
+        return found if content.num_bytes > _SMALL_BYTES else None
+
+    def close(self) -> None:
+        """End the process that writes, and give the memory back."""
+        if self._writer is not None:
+            self._writer.close()
+        self._segments, self._theirs, self._names, self._writer = [], {}, {}, None
+
+
+class Snapshot:
+    """One moment of one training.
+
+    Attributes:
+        copied: masters and states may change again.
+    """
+
+    def __init__(self, arena: Arena, updater: Updater | None) -> None:
+        """`arena`: holds the snapshot; whatever it held is gone."""
+        arena.rewind()
+        self.copied = threading.Event()
+        self._arena = arena
+        self._known: dict[object, Any] = {}
+        self._later: list[tuple[Tensor, Tensor, int]] = []  # target, source, version
+        self._steady = _written_by_updates(updater) if updater is not None else frozenset()
+
+    def keep(self, value: Any) -> Any:
+        """`value` with every tensor in it as it is now; tied tensors stay one. Collective, where something in it is
+        still to arrive."""
+        if isinstance(value, Tensor):
+            key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), str(value.device))
+            if value.numel() == 0 or key not in self._known:
+                self._known[key] = self._kept(value)
+            return self._known[key]
+        if isinstance(value, Arriving):
+            for batch in value.batches:
+                self._known.update((id(awaited), self.keep(content)) for awaited, content in batch)
+            return self.keep(value.content)
+        if isinstance(value, Awaited):
+            return self._known[id(value)]
+        if isinstance(value, Streamed):
+            if id(value) not in self._known:
+                self._known[id(value)] = self._kept_stream(value)
+            return self._known[id(value)]
+        if isinstance(value, OrderedDict):
+            return OrderedDict((key, self.keep(entry)) for key, entry in value.items())
+        if isinstance(value, Mapping):
+            return {key: self.keep(entry) for key, entry in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.keep(entry) for entry in value)
+        return value
+
+    def share(self, buffers: Sequence[Tensor], collectives: Collectives) -> list[list[Tensor]]:
+        """The buffers of all ranks, by rank, which `write` may read. Collective, on one host."""
+        own = [self._placed(buffer, buffer.dtype) for buffer in buffers]
+        pieces = [self._arena.piece(each) for each in own]
+        found = []
+        for rank, theirs in enumerate(collectives.gather_objects([*zip(pieces, (each.dtype for each in own))])):
+            if rank == collectives.rank:
+                found.append(own)
+            else:
+                assert isinstance(theirs, list)
+                found.append([self._arena.of_other(piece, dtype) for piece, dtype in theirs])
+        return found
+
+    def copy(self) -> None:
+        """Copy what has got a place only.
+
+        Raises:
+            CheckpointError: when the program has written to it meanwhile.
+        """
+        try:
+            with torch.no_grad():
+                if self._later:  # one call: between many, a thread would need the interpreter's lock
+                    torch._foreach_copy_([entry[0] for entry in self._later], [entry[1] for entry in self._later])
+            if any(source._version != version for _, source, version in self._later):
+                raise CheckpointError(
+                    "this checkpoint",
+                    "was not written: the program has changed optimizer states while they were being saved",
+                    "change them before save_checkpoint(), or after the next step()",
+                )
+        finally:
+            self._later = []
+            self.copied.set()
+
+    def _kept(self, value: Tensor) -> Tensor:
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
+        if not is_plain or value.is_quantized or value.numel() * value.element_size() < _SMALL_BYTES:
+            return value.detach().to("cpu", copy=True)
+        return self._placed(value.detach().reshape(-1), value.dtype).view(value.shape)
+
+    def _kept_stream(self, content: Streamed) -> Streamed:
+        if not isinstance(content.parts, tuple):
+            whole = self._arena.place(content.numel, content.dtype)
+            stream.fill(whole, content.chunks())
+            return stream.streamed(whole.view(content.shape))
+        parts = tuple(
+            part if self._arena.holds(part) or _is_one_value(part) else self._placed(part, content.dtype)
+            for part in content.parts
+        )
+        return Streamed(content.dtype, content.shape, parts)
+
+    def _placed(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor's place; its values are there now, or will be when `copy` has ended."""
+        target = self._arena.place(source.numel(), dtype)
+        if source.untyped_storage().data_ptr() in self._steady and not source.is_inference():
+            self._later.append((target, source.detach(), source._version))
+        else:
+            target.copy_(source)
+        return target
+
+
+def _is_one_value(part: Tensor) -> bool:
+    return part.numel() > 1 and part.stride() == (0,)
+
+
+def _written_by_updates(updater: Updater) -> frozenset[int]:
+    """Addresses of host memory that nothing but an update writes: masters that are not the weights themselves, and
+    optimizer states."""
+    if not updater.stager.always_at_hand:
+        return frozenset()
+    found = set()
+    for sub_group in updater.sub_groups:
+        stored = sub_group.stored
+        masters = [] if sub_group.lp_param is None else [sub_group.master if stored is None else stored.master.tensor]
+        states = (value for tensor in sub_group.tensors for value in _states_of(updater, tensor.parameter))
+        kept = () if stored is None else (vector.tensor for vector in stored.vectors.values())
+        for value in (*masters, *states, *kept):
+            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > 1:
+                found.add(value.untyped_storage().data_ptr())
+    return frozenset(found)
+
+
+def _states_of(updater: Updater, parameter: torch.nn.Parameter) -> list[Any]:
+    return list(updater.optimizer.state.get(parameter, {}).values())
+
+
+def num_bytes_of(value: Any) -> int:
+    """Of all tensors in it."""
+    if isinstance(value, (Tensor, Streamed, Awaited)):
+        return math.prod(value.shape) * value.dtype.itemsize
+    if isinstance(value, Arriving):
+        return num_bytes_of(value.content)
+    if isinstance(value, Mapping):
+        return sum(map(num_bytes_of, value.values()))
+    return sum(map(num_bytes_of, value)) if type(value) in (list, tuple) else 0
 
 
 class BackgroundSave:
@@ -27,25 +288,33 @@ class BackgroundSave:
     """
 
     def __init__(self) -> None:
+        self.arena = Arena()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
-    def start(self, write: Callable[[], object]) -> None:
-        """Run `write` in a thread; waits for the save before."""
+    def start(self, write: Callable[[], object], snapshot: Snapshot | None = None) -> None:
+        """Run `write` in a thread, once the snapshot is copied; waits for the save before."""
         self.wait()
 
         def run() -> None:
             try:
+                if snapshot is not None:
+                    snapshot.copy()
                 write()
             except CheckpointError as error:
                 self._error = error
             except Exception as error:
                 self._error = CheckpointError("background save", f"failed ({type(error).__name__}: {error})")
+            if snapshot is not None:
+                READERS.discard(snapshot.copied)
             if self._error is not None:
                 _untold.add(self)
 
         # Not a daemon: the interpreter lets it end before it exits.
-        self._thread = threading.Thread(target=run, name="hf_zero_save", daemon=False)
+        self._thread = threading.Thread(target=run, name=_THREAD_NAME, daemon=False)
+        if snapshot is not None:
+            READERS.add(snapshot.copied)
+        _replace_handler(signal.SIG_DFL, _finish_first)
         self._thread.start()
 
     def wait(self) -> None:
@@ -62,16 +331,38 @@ class BackgroundSave:
         """Raise the error of a save that has failed, once; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
+            _replace_handler(_finish_first, signal.SIG_DFL)
             error = self.take_error()
             if error is not None:
                 raise error
 
+    def close(self) -> None:
+        """Wait, and give the memory back."""
+        try:
+            self.wait()
+        finally:
+            self.arena.close()
 
     def take_error(self) -> CheckpointError | None:
         """The error that has not been reported yet; from now on it counts as reported."""
         _untold.discard(self)
         error, self._error = self._error, None
         return error
+
+
+def _finish_first(number: int, _frame: object) -> None:
+    """Handler of SIGTERM, with which launchers ask before they kill: a save that was begun is finished."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD_NAME:
+            thread.join()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _replace_handler(old: object, new: Any) -> None:
+    """Of SIGTERM, where the program has none of its own, and while it may be replaced."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is old:
+        signal.signal(signal.SIGTERM, new)
 
 
 def _end_as_failed() -> None:
@@ -88,36 +379,3 @@ def _end_as_failed() -> None:
 
 # Now, before there is a process group: what is registered later is done first, and the group is left before this.
 atexit.register(_end_as_failed)
-
-
-def in_host_memory(value: Any) -> Any:
-    """`value` with every tensor in it copied, so that training may go on; tied tensors stay one.
-
-    Collective where something in it is still to arrive.
-    """
-    return _copied(value, {})
-
-
-def _copied(value: Any, known: dict[object, Any]) -> Any:
-    if isinstance(value, Tensor):
-        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), str(value.device))
-        if value.numel() == 0 or key not in known:
-            known[key] = value.detach().to("cpu", copy=True)
-        return known[key]
-    if isinstance(value, Arriving):
-        for batch in value.batches:
-            known.update((id(awaited), content.materialise()) for awaited, content in batch)
-        return _copied(value.content, known)
-    if isinstance(value, Awaited):
-        return known[id(value)]
-    if isinstance(value, Streamed):
-        if id(value) not in known:
-            known[id(value)] = value.materialise()
-        return known[id(value)]
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, _copied(entry, known)) for key, entry in value.items())
-    if isinstance(value, Mapping):
-        return {key: _copied(entry, known) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(entry, known) for entry in value)
-    return value

@@ -1,4 +1,4 @@
-"""From sharded fp32 masters to ordinary weights: the whole tensors, and files streamed from the shards."""
+"""From sharded fp32 masters, or a live model, to ordinary weights: whole tensors, streamed to files as they come."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.safetensors_file import write_safetensors
 from hf_zero.checkpoint.files.stream import (
+    Arriving,
+    Awaited,
     Streamed,
     Written,
     into_place,
     streamed,
     sync_folder,
+    write_records,
     write_small,
 )
-from hf_zero.checkpoint.files.torch_file import write_torch_file
+from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.view import CheckpointView
+from hf_zero.comm import Collectives
+from hf_zero.comm.parts import whole_shape
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order, unsharded_values
 from hf_zero.quantities import bytes_of
 from hf_zero.staging import StagingFolder, alone_in
 
@@ -130,7 +137,7 @@ def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Targ
             written = write_safetensors(partial, tensors, {"format": "pt", **aliases}, progress)
         else:
             both = {**tensors, **{alias: tensors[owner] for alias, owner in aliases.items()}}
-            written = write_torch_file(partial, both, progress)
+            written = write_torch_file(partial, both, lambda file, records: write_records(file, records, progress))
         # Not after it has its name: another process may have put its own file there.
         size, payload = partial.stat().st_size, sum(content.num_bytes for content in tensors.values())
         if not size == written.num_bytes >= payload:
@@ -223,3 +230,40 @@ def _copy_model_files(sources: Sequence[Path], folder: Path) -> None:
         for source in sources:
             if (source / name).is_file() and not (folder / name).exists():
                 shutil.copyfile(source / name, folder / name)
+
+
+def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, *, exclude_frozen: bool) -> None:
+    """Rank 0 writes `module.state_dict()` with whole weights; no rank ever holds all of it. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when the file could not be written; none is left half-written.
+    """
+    problem = ""
+    arrivals = unsharded_values(module, exclude_frozen=exclude_frozen)
+    if collectives.rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            state, awaited = _state(module, exclude_frozen=exclude_frozen)
+            batches = ([(place := awaited[id(p)], streamed(values, place.dtype))] for p, values in arrivals)
+            into_place(path, lambda partial: write_torch_file_as_it_comes(partial, Arriving(state, batches)))
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+    for _ in arrivals:  # the other ranks', and what is left after an error: gathers need everybody
+        pass
+    problem = str(collectives.gather_objects(problem)[0])
+    if problem:
+        raise CheckpointError(path, f"was not written ({problem})", "free disk space, or name another folder")
+
+
+def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaited | Tensor], dict[int, Awaited]]:
+    """The state dict with places for its parameters, and the place of each parameter by id."""
+    awaited: dict[int, Awaited] = {}
+    found: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad or not exclude_frozen:
+            found[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
+    return {name: found[name] for name in state_dict_order(module) if name in found}, awaited
+
+
+def _detached(buffers: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, buffer.detach()) for name, buffer in buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from hf_zero.comm import Collectives
 from hf_zero.layout.reshard import Copy
 
 ROUND_BYTES = 8 << 20  # what a rank has on its way to others at one time; it stays in the cache
+
+
+Share = Callable[[Sequence[Tensor], Collectives], Sequence[Sequence[Tensor]]]  # own buffers -> those of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,12 @@ class Placed:
 class Exchange:
     """The copies of one resharding, as this rank sees them; `fill` carries them out for one kind of state."""
 
-    def __init__(self, copies: Sequence[Copy], collectives: Collectives) -> None:
-        """`copies` are those of all ranks, the same on every rank."""
+    def __init__(self, copies: Sequence[Copy], collectives: Collectives, share: Share | None = None) -> None:
+        """`copies` are those of all ranks, the same on every rank; `share`: how to read the others' memory instead of
+        being sent what is there."""
         rank = collectives.rank
         self._collectives = collectives
+        self._share = share
         self._incoming: list[list[Copy]] = [[] for _ in range(collectives.size)]
         self._outgoing: list[list[Copy]] = [[] for _ in range(collectives.size)]
         between: Counter[tuple[int, int]] = Counter()
@@ -53,6 +58,12 @@ class Exchange:
         """What goes where in each target buffer. Local elements stay views of `buffers`. Collective."""
         placed: dict[int, list[Placed]] = defaultdict(list)
         rank = self._collectives.rank
+        if self._share is not None and not self.is_local:
+            for theirs, copies in zip(self._share(buffers, self._collectives), self._incoming, strict=True):
+                for copy in copies:
+                    view = theirs[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
+                    placed[copy.target_buffer].append(Placed(copy.target_offset, view))
+            return placed
         for copy in self._incoming[rank]:
             view = buffers[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
             placed[copy.target_buffer].append(Placed(copy.target_offset, view))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.checkpoint.background import Snapshot
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
@@ -23,7 +24,7 @@ from hf_zero.checkpoint.deepspeed.states import (
     optimizer_states_3,
     ours,
 )
-from hf_zero.checkpoint.exchange import Exchange, join
+from hf_zero.checkpoint.exchange import Exchange, Share, join
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
 from hf_zero.checkpoint.shard_states import (
     GroupSummary,
@@ -38,6 +39,7 @@ from hf_zero.checkpoint.shard_states import (
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import tensor_parts_for_file
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
+from hf_zero.comm import hosts
 from hf_zero.layout.partitions import (
     GroupPartition,
     Member,
@@ -55,22 +57,31 @@ from hf_zero.params.sharded_parameter import local_chunk, of
 
 @torch.no_grad()
 def files_of(
-    subject: Subject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool = False
+    subject: Subject,
+    run: RunState,
+    *,
+    writes_shared_file: bool,
+    exclude_frozen: bool = False,
+    snapshot: Snapshot | None = None,
 ) -> dict[str, Any]:
     """This rank's files, name -> content; tensors are still where training keeps them. Collective.
 
     Args:
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
+        snapshot: keeps them as they are now, if given.
     """
     subject.assembly.store.sync_masters()
     if not subject.writes:
         return {}
+    share = snapshot.share if snapshot is not None and hosts().num_hosts == 1 else None
     with subject.assembly.optimizer.updater.stager.viewing():
-        return _files_of(subject, run, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
+        collected = _Collected.of(subject, share)
+        return _files_of(subject, run, collected, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
 
 
-def _files_of(subject: Subject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool) -> dict[str, Any]:
-    collected = _Collected.of(subject)
+def _files_of(
+    subject: Subject, run: RunState, collected: _Collected, *, writes_shared_file: bool, exclude_frozen: bool
+) -> dict[str, Any]:
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage == 0:
         return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
@@ -81,19 +92,21 @@ def _files_of(subject: Subject, run: RunState, *, writes_shared_file: bool, excl
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """States of this rank's shards and of whole tensors, and what all ranks know of the groups."""
+    """States of this rank's shards and of whole tensors, what all ranks know of the groups, and how to read the
+    others' states without being sent them."""
 
     states: Sequence[ShardState]
     whole: WholeStates
     groups: Sequence[GroupSummary]
+    share: Share | None
 
     @classmethod
-    def of(cls, subject: Subject) -> _Collected:
+    def of(cls, subject: Subject, share: Share | None) -> _Collected:
         updater = subject.assembly.optimizer.updater
         updater.collect_state()
         states = read_sub_groups(updater)
         groups = summarise(updater, states, len(subject.assembly.members), subject.groups.shard)
-        return cls(states, updater.whole_states(), groups)
+        return cls(states, updater.whole_states(), groups, share)
 
     @property
     def is_bound(self) -> bool:
@@ -174,7 +187,7 @@ def _group_states(
         for rank in range(shard.size)
         for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit)
     ]
-    exchange = Exchange(reshard(source, wanted), shard)
+    exchange = Exchange(reshard(source, wanted), shard, collected.share)
     states = _target_states(subject, collected, targets)
     comes_later = not exchange.is_local or collected.has_forms
     found: list[list[Awaited | Streamed]] = []

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.background import BackgroundSave, in_host_memory
+from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot, num_bytes_of
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.deepspeed.states import RunState
 from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.checkpoint.files.stream import write_records
+from hf_zero.checkpoint.files.torch_file import WriteRecords
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
 from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of_part
 from hf_zero.checkpoint.save import files_of, model_files_of
@@ -20,9 +22,10 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
-from hf_zero.comm import Collectives, background_collectives, get_local_rank, ledger
+from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
 from hf_zero.config.schema.root import OurCheckpoints
 from hf_zero.config.schema.training import Checkpoint
+from hf_zero.device.limits import host_available
 from hf_zero.errors import WrongArgument
 from hf_zero.log import logger
 
@@ -55,7 +58,8 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
 
-    With `hf_zero.checkpoint.async` it returns as soon as everything is copied to host memory.
+    With `hf_zero.checkpoint.async` it returns when everything is copied to host memory, but for what only the next
+    update will change; the rest goes on beside training (`background.py`).
 
     Raises:
         CheckpointError: when it could not be written; earlier checkpoints are as they were.
@@ -76,27 +80,51 @@ def save_checkpoint(
     )
     with ledger.phase("checkpoint"):
         _check_drives(subject)
-        files = together(lambda: _files(subject, run, request, is_leader=is_leader), collectives)
+        snapshot = None
         if getattr(subject.resolved.section(OurCheckpoints), "async"):  # a keyword of Python
-            copies, beside = in_host_memory(files), background_collectives()
-            background.start(lambda: _write(place, copies, beside))
+            updater = subject.assembly.optimizer.updater if isinstance(subject, Subject) else None
+            snapshot = Snapshot(background.arena, updater)
+        files = together(lambda: _files(subject, run, request, snapshot, is_leader=is_leader), collectives)
+        if snapshot is not None and _has_room(background.arena, num_bytes_of(files), collectives):
+            kept, beside = snapshot.keep(files), background_collectives()
+            background.start(lambda: _write(place, kept, beside, background.arena.write_records), snapshot)
         else:
             _write(place, files, collectives)
     return place.final
 
 
-def _files(subject: ModelSubject, run: RunState, request: SaveRequest, *, is_leader: bool) -> dict[str, Any]:
+def _has_room(arena: Arena, num_bytes: int, collectives: Collectives) -> bool:
+    """Whether every rank has room in host memory for a second copy of what it saves. Collective."""
+    num_beside = len(hosts().beside(collectives.rank))
+    has_room = max(0, num_bytes - arena.num_bytes) * num_beside <= host_available()
+    if all(collectives.gather_objects(has_room)):
+        return True
+    logger.warning(
+        "hf_zero.checkpoint.async: host memory has no room for a second copy of masters and optimizer states "
+        "(%.1f GB a rank), so training waits until this checkpoint is written",
+        num_bytes / 1e9,
+    )
+    return False
+
+
+def _files(
+    subject: ModelSubject, run: RunState, request: SaveRequest, snapshot: Snapshot | None, *, is_leader: bool
+) -> dict[str, Any]:
     writes_shared = is_leader
     if subject.groups.model_size > 1:  # ranks that hold other parts of the weights have a shared file of their own
         policy = subject.resolved.section(Checkpoint)
         writes_shared = subject.groups.is_first_beside(per_host=policy.use_node_local_storage)
     if isinstance(subject, Subject):
-        return files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
+        return files_of(
+            subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen, snapshot=snapshot
+        )
     return model_files_of(subject, run, writes_shared_file=writes_shared, exclude_frozen=request.exclude_frozen)
 
 
-def _write(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
-    write_checkpoint(place, files, collectives)
+def _write(
+    place: Destination, files: Mapping[str, Any], collectives: Collectives, write: WriteRecords = write_records
+) -> None:
+    write_checkpoint(place, files, collectives, write)
     logger.info("checkpoint %s is complete", place.final)
 
 

@@ -24,11 +24,8 @@ from typing import Any
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.errors import CheckpointError
-from hf_zero.checkpoint.files.stream import Arriving, Written, sync_folder, write_small
-from hf_zero.checkpoint.files.torch_file import (
-    write_torch_file,
-    write_torch_file_as_it_comes,
-)
+from hf_zero.checkpoint.files.stream import Arriving, Written, sync_folder, write_records, write_small
+from hf_zero.checkpoint.files.torch_file import WriteRecords, write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.manifest import write_manifest
 from hf_zero.comm import Collectives
 from hf_zero.log import logger
@@ -84,8 +81,13 @@ def node_name(*, node_local: bool) -> str:
     return socket.gethostname() if node_local else ""
 
 
-def write_checkpoint(place: Destination, files: Mapping[str, Any], collectives: Collectives) -> None:
+def write_checkpoint(
+    place: Destination, files: Mapping[str, Any], collectives: Collectives, write: WriteRecords = write_records
+) -> None:
     """Write this rank's `files` (name -> content) as its part of one checkpoint. Collective.
+
+    Args:
+        write: brings records to a file.
 
     Raises:
         CheckpointError: on every rank, when it failed on any; the folder of the tag is then as it was before.
@@ -100,7 +102,7 @@ def write_checkpoint(place: Destination, files: Mapping[str, Any], collectives: 
     try:
         made = _all_or_nothing(place, collectives, "make the folder", prepare)
         partial = Path(next(path for node, path in made if path and node == place.node))
-        reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files))
+        reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files, write))
         _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, partial, reports))
     except CheckpointError:
         if staging is not None:
@@ -143,15 +145,15 @@ def leftovers(root: Path) -> list[Path]:
     return sorted(root.glob(f".*{PARTIAL}")) if root.is_dir() else []
 
 
-def _write_files(folder: Path, files: Mapping[str, Any]) -> list[Written]:
+def _write_files(folder: Path, files: Mapping[str, Any], write: WriteRecords) -> list[Written]:
     # Other ranks wait for this one's part of what arrives, so that comes first, and comes even if it cannot be written.
     in_order = sorted(files.items(), key=lambda item: not isinstance(item[1], Arriving))
-    return [_write_file(folder / name, content) for name, content in in_order]
+    return [_write_file(folder / name, content, write) for name, content in in_order]
 
 
-def _write_file(path: Path, content: Any) -> Written:
+def _write_file(path: Path, content: Any, write: WriteRecords) -> Written:
     if not isinstance(content, Arriving):
-        return write_torch_file(path, content)
+        return write_torch_file(path, content, write)
     try:
         return write_torch_file_as_it_comes(path, content)
     finally:

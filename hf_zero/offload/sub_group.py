@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Event
 
 from torch import Tensor, nn
 
@@ -11,6 +12,14 @@ from hf_zero.layout import Bucket, Interval, Piece
 from hf_zero.layout.buckets import pieces_of_sub_group
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector, at_hand_or_absent
+
+READERS: set[Event] = set()  # each is set when somebody beside training has read masters and states
+
+
+def wait_for_readers() -> None:
+    """Masters and states are not changed before."""
+    for reader in list(READERS):
+        reader.wait()
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from hf_zero.comm import Negotiation, Pending
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import Bucket, FlatLayout, Interval, ParameterSpec
 from hf_zero.offload.placement import Placement, Placements
-from hf_zero.offload.sub_group import SubGroup
+from hf_zero.offload.sub_group import SubGroup, wait_for_readers
 from hf_zero.params.stand_ins import StandIns
 
 
@@ -61,6 +61,7 @@ class TrainedBucket:
 
     def write_master(self, start: int, values: Tensor) -> None:
         """Overwrite masters from element `start` of the owned interval on; nothing where they are the weights."""
+        wait_for_readers()
         written = Interval(start, start + values.numel())
         for sub_group in self.sub_groups:
             common = sub_group.part.intersect(written)

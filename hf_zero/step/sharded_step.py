@@ -17,6 +17,7 @@ from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.loss_scale import loss_scaler_from
 from hf_zero.offload.placement import Placements
+from hf_zero.offload.sub_group import READERS, wait_for_readers
 from hf_zero.optim import Updater
 from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
@@ -172,6 +173,8 @@ class ShardedStep:
             gradients = self._gradients(used, outcome, first)
             left = Counter(sub_group.bucket for sub_group in gradients.wanted)
             gathered = Pending()
+            if READERS:
+                wait_for_readers()
             with ledger.phase("step"):
                 for sub_group in self._updater.step(gradients):
                     bucket = sub_group.bucket

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -20,7 +18,6 @@ from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.params import consolidation
 from tests.checkpoint.training import new_engine, settings, train
-from tests.support.launch import ROOT
 from tests.support.ranks import RankFailure, run_ranks
 
 
@@ -236,82 +233,6 @@ def test_ranks_that_name_the_tag_differently(tmp_path: Path) -> None:
     assert run_ranks(run_different_tags, 2, str(tmp_path), "Warn") == [expected] * 2
     with pytest.raises(RankFailure, match="'step-of-0', 'step-of-1' .checkpoint.tag_validation is Fail"):
         run_ranks(run_different_tags, 2, str(tmp_path), "fail")
-
-
-BACKGROUND = {"hf_zero": {"checkpoint": {"async": True}}}
-
-
-def run_background(rank: int, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
-    """Two saves with training beside them; the files must hold what was true when each was asked for."""
-    engine = new_engine(stage, 2, **sections)
-    train(engine, rank, 2, range(3))
-    engine.save_checkpoint(root)
-    train(engine, rank, 2, range(3, 5))
-    engine.save_checkpoint(root)
-    losses = train(engine, rank, 2, range(5, 8))
-    engine.destroy()  # waits
-    return losses
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_save_in_the_background_holds_the_state_of_its_moment(stage: int, tmp_path: Path) -> None:
-    behind, at_once = str(tmp_path / "a"), str(tmp_path / "b")
-    losses = run_ranks(run_background, 2, stage, behind, BACKGROUND)
-    assert losses == run_ranks(run_background, 2, stage, at_once, {})
-    for tag in ("global_step3", "global_step5"):
-        first, second = open_checkpoint(behind, tag), open_checkpoint(at_once, tag)
-        for name in first.shapes:
-            for kind in ("fp32", "exp_avg", "exp_avg_sq"):
-                assert torch.equal(first.read(name, kind), second.read(name, kind)), (tag, name, kind)
-    assert (tmp_path / "a" / "latest").read_text() == "global_step5"
-
-
-def test_a_failure_in_the_background_surfaces_at_the_next_step(tmp_path: Path, monkeypatch: Any) -> None:
-    engine = new_engine(2, 1, **BACKGROUND)
-    train(engine, 0, 1, range(1))
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        engine.save_checkpoint(str(tmp_path))
-        engine._checkpoints().background._thread.join()  # type: ignore[union-attr]
-    micro_steps = engine.micro_steps
-    with pytest.raises(CheckpointError, match="global_step1: was not written: rank 0 could not write its files"):
-        train(engine, 0, 1, range(1, 2))
-    engine.step()  # who has caught it goes on where it was raised
-    assert engine.micro_steps == micro_steps + 1 and engine.global_steps == 2
-    engine.save_checkpoint(str(tmp_path))
-    engine.destroy()
-    assert open_checkpoint(tmp_path).meta["global_steps"] == 2
-
-
-_LAST_SAVE_FAILS = """
-import os, sys
-import torch
-import hf_zero
-config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
-config["hf_zero"] = {"checkpoint": {"async": True}}
-engine = hf_zero.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
-engine.backward(engine(torch.ones(1, 2)).sum())
-engine.step()
-def full(*_):
-    raise OSError(28, "No space left on device")
-os.pwrite = full
-engine.save_checkpoint(sys.argv[1])
-print("the script has come to its end")
-"""
-
-
-def test_a_program_whose_last_save_fails_in_the_background_has_failed(tmp_path: Path) -> None:
-    """The disk was full when the last checkpoint was written beside the end of the script: no step came any more to
-    raise the error, the status was 0, and neither checkpoint nor a word of it was there."""
-    words = [sys.executable, "-c", _LAST_SAVE_FAILS, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert "the script has come to its end" in done.stdout and done.returncode == 1
-    assert "No space left on device" in done.stdout + done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def run_whole_weights(rank: int, stage: int, root: str) -> bool:

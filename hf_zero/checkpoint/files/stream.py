@@ -5,7 +5,6 @@ The file is there in full or not at all, also after a power cut.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import zlib
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import crc
+from hf_zero.checkpoint.files.writer import BLOCK_BYTES, start_flushing, write_at
 from hf_zero.staging import staging_file
 
-CHUNK_BYTES = 4 << 20  # what one thread holds while it casts
+CHUNK_BYTES = BLOCK_BYTES  # what one thread holds while it casts
 _SPAN_BYTES = 16 * CHUNK_BYTES
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
@@ -214,32 +214,6 @@ def _blocks(content: Streamed | Awaited | bytes) -> Iterator[memoryview]:
     assert isinstance(content, Streamed), "bytes that have not come cannot be written"
     for chunk in content.chunks():
         yield chunk.view(torch.uint8).numpy().data
-
-
-def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
-    """All of `block`, however often the system has to be asked."""
-    rest = memoryview(block)
-    while rest:
-        done = os.pwrite(file, rest, offset)
-        rest, offset = rest[done:], offset + done
-
-
-def start_flushing(file: int, offset: int, num_bytes: int) -> None:
-    """Ask the system to bring these bytes to the disk now, so that a later fsync has less to wait for. Only a hint."""
-    if num_bytes >= CHUNK_BYTES // 2 and _sync_file_range is not None:
-        _sync_file_range(file, offset, num_bytes, 2)  # SYNC_FILE_RANGE_WRITE
-
-
-def _find_sync_file_range() -> Any:
-    try:
-        call: Any = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):  # not Linux
-        return None
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
-
-
-_sync_file_range = _find_sync_file_range()
 
 
 def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ import pickle
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from hf_zero.checkpoint.files.stream import (
 )
 
 ALIGN_BYTES = 64
+WriteRecords = Callable[[int, Sequence[Record]], list[int]]  # as `stream.write_records`
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _DIRECTORY = struct.Struct("<IHHHHHHIIIHHHHHII")
 _ZIP64_END = struct.Struct("<IQHHIIQQQQ")
@@ -68,7 +69,7 @@ class Member:
         return Record(self.offset, self.content)
 
 
-def write_torch_file(path: Path, value: object, progress: Any = None) -> Written:
+def write_torch_file(path: Path, value: object, write: WriteRecords = write_records) -> Written:
     """Write `value` to `path`, fsynced; tensors and `Streamed` leaves become records.
 
     `path` must not exist: to replace a file, write under another name first.
@@ -78,7 +79,7 @@ def write_torch_file(path: Path, value: object, progress: Any = None) -> Written
     """
     members = _plan(value, path)
     with _created(path) as file:
-        checksums = write_records(file, [member.record for member in members], progress)
+        checksums = write(file, [member.record for member in members])
         return _finish(file, path, members, checksums)
 
 

@@ -71,8 +71,8 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
             Flag,
             supported(
                 False,
-                "Training goes on once its state is copied to host memory; the next save and the exit wait, and errors "
-                "come at the next step.",
+                "Training goes on at once: what is saved is copied in host memory beside forward and backward, "
+                "and another process writes it. The next save and the exit wait, and errors come at the next step.",
             ),
         )
     },

@@ -51,7 +51,7 @@ ALTERNATIVES = {
     "elasticity.DSElasticAgent": (
         "torchrun restarts ranks itself: torchrun --nnodes 1:4 --max-restarts 100 (docs/elasticity.md)"
     ),
-    "datastates": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
+    "datastates": 'asynchronous checkpoints are the key "hf_zero": {"checkpoint": {"async": true}}',
     "inference": _INFERENCE,
     "io": _DRIVE,
     "launcher": "`hf-zero launch` starts the ranks, with the same options",
@@ -80,7 +80,7 @@ ALTERNATIVES = {
         "activation_checkpointing reaches"
     ),
     "runtime.compiler": _COMPILER,
-    "runtime.checkpoint_engine": 'asynchronous checkpoints are the key "checkpoint": {"async_save": true}',
+    "runtime.checkpoint_engine": 'asynchronous checkpoints are the key "hf_zero": {"checkpoint": {"async": true}}',
     "runtime.data_pipeline": _DATA,
     "runtime.domino": _TENSOR,
     "runtime.hybrid_engine": "generate with deepspeed.zero.unwrap_model_for_generation(engine), as TRL does",

@@ -1,0 +1,178 @@
+"""How long training stands still for a checkpoint: steps with a save among them, beside steps without.
+
+    python -m bench.stall --size 110m --batch 4 --oracle-python .oracle/bin/python --name 110m
+
+In turn, so many steps without a save, and as many of which the first is followed by one. A step's time is that of its
+forward, backward and update, and of the save where there is one; what is written beside training slows the steps after
+it, and those are in the table too. The state that is saved is the same for all: fp32 masters and both moments of AdamW,
+and the weights in bf16 (in FSDP2: in fp32, which are its masters). Each way runs alone, two ranks with a thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.surroundings import ROOT, keep, machine, public, rank_environments
+
+BESIDE, WAITING, DEEPSPEED, DCP = "hf_zero, async", "hf_zero", "DeepSpeed", "FSDP2, DCP's async_save"
+MARK = "RESULT "
+log = logging.getLogger("bench")
+
+
+def build(way: str, size: Any, stage: int) -> tuple[Callable[[Any], object], Callable[[str, int], object]]:
+    """(step, save) of one way."""
+    import torch.distributed as dist
+
+    from bench import engines, models
+
+    model = models.build_model(size)
+    if way == DCP:
+        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        dist.init_process_group("cpu:gloo")
+        beside = dist.new_group(backend="gloo")  # it would meet training's own collectives in the first group
+        step = engines.build_fsdp2_step(model, reshard=stage == 3)
+        (cell,) = [each for each in step.__closure__ or () if hasattr(each.cell_contents, "param_groups")]
+        under_way: list[Any] = []
+
+        def save(folder: str, number: int) -> None:
+            while under_way:
+                under_way.pop().result()
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, cell.cell_contents), strict=True))
+            under_way.append(checkpoint.async_save(states, checkpoint_id=f"{folder}/step{number}", process_group=beside))
+
+        return step, save
+    if way != DEEPSPEED:
+        import hf_zero
+
+        hf_zero.install()
+    import deepspeed
+
+    config = engines.ds_config(stage, size.batch, "own" if way != DEEPSPEED else "torch")
+    if way == BESIDE:
+        config["hf_zero"] = {"checkpoint": {"async": True}}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return engines.engine_step(engine), lambda folder, number: engine.save_checkpoint(folder, f"step{number}")
+
+
+def play(options: argparse.Namespace) -> None:
+    """One rank: seconds of every step, without and with saves, by block."""
+    import torch
+    import torch.distributed as dist
+
+    from bench import models
+
+    torch.set_num_threads(1)
+    size = replace(models.SIZES[options.size], batch=options.batch)
+    step, save = build(options.way, size, options.stage)
+    found: dict[str, list[list[float]]] = {"without": [], "with": []}
+    tokens = models.batches(size, 1, int(os.environ["RANK"]))[0]
+    for block in range(-1, 2 * options.rounds):  # one block to warm up, with a save: memory, plans, processes
+        seconds = []
+        for number in range(options.every):
+            started = time.perf_counter()
+            step(tokens)
+            if number == 0 and block % 2:
+                save(options.folder, block)
+            seconds.append(time.perf_counter() - started)
+        if block >= 0:
+            found["with" if block % 2 else "without"].append(seconds)
+    sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # what is still being written is not measured
+
+
+def measure(way: str, options: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Of rank 0: all ranks wait for one another in every step."""
+    oracle = options.oracle_python if way == DEEPSPEED else None
+    with tempfile.TemporaryDirectory(prefix="bench-stall-", dir=options.disk) as folder:
+        words = [oracle or sys.executable, "-m", "bench.stall", "--way", way, "--folder", folder]
+        words += ["--size", options.size, "--batch", str(options.batch), "--stage", str(options.stage)]
+        words += ["--every", str(options.every), "--rounds", str(options.rounds)]
+        ranks = [
+            subprocess.Popen(words, cwd=ROOT, env=each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for each in rank_environments(2, deepspeed_python=oracle)
+        ]
+        said = [process.communicate() for process in ranks]
+        lines = [line for line in said[0][0].splitlines() if line.startswith(MARK)]
+        if not lines:
+            raise SystemExit(f"{way} failed:\n{said[0][1][-4000:]}")
+        os.sync()
+        return dict(json.loads(lines[0].removeprefix(MARK)))
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The table of one run."""
+    settings = run["settings"]
+    lines = [
+        f"# A save each {settings['every']} steps, model {settings['size']}, stage {settings['stage']}, 2 ranks",
+        "",
+        f"`{run['command']}`, {run['date'][:16]}, {run['machine']['cores']} cores, load "
+        f"{run['machine']['load_1min']} at the end. Seconds; over: as a share of the step without saves. The step with "
+        "the save is the one that calls it; all: of all steps between two saves, and what they took more.",
+        "",
+        "| way | step without saves | its longest | median with saves | over | longest with saves | over | all, over |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for way, found in run["ways"].items():
+        without, within = (sum(found[key], []) for key in ("without", "with"))
+        plain, with_saves = statistics.median(without), statistics.median(within)
+        share = [f"{100 * (value / floor - 1):+.1f}%" for value, floor in (
+            (with_saves, plain), (max(within), max(without)), (sum(within), sum(without))
+        )]  # fmt: skip
+        figures = [f"{value:.3f}" for value in (plain, max(without), with_saves, max(within))]
+        cells = [way, *figures[:3], share[0], figures[3], share[1], share[2]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measure, then write JSON and Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="110m", help="a name in bench/models.py")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a rank's step")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
+    parser.add_argument("--every", type=int, default=20, help="steps between two saves")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--disk", type=Path, help="folder on the disk to write to; default: the system's temporary one")
+    parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed; without, it is left out")
+    parser.add_argument("--name", help="write bench/results/<date>-stall-<name>.md and .json")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        play(options)
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    ways = [BESIDE, WAITING, DCP, *([DEEPSPEED] if options.oracle_python else [])]
+    run = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.stall", *public(sys.argv[1:])]),
+        "settings": {key: getattr(options, key) for key in ("size", "batch", "stage", "every", "rounds")},
+        "ways": {way: measure(way, options) for way in ways},
+        "machine": machine(),
+    }
+    text = markdown(run)
+    log.info(text)
+    if options.name:
+        keep(run, text, f"stall-{options.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Writes shared memory to files in a process of its own.
+
+A thread of the training process would take the interpreter's lock and, at equal priority, its processors. This process
+has the lowest priority, imports no torch, and ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hf_zero.checkpoint.files import crc
+
+BLOCK_BYTES = 4 << 20
+_LEAST_NICE = 19
+
+
+class Piece(NamedTuple):
+    """`num_bytes` from `start` on of the shared memory that can be opened as `path`; zeros where that is empty."""
+
+    path: str
+    start: int
+    num_bytes: int
+
+
+class Order(NamedTuple):
+    """The pieces that follow one another at `offset` of a file."""
+
+    offset: int
+    pieces: Sequence[Piece]
+
+
+class Writer:
+    """The process, as training sees it. One caller at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # what is begun is finished, also after Ctrl-C
+        )
+
+    def write(self, file: int, orders: Sequence[Order]) -> list[int]:
+        """Carry out `orders` in an open file of this process; returns the CRC-32 of each.
+
+        Raises:
+            OSError: as the system has said it there, or when the process has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps([name_of(file), orders]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # nor will it answer
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise OSError(f"the process that writes checkpoints has ended with status {self._process.wait()}")
+        checksums, problem = json.loads(answer)
+        if problem is not None:
+            raise OSError(*problem)
+        return list(checksums)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        self._process.wait()
+
+
+def name_of(descriptor: int) -> str:
+    """By which other processes of this user can open what this one has open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
+    """All of `block`, however often the system has to be asked."""
+    rest = memoryview(block)
+    while rest:
+        done = os.pwrite(file, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def start_flushing(file: int, offset: int, num_bytes: int) -> None:
+    """Ask the system to bring these bytes to the disk now, so that a later fsync has less to wait for. Only a hint."""
+    if num_bytes >= BLOCK_BYTES // 2 and _sync_file_range is not None:
+        _sync_file_range(file, offset, num_bytes, 2)  # SYNC_FILE_RANGE_WRITE
+
+
+def _find_sync_file_range() -> Any:
+    try:
+        call: Any = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):  # not Linux
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
+
+
+_sync_file_range = _find_sync_file_range()
+
+
+def main() -> None:
+    """The process: a line of orders, a line of checksums or of what went wrong, until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_LEAST_NICE)
+    memories: dict[str, mmap.mmap] = {}
+    for line in sys.stdin:
+        path, orders = json.loads(line)
+        checksums, problem = [], None
+        try:
+            checksums = _carry_out(path, orders, memories)
+        except OSError as error:
+            problem = [error.errno, error.strerror]
+        sys.stdout.write(json.dumps([checksums, problem]) + "\n")
+        sys.stdout.flush()
+
+
+def _carry_out(path: str, orders: Sequence[Sequence[Any]], memories: dict[str, mmap.mmap]) -> list[int]:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        checksums = []
+        for offset, pieces in orders:
+            checksum = 0
+            for block in _blocks(pieces, memories):
+                checksum = crc.checksum(block, checksum)
+                write_at(file, block, offset)
+                start_flushing(file, offset, len(block))
+                offset += len(block)
+            checksums.append(checksum)
+        return checksums
+    finally:
+        os.close(file)
+
+
+def _blocks(pieces: Sequence[Sequence[Any]], memories: dict[str, mmap.mmap]) -> Iterator[memoryview]:
+    for path, start, num_bytes in pieces:
+        for done in range(0, num_bytes, BLOCK_BYTES):
+            length = min(BLOCK_BYTES, num_bytes - done)
+            if not path:
+                yield memoryview(bytes(length))
+                continue
+            if path not in memories:
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    memories[path] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+                finally:
+                    os.close(descriptor)
+            yield memoryview(memories[path])[start + done : start + done + length]
+
+
+if __name__ == "__main__":
+    main()
