@@ -54,7 +54,8 @@ def build(way: str, size: Any, stage: int) -> tuple[Callable[[Any], object], Cal
             while under_way:
                 under_way.pop().result()
             states = dict(zip(("model", "optimizer"), get_state_dict(model, cell.cell_contents), strict=True))
-            under_way.append(checkpoint.async_save(states, checkpoint_id=f"{folder}/step{number}", process_group=beside))
+            place = f"{folder}/step{number}"
+            under_way.append(checkpoint.async_save(states, checkpoint_id=place, process_group=beside))
 
         return step, save
     if way != DEEPSPEED:
