@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hf_zero.checkpoint.files import crc
@@ -76,9 +77,10 @@ class Writer:
 
     def close(self) -> None:
         """End the process."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # of an order that it has not read before it ended
+            self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait()
 
 
