@@ -27,6 +27,7 @@ _OF_CONNECTIONS = re.compile(
     r"connection|broken pipe|timed? ?out|timeout|remote process|socket|gloo|nccl", re.IGNORECASE
 )
 _LEFT = "hf_zero/left/{}"  # in the store: this rank ends because of another one
+_ENDED, _STOPPED = "ZX", "Tt"  # states of proc(5); a launcher may not have collected what has ended
 _PATIENCE_S = 5.0  # between the end of a connection and that of its process
 
 
@@ -86,11 +87,16 @@ def describe_dead(
     """Which ranks have ended, as far as this machine and what others have said in `store` can tell."""
     here = [process for process in others if process.place == _place()]
     deadline = time.monotonic() + patience_s
-    while not (dead := [process for process in here if _has_ended(process.pid)]) and time.monotonic() < deadline:
+    while not (dead := [process for process in here if _state(process.pid) in _ENDED]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if dead:
-        names = ", ".join(f"rank {process.rank} (process {process.pid})" for process in dead)
-        return f"this rank ends because another one did: {names} on {dead[0].host} is gone"
+        return f"this rank ends because another one did: {_names(dead)} on {dead[0].host} is gone"
+    stopped = [process for process in here if _state(process.pid) in _STOPPED]
+    if stopped:
+        return (
+            f"this rank ends because another one does not answer: {_names(stopped)} on {stopped[0].host} is stopped "
+            "(SIGSTOP, or a debugger)"
+        )
     away = [process for process in others if process.place != _place()]
     silent = _silent(away, store)
     if silent:
@@ -110,13 +116,16 @@ def _silent(others: Sequence[_Process], store: dist.Store | None) -> list[_Proce
         return []
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a process of this machine has ended; a launcher may not have collected it yet."""
+def _names(processes: Sequence[_Process]) -> str:
+    return ", ".join(f"rank {process.rank} (process {process.pid})" for process in processes)
+
+
+def _state(pid: int) -> str:
+    """Of a process of this machine, as the kernel has it; one that is gone counts as dead."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
-    return state in "ZX"
+        return "X"
 
 
 def _place() -> str:

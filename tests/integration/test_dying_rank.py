@@ -135,7 +135,7 @@ def test_a_timeout_reaches_what_is_already_connected() -> None:
 
 def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    while not dead_ranks._has_ended(ended.pid):  # not collected yet, as under a launcher
+    while dead_ranks._state(ended.pid) != "Z":  # not collected yet, as under a launcher
         time.sleep(0.01)
     here = _Process(1, "this-one", _place(), ended.pid)
     alive = _Process(2, "this-one", _place(), os.getpid())
@@ -145,3 +145,16 @@ def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewh
     assert "rank 1 " in dead_ranks.describe_dead([here])
     assert "one on another-one has ended" in dead_ranks.describe_dead([alive, away], patience_s=0)
     assert "does not answer" in dead_ranks.describe_dead([alive], patience_s=0)
+
+
+def test_a_rank_that_is_stopped_is_named() -> None:
+    """After SIGSTOP, or below a debugger, its process is there and its connections are open."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stopped:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        while dead_ranks._state(stopped.pid) != "T":
+            time.sleep(0.01)
+        here = _Process(1, "this-one", _place(), stopped.pid)
+        alive = _Process(2, "this-one", _place(), os.getpid())
+        told = dead_ranks.describe_dead([alive, here], patience_s=0)
+        stopped.kill()
+    assert f"rank 1 (process {stopped.pid}) on this-one is stopped" in told
