@@ -41,16 +41,22 @@ def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: b
     return {name: found[name] for name in state_dict_order(module) if name in found}
 
 
-def unsharded_values(module: nn.Module, *, exclude_frozen: bool = False) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter once with its whole values; at most a few tensors are whole at a time. Collective."""
+def unsharded_values(
+    module: nn.Module, *, exclude_frozen: bool = False, together_numel: int = MAX_GATHERED_NUMEL
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Every parameter once with its whole values. Collective.
+
+    Args:
+        together_numel: so many elements are whole at a time, or one parameter that has more.
+    """
     batch: list[nn.Parameter] = []
     for parameter in module.parameters():
         if exclude_frozen and not parameter.requires_grad:
             continue
-        batch.append(parameter)
-        if sum(member.numel() for member in batch) >= MAX_GATHERED_NUMEL:
+        if batch and sum(member.numel() for member in (*batch, parameter)) > together_numel:
             yield from _whole(batch)
             batch = []
+        batch.append(parameter)
     yield from _whole(batch)
 
 
