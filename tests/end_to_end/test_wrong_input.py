@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.end_to_end import initialize_script
 from tests.end_to_end.parity import SCRIPT, Case, run_script
 from tests.support.launch import Finished, launch
 from tests.support.ranks import RankFailure, run_ranks
@@ -83,9 +87,14 @@ def test_all_ranks_are_refused_together(tmp_path: Path) -> None:
     assert_refused(finished, "batch", error="ConfigError")
 
 
+def run_initialize_script(rank: int, config: str) -> str:
+    with mock.patch.object(sys, "argv", ["script", config]), mock.patch.object(sys, "stdout", io.StringIO()) as said:
+        initialize_script.main()
+    return said.getvalue()
+
+
 def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
-    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, GOOD)], processes=2, timeout_s=TIMEOUT_S).check()
-    assert finished.output.splitlines().count("trained") == 2
+    assert run_ranks(run_initialize_script, 2, str(write(tmp_path, GOOD)), init=False) == ["trained\n"] * 2
 
 
 # Among the default tests: of a Trainer, below, and at stage 3 tests/integration/test_dying_rank.py.
