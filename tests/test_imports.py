@@ -52,7 +52,7 @@ _DEEPSPEEDS_WORD = "a word of DeepSpeed's interface"
 MAY_NAME_CUDA = {
     "hf_zero.config.schema.root": "names CUDA graphs, in a text",
     "hf_zero.integration.compat.accelerator": "DeepSpeed's accelerator, which answers for each kind",
-    "hf_zero.integration.compat.random_states": _DEEPSPEEDS_WORD,
+    "hf_zero.integration.compat.activation_checkpointing": _DEEPSPEEDS_WORD,
     "hf_zero.report.environment": "reports how torch was built",
     "hf_zero.integration.compat.utils": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",

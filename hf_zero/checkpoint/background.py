@@ -66,7 +66,6 @@ class BackgroundSave:
             if error is not None:
                 raise error
 
-
     def take_error(self) -> CheckpointError | None:
         """The error that has not been reported yet; from now on it counts as reported."""
         _untold.discard(self)

@@ -50,9 +50,7 @@ class LoadRequest:
     optimizer: bool = True
 
 
-def save_checkpoint(
-    subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave
-) -> Path:
+def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave) -> Path:
     """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
 
     With `hf_zero.checkpoint.async` it returns as soon as everything is copied to host memory.

@@ -80,9 +80,7 @@ def _stand_before(hook: Callable[..., None]) -> None:
     sys.excepthook = name_the_dead
 
 
-def describe_dead(
-    others: Sequence[_Process], store: dist.Store | None = None, patience_s: float = _PATIENCE_S
-) -> str:
+def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, patience_s: float = _PATIENCE_S) -> str:
     """Which ranks have ended, as far as this machine and what others have said in `store` can tell."""
     here = [process for process in others if process.place == _place()]
     deadline = time.monotonic() + patience_s

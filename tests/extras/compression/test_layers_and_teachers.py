@@ -12,8 +12,8 @@ from torch.nn import functional
 from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.distillation import Distillation, logit_loss
-from hf_zero.extras.compression.entry import init_compression, student_initialization
+from hf_zero.extras.compression.export import init_compression, student_initialization
+from hf_zero.extras.compression.feature import Distillation, logit_loss
 from hf_zero.extras.compression.policy import DistillationPolicy
 from tests.extras.compression.models import bert_batches, ds_config, tiny_bert
 
