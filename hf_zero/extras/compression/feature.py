@@ -27,7 +27,8 @@ from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of, whole
 from hf_zero.extras.compression.layer_reduction import is_reduced, reduce_layers, take_over
 from hf_zero.extras.compression.matching import listing
-from hf_zero.extras.compression.policy import CompressionPolicy, DistillationPolicy
+from hf_zero.extras.compression.policy import CompressionPolicy
+from hf_zero.extras.compression.section import Distillation as DistillationSection
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.log import logger
 
@@ -44,7 +45,7 @@ class Distillation:
     """
 
     def __init__(
-        self, policy: DistillationPolicy, teacher: Callable[..., Any], teacher_layers: Sequence[int] = ()
+        self, policy: DistillationSection, teacher: Callable[..., Any], teacher_layers: Sequence[int] = ()
     ) -> None:
         self.policy = policy
         self.teacher = teacher
@@ -53,9 +54,9 @@ class Distillation:
     def keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """What the student's forward gets: also asked for what is compared."""
         found = dict(keywords)
-        if self.policy.hidden:
+        if self.policy.hidden_weight:
             found["output_hidden_states"] = True
-        if self.policy.attention:
+        if self.policy.attention_weight:
             found["output_attentions"] = True
         return found
 
@@ -75,23 +76,25 @@ class Distillation:
             taught = self.teacher(*inputs, **asked)
         labels = keywords.get("labels")
         share = _share_of_update(labels, keywords.get("num_items_in_batch"))
-        output["loss"] = self.policy.labels * output.loss + share * self.teachers_part(output, taught, labels)
+        output["loss"] = self.policy.label_weight * output.loss + share * self.teachers_part(output, taught, labels)
         return output
 
     def teachers_part(self, output: Any, taught: Any, labels: Tensor | None = None) -> Tensor:
         """The loss without the model's own."""
         policy = self.policy
         found: Tensor = output.logits.new_zeros(())
-        if policy.logits:
-            found = found + policy.logits * logit_loss(output.logits, taught.logits, policy.temperature, labels)
-        if policy.hidden:
+        if policy.logit_weight:
+            found = found + policy.logit_weight * logit_loss(output.logits, taught.logits, policy.temperature, labels)
+        if policy.hidden_weight:
             own, theirs = output.hidden_states, taught.hidden_states
             pairs = zip(own, (theirs[index] for index in self._states(len(own), len(theirs))), strict=True)
-            found = found + policy.hidden * _squared_errors(pairs)
-        if policy.attention:
+            found = found + policy.hidden_weight * _squared_errors(pairs)
+        if policy.attention_weight:
             own, theirs = _maps(output), _maps(taught)
             chosen = self.teacher_layers or _every(len(own), len(theirs))
-            found = found + policy.attention * _squared_errors(zip(own, (theirs[i] for i in chosen), strict=True))
+            found = found + policy.attention_weight * _squared_errors(
+                zip(own, (theirs[i] for i in chosen), strict=True)
+            )
         return found
 
     def _states(self, own: int, theirs: int) -> list[int]:
@@ -173,7 +176,7 @@ class Compression(TrainingFeature):
         self.compressed.forget_masks()
         self.compressed.advance(self.compressed.updates)
         if self._teacher is not None and self.policy.distillation is not None:
-            layers = self.policy.layers.teacher_layers if self.policy.layers is not None else ()
+            layers = self.policy.layers.teacher_layer if self.policy.layers is not None else ()
             self._distillation = Distillation(self.policy.distillation, tools.forward_only(self._teacher), layers)
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
