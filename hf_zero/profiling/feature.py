@@ -29,10 +29,9 @@ from hf_zero.comm import local_device, watching_collectives
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import Resolved
 from hf_zero.config.features import profiling as sections
-from hf_zero.device import figures
 from hf_zero.device.clocks import Clock
 from hf_zero.device.kinds import current_device
-from hf_zero.device.registry import HostCopy, clock_of, runtime_of
+from hf_zero.device.registry import HostCopy, clock_of, forget_peaks, reserved, runtime_of
 from hf_zero.device.runtime import Event as Mark
 from hf_zero.features import ASKED, EngineTools, Progress, TrainingFeature
 from hf_zero.log import log_dist
@@ -152,11 +151,11 @@ class ThroughputLog:
 def memory_line() -> str:
     """MA is what tensors take of the device, CA what PyTorch has taken of it, Max_ the most of it since last time."""
     device = current_device()
-    (now, peak), (reserved, reserved_peak) = runtime_of(device).allocated(), figures.reserved(device)
+    (now, peak), (held, held_peak) = runtime_of(device).allocated(), reserved(device)
     machine, process = psutil.virtual_memory(), psutil.Process().memory_info().rss
     return (
-        f"MA {now / GIB:.2f} GB Max_MA {peak / GIB:.2f} GB CA {reserved / GIB:.2f} GB "
-        f"Max_CA {reserved_peak / GIB:.2f} GB | CPU Virtual Memory: used = {machine.used / GIB:.2f} GB, "
+        f"MA {now / GIB:.2f} GB Max_MA {peak / GIB:.2f} GB CA {held / GIB:.2f} GB "
+        f"Max_CA {held_peak / GIB:.2f} GB | CPU Virtual Memory: used = {machine.used / GIB:.2f} GB, "
         f"percent = {machine.percent}% | this process {process / GIB:.2f} GB"
     )
 
@@ -166,7 +165,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if not force:
         return
     log_dist(f"{message} | {memory_line()}")
-    figures.forget_peaks(current_device())
+    forget_peaks(current_device())
 
 
 class MemoryLog:

@@ -18,8 +18,7 @@ import torch
 from hf_zero.config import Aio
 from hf_zero.offload.nvme import swap_store
 from hf_zero.offload.nvme.requests import FileAccess
-from hf_zero.offload.nvme.swap_file import SwapFile
-from hf_zero.offload.nvme.swap_store import BufferPool, Drive, SwapStore
+from hf_zero.offload.nvme.swap_store import BufferPool, Drive, SwapFile, SwapStore
 from hf_zero.offload.store import CappedStore, MemoryStore
 from hf_zero.offload.vector import Part, part_of
 from tests.offload.refusing_access import RefusingAccess
@@ -278,7 +277,7 @@ def test_where_direct_io_is_refused_the_cache_serves(
         return plain(path, flags, mode)
 
     drive = Drive(tmp_path, Aio())
-    monkeypatch.setattr("hf_zero.offload.nvme.swap_file.os.open", refusing)
+    monkeypatch.setattr("hf_zero.offload.nvme.swap_store.os.open", refusing)
     file = drive.file("vectors")
     monkeypatch.undo()
     store = drive.store(file, BufferPool(limit=2))
