@@ -112,7 +112,6 @@ UNTESTED = {
     "hf_zero.extras.autotuning.trial_run": "the script of a trial: tests/extras/autotuning/test_tuning.py",
     "hf_zero.extras.compression.explain": "run by `explain`: tests/extras/compression/test_explain.py",
     "hf_zero.extras.compression.rules": _BY_CONFIG,
-    "hf_zero.extras.compression.section": _BY_CONFIG,
     "hf_zero.extras.data_efficiency.rules": _BY_CONFIG,
     "hf_zero.extras.elasticity.rules": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
