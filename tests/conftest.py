@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item_starts_processes(item):
             item.add_marker(pytest.mark.processes)
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, of which tests that count tensors ask for many, need not look through all libraries."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries say at the end that their objects are left
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

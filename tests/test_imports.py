@@ -52,7 +52,7 @@ _DEEPSPEEDS_WORD = "a word of DeepSpeed's interface"
 MAY_NAME_CUDA = {
     "hf_zero.config.schema.root": "names CUDA graphs, in a text",
     "hf_zero.integration.compat.accelerator": "DeepSpeed's accelerator, which answers for each kind",
-    "hf_zero.integration.compat.random_states": _DEEPSPEEDS_WORD,
+    "hf_zero.integration.compat.activation_checkpointing": _DEEPSPEEDS_WORD,
     "hf_zero.report.environment": "reports how torch was built",
     "hf_zero.integration.compat.utils": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",
@@ -145,9 +145,13 @@ def _misplaced(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"line {imported.line} imports {imported.module}, which lies over the engine"
         if module in LIVE_AT_START and imported.at_top and top not in {"__future__", "os", "sys", PACKAGE}:
             yield f"line {imported.line} imports {top} at interpreter start"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" and here != "comm":
+    for node in ast.walk(tree) if here != "comm" else ():
+        if isinstance(node, ast.Attribute) and node.attr == "distributed" and _is_name(node.value, "torch"):
             yield f"line {node.lineno} uses torch.distributed outside comm"
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _asking(module: str, tree: ast.Module) -> Iterator[str]:
@@ -220,7 +224,7 @@ class _WithoutTypes(ast.NodeTransformer):
     """What only type checkers read is imported by nobody."""
 
     def visit_If(self, node: ast.If) -> Any:
-        return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+        return node.orelse if _is_name(node.test, "TYPE_CHECKING") else self.generic_visit(node)
 
 
 def known_imports(modules: dict[str, str]) -> dict[str, set[str]]:

@@ -14,9 +14,15 @@ import torch
 from hf_zero.config import ConfigError, SchedulerPolicy, resolve
 from hf_zero.integration.compat.arguments import add_tuning_arguments, get_config_from_args, get_lr_from_config
 from hf_zero.schedules.base import ScheduleMark, StepSchedule, per_group
-from hf_zero.schedules.cycles import LRRangeTest, OneCycle
-from hf_zero.schedules.registry import VALID_LR_SCHEDULES, build_scheduler
-from hf_zero.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from hf_zero.schedules.registry import (
+    VALID_LR_SCHEDULES,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
 from tests.config.deepspeed_answers import ask_deepspeed
 
 STEPS = 50

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_zero.params.consolidation import unsharded_values
 from hf_zero.params.sharded_parameter import ShardedParameter, of
-from hf_zero.params.unsharding import TOGETHER_NUMEL, reshard, unshard
+from hf_zero.params.unsharding import reshard, unshard
 
 
 class GatheredParameters:
@@ -79,59 +76,3 @@ def handles_of(params: Any) -> list[ShardedParameter]:
 
 def _is_tensor(candidate: Any) -> bool:
     return isinstance(candidate, Tensor)
-
-
-def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights of `model` (an engine gives its own), one after the other: what an inference engine is given.
-
-    Names are those of the Hugging Face model. Adapters of PEFT are merged into what is given, layer by layer, and so
-    the whole model is never in memory: beside the shards, one parameter is (or small ones, 4 MB in fp32), and its sum
-    with its adapter. Values are not to be written to, and are right until the next one is asked for. Collective: every
-    rank goes through to the end. Tied weights come under each of their names.
-
-        for name, values in hf_zero.gathered_weights(trainer.model_wrapped):
-            inference_model.load_weights([(name, values)])
-
-    Raises:
-        ValueError: for adapters whose weights are no sum of two (DoRA and its kin).
-    """
-    inner = getattr(model, "module", model)
-    names, adapted = _names_without_adapters(inner), _adapters(inner)
-    for parameter, values in unsharded_values(inner, together_numel=TOGETHER_NUMEL):
-        for layer in adapted.get(id(parameter), ()):
-            own = [each for name, each in layer.named_parameters() if "base_layer" not in name.split(".")]
-            with torch.no_grad(), GatheredParameters(own):
-                for adapter in layer.active_adapters:
-                    values = values + layer.get_delta_weight(adapter).to(values)
-        for name in names.get(id(parameter), ()):
-            yield name, values
-        del values  # before the next ones are gathered
-
-
-def _adapters(model: nn.Module) -> dict[int, list[Any]]:
-    """Layers of PEFT's around each parameter, by its id."""
-    found: dict[int, list[Any]] = {}
-    for name, layer in model.named_modules():
-        if not hasattr(layer, "get_base_layer") or getattr(layer, "merged", False) or layer.disable_adapters:
-            continue
-        if getattr(layer, "use_dora", None) and any(layer.use_dora.values()) or not hasattr(layer, "get_delta_weight"):
-            raise ValueError(
-                f"gathered_weights: the adapter of {name} is not added to a weight; call merge_adapter() inside "
-                "hf_zero.gathered(model), which needs memory for the whole model"
-            )
-        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
-        found.setdefault(id(base), []).append(layer)
-    return found
-
-
-def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
-    """By the parameter's id; without those that only PEFT has."""
-    prefix = getattr(model, "prefix", None)  # "lora_" and so on
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if prefix is not None:
-            if prefix in name or "original_module" in name:
-                continue
-            name = re.sub(r"\.base_layer|\.modules_to_save\.[^.]+", "", name.removeprefix("base_model.model."))
-        names.setdefault(id(parameter), []).append(name)
-    return names

@@ -96,8 +96,8 @@ class Fragments:
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
-        numels = [part.piece.numel for part in self._parts_of(parameter)]
-        self._write(parameter, values, target, accumulate(numels[:-1], initial=0))
+        numels = (part.piece.numel for part in self._parts_of(parameter))
+        self._write(parameter, values, target, accumulate(numels, initial=0))
 
     def _write(self, parameter: nn.Parameter, values: Tensor, target: Source, starts: Iterable[int]) -> None:
         wait_for_readers()

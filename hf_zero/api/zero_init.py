@@ -20,7 +20,7 @@ from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, 
 from hf_zero.config import InitPolicy, load_config, resolve_for_init
 from hf_zero.errors import WrongArgument
 from hf_zero.offload.failures import stop_if_any
-from hf_zero.offload.parameter_placement import store_at_init
+from hf_zero.offload.placement import store_at_init
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.partitioning import shard_parameter
 from hf_zero.params.read_hooks import ReadHooks

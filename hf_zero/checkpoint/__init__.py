@@ -5,15 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.errors import CheckpointError
+
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.errors import CheckpointError
     from hf_zero.checkpoint.opening import open_checkpoint
     from hf_zero.checkpoint.view import CheckpointView
 
 __all__ = ["CheckpointError", "CheckpointView", "open_checkpoint"]
 
 # Loaded when first asked for: the process that writes files needs no torch.
-_HOMES = {"CheckpointError": "errors", "CheckpointView": "view", "open_checkpoint": "opening"}
+_HOMES = {"CheckpointView": "view", "open_checkpoint": "opening"}
 
 
 def __getattr__(name: str) -> Any:

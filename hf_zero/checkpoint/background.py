@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Record, Streamed
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 from hf_zero.comm import Collectives
+from hf_zero.errors import CheckpointError
 from hf_zero.log import logger
 from hf_zero.offload.sub_group import READERS
 from hf_zero.optim.updater import Updater

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files import crc
 from hf_zero.checkpoint.files.stream import NUM_THREADS, Written, write_small
 from hf_zero.checkpoint.files.torch_reader import check_records
+from hf_zero.errors import CheckpointError
 
 _RESTORE = "restore it from a copy, or load an older checkpoint"
 MAX_BYTES = 64 << 20  # 100,000 ranks would take 20 MB

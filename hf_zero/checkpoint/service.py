@@ -12,7 +12,6 @@ from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot, num_b
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.deepspeed.states import RunState
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import write_records
 from hf_zero.checkpoint.files.torch_file import WriteRecords
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
@@ -26,7 +25,7 @@ from hf_zero.comm import Collectives, background_collectives, get_local_rank, ho
 from hf_zero.config.schema.root import OurCheckpoints
 from hf_zero.config.schema.training import Checkpoint
 from hf_zero.device.limits import host_available
-from hf_zero.errors import WrongArgument
+from hf_zero.errors import CheckpointError, WrongArgument
 from hf_zero.log import logger
 
 Directory = str | os.PathLike[str]
@@ -53,9 +52,7 @@ class LoadRequest:
     optimizer: bool = True
 
 
-def save_checkpoint(
-    subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave
-) -> Path:
+def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave) -> Path:
     """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
 
     With `hf_zero.checkpoint.async` it returns when everything is copied to host memory, but for what only the next

@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import Between, Parts, span
 from hf_zero.checkpoint.view import CheckpointView, Elements, Pieces
 from hf_zero.comm.parts import held_part
+from hf_zero.errors import CheckpointError
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import Arriving, Written, sync_folder, write_records, write_small
 from hf_zero.checkpoint.files.torch_file import WriteRecords, write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.manifest import write_manifest
 from hf_zero.comm import Collectives
+from hf_zero.errors import CheckpointError
 from hf_zero.log import logger
 from hf_zero.staging import PARTIAL, StagingFolder, alone_in
 

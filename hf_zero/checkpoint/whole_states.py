@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_file import plain
+from hf_zero.errors import CheckpointError
 from hf_zero.optim import SubGroup
 from hf_zero.optim.updater import StateSlice, WholeStates
 

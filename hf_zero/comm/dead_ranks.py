@@ -81,9 +81,7 @@ def _stand_before(hook: Callable[..., None]) -> None:
     sys.excepthook = name_the_dead
 
 
-def describe_dead(
-    others: Sequence[_Process], store: dist.Store | None = None, patience_s: float = _PATIENCE_S
-) -> str:
+def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, patience_s: float = _PATIENCE_S) -> str:
     """Which ranks have ended, as far as this machine and what others have said in `store` can tell."""
     here = [process for process in others if process.place == _place()]
     deadline = time.monotonic() + patience_s
@@ -93,10 +91,7 @@ def describe_dead(
         return f"this rank ends because another one did: {_names(dead)} on {dead[0].host} is gone"
     stopped = [process for process in here if _state(process.pid) in _STOPPED]
     if stopped:
-        return (
-            f"this rank ends because another one does not answer: {_names(stopped)} on {stopped[0].host} is stopped "
-            "(SIGSTOP, or a debugger)"
-        )
+        return f"one rank does not answer: {_names(stopped)} on {stopped[0].host} is stopped (SIGSTOP, or a debugger)"
     away = [process for process in others if process.place != _place()]
     silent = _silent(away, store)
     if silent:

@@ -17,9 +17,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Call:
     """One collective, which nobody watches.
 
-        with ledger.call("all_reduce", num_bytes, num_ranks=4) as call:     the host starts it
-            pending = call.follow(...)
-        pending.wait()                                                  somebody needs its result
+    with ledger.call("all_reduce", num_bytes, num_ranks=4) as call:     the host starts it
+        pending = call.follow(...)
+    pending.wait()                                                  somebody needs its result
     """
 
     __slots__ = ()

@@ -82,4 +82,3 @@ def rounded(row: Tensor) -> Tensor:
     write_messages(row.view(1, -1), message, BITS)
     read_messages(message, values.view(1, -1), BITS)
     return values
-

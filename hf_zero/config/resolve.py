@@ -214,10 +214,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
         scheduler=findings.scheduler,
         extras=findings.extras,
         features=tuple(
-            target
-            for extra in config.features
-            if extra.name in findings.extras
-            for target in extra.features
+            target for extra in config.features if extra.name in findings.extras for target in extra.features
         ),
         sequence_size=findings.sequence_size,
         tensor_size=findings.tensor_size,

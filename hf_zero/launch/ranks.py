@@ -2,24 +2,252 @@
 
 python -m hf_zero.launch.ranks JOB --host NAME     all ranks of this host: what pdsh runs, once per host
 python -m hf_zero.launch.ranks JOB                 one rank, found in the variables of mpirun or srun
+
+`Supervisor` runs the ranks of one node: it passes on what they print and the signals that come, and ends all when one
+fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
+import selectors
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, BinaryIO
 
 from hf_zero.launch import LaunchError, shown
-from hf_zero.launch.children import Failure
+from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, Tail, signal_group
 from hf_zero.launch.job import Job, RankCommand
-from hf_zero.launch.supervise import Supervisor
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import RankEnvironment, find_rank_environment
+
+GRACE_S = 15.0  # between asking a rank to end and making it
+_TICK_S = 0.2
+_LAST_WORDS_S = 1.0  # for output of a rank that has ended; what a child of it may say later is not waited for
+
+
+@dataclass
+class _Rank:
+    """A process and what belongs to it."""
+
+    command: RankCommand
+    process: subprocess.Popen[bytes]
+    log: BinaryIO | None
+    watch: int | None  # a descriptor that becomes readable when the process ends
+    tail: Tail = field(default_factory=Tail)
+    open_pipes: int = 2
+
+
+class Supervisor:
+    """The ranks of one node, from start to end."""
+
+    def __init__(self, host: str, *, log_path: Callable[[int], str | None], is_attached: bool = False) -> None:
+        """`is_attached`: the reader of our output started us; when it closes the pipe, the ranks are ended too."""
+        self._host = host
+        self._log_path = log_path
+        self._is_attached = is_attached
+        self._streams = {1: Stream(1), 2: Stream(2)}
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[_Rank] = []
+        self._alive: set[int] = set()
+        self._first: Failure | None = None
+        self._signal: int | None = None
+        self._kill_at: float | None = None
+
+    def run(self, commands: Sequence[RankCommand], report: Callable[[Failure], None]) -> int:
+        """Start all, wait for all; the exit status for a shell. `report` hears of the first failure at the end."""
+        with SignalInbox() as inbox:
+            self._selector.register(inbox.descriptor, selectors.EVENT_READ, lambda: self._heed(inbox))
+            try:
+                for index, command in enumerate(commands):
+                    self._start(index, command)
+                while self._alive:
+                    self._turn()
+                self._drain()
+            finally:
+                self._kill_all()
+        if self._signal is not None:
+            return 128 + self._signal
+        if self._first is None:
+            return 0
+        report(self._first)
+        return self._first.exit_status
+
+    def _start(self, index: int, command: RankCommand) -> None:
+        path = self._log_path(command.rank)
+        log = _open_log(path) if path else None
+        process = _start(command)
+        rank = _Rank(command, process, log, _watch(process.pid))
+        self._ranks.append(rank)
+        self._alive.add(index)
+        for pipe, number in ((process.stdout, 1), (process.stderr, 2)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, _Pump(self, rank, pipe, self._streams[number]))
+        if rank.watch is not None:
+            self._selector.register(rank.watch, selectors.EVENT_READ, lambda: self._look_at(index))
+
+    def _turn(self) -> None:
+        events = self._selector.select(_TICK_S)
+        for key, _ in events:
+            key.data()
+        if not events:
+            self._flush()
+        for index in sorted(self._alive):
+            if self._ranks[index].watch is None:
+                self._look_at(index)
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self._send(signal.SIGKILL)
+        if self._is_attached and self._kill_at is None and _is_deserted(1):
+            self._signal = signal.SIGHUP
+            self._end(signal.SIGTERM)
+
+    def _look_at(self, index: int) -> None:
+        """Has it ended? The first one that did so badly ends the others."""
+        rank = self._ranks[index]
+        code = rank.process.poll()
+        if code is None or index not in self._alive:
+            return
+        self._alive.discard(index)
+        if rank.watch is not None:
+            self._selector.unregister(rank.watch)
+            os.close(rank.watch)
+        if code == 0 or self._kill_at is not None:
+            return
+        self._drain(rank)
+        log = self._log_path(rank.command.rank)
+        self._first = Failure(rank.command.rank, self._host, code, rank.tail.text(), log)
+        self._end(signal.SIGTERM)
+
+    def _heed(self, inbox: SignalInbox) -> None:
+        for number in inbox.take():
+            if self._signal is not None:
+                self._send(signal.SIGKILL)  # asked twice
+                continue
+            self._signal = number
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        self._kill_at = time.monotonic() + GRACE_S
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for index in self._alive:
+            signal_group(self._ranks[index].process.pid, number)
+
+    def _kill_all(self) -> None:
+        """Nothing of a rank stays behind, its own children included."""
+        for rank in self._ranks:
+            signal_group(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
+            if rank.log is not None:
+                rank.log.close()
+
+    def _drain(self, only: _Rank | None = None) -> None:
+        """Take what is left in the pipes."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        ranks = self._ranks if only is None else [only]
+        while any(rank.open_pipes for rank in ranks) and time.monotonic() < deadline:
+            for key, _ in self._selector.select(_TICK_S):
+                if isinstance(key.data, _Pump):
+                    key.data()
+        self._flush()
+
+    def _flush(self) -> None:
+        for stream in self._streams.values():
+            stream.flush()
+
+    def heard(self, rank: _Rank, pipe: IO[bytes], stream: Stream) -> None:
+        """A rank has said something, or closed the pipe."""
+        if pipe.closed:
+            return  # drained meanwhile
+        try:
+            chunk = os.read(pipe.fileno(), CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not chunk:
+            rank.open_pipes -= 1
+            self._selector.unregister(pipe)
+            pipe.close()
+            return
+        rank.tail.add(chunk)
+        if rank.log is None:
+            stream.write(id(rank), chunk)
+        else:
+            rank.log.write(chunk)
+
+
+@dataclass(frozen=True)
+class _Pump:
+    """One pipe of one rank, in the selector."""
+
+    supervisor: Supervisor
+    rank: _Rank
+    pipe: IO[bytes]
+    stream: Stream
+
+    def __call__(self) -> None:
+        self.supervisor.heard(self.rank, self.pipe, self.stream)
+
+
+def _start(command: RankCommand) -> subprocess.Popen[bytes]:
+    try:
+        with _bound_to(command.cores):
+            return subprocess.Popen(
+                command.command,
+                env={**os.environ, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that a signal comes once, from us, and reaches its children
+            )
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{shown(command.command[0])} cannot be started: {error}") from None
+
+
+def _open_log(path: str) -> BinaryIO:
+    try:
+        return open(path, "wb", buffering=0)
+    except OSError as error:
+        raise LaunchError(f"the log {shown(path)} cannot be written: {error}") from None
+
+
+class _bound_to:
+    """Children started inside are bound to these cores: they inherit it from this thread."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = cores
+
+    def __enter__(self) -> None:
+        if self._cores:
+            self._before = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, self._cores)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._cores:
+            os.sched_setaffinity(0, self._before)
+
+
+def _watch(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, or an old one: asked for at every tick instead
+        return None
+
+
+def _is_deserted(descriptor: int) -> bool:
+    """Whether the reader of a pipe or socket of ours is gone, as after ssh has been cut off."""
+    poller = select.poll()
+    poller.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
 def run_node(job: Job, node_rank: int, *, report: Callable[[Failure], None], is_attached: bool = False) -> int:

@@ -1,10 +1,10 @@
 """With hpZ a rank keeps rows of other ranks, too: which, and how it gets what those have updated.
 
-    four ranks, two groups      rank 0   1   2   3
-        its own row                  0   1   2   3
-        kept                        0 2 1 3 0 2 1 3
-        gathered                    among ranks 0 and 1, and among 2 and 3
-        after an update             row 0 goes from rank 0 to rank 2, row 2 the other way; and 1 and 3 alike
+four ranks, two groups      rank 0   1   2   3
+    its own row                  0   1   2   3
+    kept                        0 2 1 3 0 2 1 3
+    gathered                    among ranks 0 and 1, and among 2 and 3
+    after an update             row 0 goes from rank 0 to rank 2, row 2 the other way; and 1 and 3 alike
 """
 
 from __future__ import annotations

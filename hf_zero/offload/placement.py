@@ -1,8 +1,18 @@
-"""Where masters, optimizer states and gradients of an engine are kept, and where its updates run."""
+"""Where masters, optimizer states and gradients of an engine are kept, and where its updates run.
+
+`Departures` are reduced gradients on their way from the device to host memory, where they are added up.
+
+    compute    ... backward of unit 3 | backward of unit 2 | ...     autograd's thread continues as soon as it has asked
+    out                     [gradients 4]        [gradients 3]
+    host                                    4 is counted in          when somebody needs it, or too many are under way
+
+The buffer that a copy arrives in belongs to the out lane until its event, then to the host until it is counted in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,20 +20,106 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
-from hf_zero.config import OffloadOptimizer, OffloadParam
+from hf_zero.config import Aio, OffloadOptimizer, OffloadParam
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import HOST_MEMORY, Memory
+from hf_zero.device.runtime import HOST_MEMORY, Event, Memory, Runtime
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.buckets import cut_sub_groups
-from hf_zero.offload.departures import MAX_DEPARTURES, Departures
-from hf_zero.offload.failures import StorageError, stop_if_any
+from hf_zero.offload.failures import StorageError, all_or_none, stop_if_any
 from hf_zero.offload.staged import StagedVector, StagingPool
-from hf_zero.offload.store import MemoryStore, Store, empty_in
+from hf_zero.offload.store import CappedStore, MemoryStore, Store, empty_in
 from hf_zero.offload.sub_group import StoredSubGroup
 from hf_zero.offload.vector import Vector, part_of
 
 if TYPE_CHECKING:
-    from hf_zero.offload.nvme.drive import Drive
+    from hf_zero.offload.nvme.swap_store import Drive, SwapStore
+
+
+def store_of_parameters(policy: OffloadParam | None, device: torch.device, drive: Drive | None) -> Store:
+    """For a model on `device`; `drive` is where the policy's folder lies."""
+    if policy is None:
+        return MemoryStore(runtime_of(device).own)
+    pinned = pins(policy, device)
+    host = MemoryStore(pinned=pinned)
+    if policy.device == "cpu" or drive is None:
+        return host
+    from hf_zero.offload.nvme.swap_store import BufferPool
+
+    pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)
+    return CappedStore(host, policy.max_in_cpu, drive.store(drive.file("parameters"), pool))
+
+
+def store_at_init(policy: OffloadParam | None, files: Aio, collectives: Collectives) -> SwapStore | None:
+    """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
+    if policy is None or policy.device == "cpu" or policy.nvme_path is None:
+        return None
+    folder = policy.nvme_path
+
+    def open_drive() -> SwapStore:
+        from hf_zero.offload.nvme.swap_store import BufferPool, Drive
+
+        drive = Drive(folder, files)
+        return drive.store(drive.file("parameters"), BufferPool(limit=1))
+
+    return all_or_none(open_drive, collectives)
+
+
+MAX_DEPARTURES = 4  # a buffer of one bucket's length each
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """One part under way.
+
+    Attributes:
+        buffer: what it arrives in, to be given back; None: its final place.
+        count_in: called with what has arrived.
+    """
+
+    arrived: Event
+    values: Tensor
+    buffer: Tensor | None
+    count_in: Callable[[Tensor], None]
+
+
+class Departures:
+    """All buckets of one placement share these, in the order in which they were sent."""
+
+    def __init__(self, runtime: Runtime, pool: StagingPool) -> None:
+        self._runtime = runtime
+        self._pool = pool
+        self._under_way: deque[_Departure] = deque()
+
+    def send(self, part: Tensor, count_in: Callable[[Tensor], None], place: Tensor | None = None) -> None:
+        """Begin to copy `part` (1-D, on the device); it may be given up at once.
+
+        Args:
+            count_in: called with the values in host memory, before `settle` returns.
+            place: in host memory, of the same dtype, where they may stay.
+        """
+        while len(self._under_way) >= MAX_DEPARTURES:
+            self._settle_first()
+        buffer = None
+        if place is None:
+            self._pool.expect(part.numel(), part.dtype)
+            buffer, _ = self._pool.take(part.numel(), part.dtype)
+            place = buffer.narrow(0, 0, part.numel())
+        arrived = self._runtime.copy_out(part, place)
+        self._runtime.keep_until(arrived, part)
+        self._runtime.keep_until(arrived, place)
+        self._under_way.append(_Departure(arrived, place, buffer, count_in))
+
+    def settle(self, count_in: Callable[[Tensor], None] | None = None) -> None:
+        """Return when everything sent with `count_in` is counted in, and what was sent before it; None: everything."""
+        while any(count_in in (None, departure.count_in) for departure in self._under_way):
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        first = self._under_way.popleft()
+        self._runtime.host_wait(first.arrived)
+        first.count_in(first.values)
+        if first.buffer is not None:
+            self._pool.give(first.buffer, first.arrived)
 
 
 @dataclass(frozen=True, slots=True)

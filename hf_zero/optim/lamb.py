@@ -13,8 +13,7 @@ from hf_zero.kernels.gpu.devices import on_device
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
-from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
-from hf_zero.optim.elementwise import check_rates, refuse_amsgrad
+from hf_zero.optim.elementwise import LoneOptimizer, check_rates, flat_view, refuse_amsgrad, write_back
 from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.optim.adam import AdamFamily
-from hf_zero.optim.alone import LoneOptimizer
-from hf_zero.optim.elementwise import ElementwiseUpdater, check_rates
+from hf_zero.optim.elementwise import ElementwiseUpdater, LoneOptimizer, check_rates
 from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
 

@@ -190,9 +190,7 @@ class UnitBuilder:
         members = zip(part.layout.slots, part.members, strict=True)
         return {slot.member: self._index_of.get(id(member.parameter), -1) for slot, member in members}
 
-    def _trained_bucket(
-        self, layout: FlatLayout, index: int, part: UnitPart, *, is_persistent: bool
-    ) -> TrainedBucket:
+    def _trained_bucket(self, layout: FlatLayout, index: int, part: UnitPart, *, is_persistent: bool) -> TrainedBucket:
         bucket, numel = layout.buckets[index], part.layout.trained_numel
         rank = self._groups.shard.rank
         owned = Interval(rank * numel, (rank + 1) * numel)

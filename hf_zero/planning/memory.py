@@ -156,9 +156,7 @@ def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, Planned
 
 
 @lru_cache(maxsize=4)  # many candidates of one model have the same
-def _unit_layout(
-    model: PlannedModel, ranks: int, policy: Zero, looks_far: bool
-) -> tuple[FlatLayout, PlannedUnits]:
+def _unit_layout(model: PlannedModel, ranks: int, policy: Zero, looks_far: bool) -> tuple[FlatLayout, PlannedUnits]:
     specs = _specs(model)
     units = plan_units(model, specs, ranks, policy, looks_far=looks_far)
     return FlatLayout(specs, units.buckets, ranks), units

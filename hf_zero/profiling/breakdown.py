@@ -16,8 +16,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives, Pending
 from hf_zero.comm.rows import own_shard
 from hf_zero.log import log_dist
-from hf_zero.profiling.intervals import OUTSIDE, Parts
-from hf_zero.profiling.recorder import Update
+from hf_zero.profiling.recorder import OUTSIDE, Parts, Update
 
 PARTS = ("forward", "backward", "reduce", "update", "gather", "data", "other")
 # A rank whose own work takes so much longer than the median is a straggler.

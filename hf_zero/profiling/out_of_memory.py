@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.config.features.long_sequences import ActivationCheckpointing, Tiling
-from hf_zero.device import figures
 from hf_zero.device.limits import host_available
-from hf_zero.device.registry import runtime_of
+from hf_zero.device.registry import reserved, runtime_of
 from hf_zero.profiling.numbers import amount
 
 SHARDS, GATHERED, MASTERS, STATES = "parameter shards", "parameters", "master weights", "optimizer states"
@@ -51,7 +50,7 @@ def free_bytes(device: torch.device) -> int:
 
 def cached_bytes(device: torch.device) -> int:
     """What PyTorch has taken and no tensor uses."""
-    return max(0, figures.reserved(device)[0] - runtime_of(device).allocated()[0])
+    return max(0, reserved(device)[0] - runtime_of(device).allocated()[0])
 
 
 def _kinds(engine: Any) -> Iterator[tuple[str, Callable[[], Iterable[Tensor]]]]:

@@ -1,18 +1,325 @@
-"""Builds the schedule that a scheduler section names: one of ours, or a class of torch.optim.lr_scheduler."""
+"""Builds the schedule that a scheduler section names: one of ours, or a class of torch.optim.lr_scheduler.
+
+WarmupLR, WarmupDecayLR, WarmupCosineLR: constant, linear or cosine after the warm-up. LRRangeTest and OneCycle are
+Smith's (2018, arXiv 1803.09820): a rate that grows without end, to find the largest one that still trains; and the rate
+up and down once, momentum mirrored, then a slow decay.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from dataclasses import replace
+import logging
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import lr_scheduler as torch_schedules
 
 from hf_zero.config import ConfigError, Problem, SchedulerPolicy
-from hf_zero.schedules.base import HasParamGroups, Schedule, StepSchedule
-from hf_zero.schedules.cycles import LRRangeTest, OneCycle
-from hf_zero.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from hf_zero.schedules.base import HasParamGroups, Rate, Schedule, StepSchedule, per_group
+
+_BETA2 = 0.99  # what the schedule's own momentum range is meant for; an optimizer's beta2 is replaced by it
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """The shape: `first` updates up, `second` down, in stairs where a count is not 0, then decay by `decay_step`.
+
+        height 1      /\\
+                     /  \\
+        height 0    /    \\______ decay
+                    first second
+    """
+
+    first: float
+    second: float
+    first_stairs: int
+    second_stairs: int
+    decay_step: float
+
+    @property
+    def length(self) -> float:
+        return self.first + self.second
+
+    def height(self, updates: int) -> float:
+        """Between 0 and 1, inside the cycle (`updates` <= length)."""
+        if updates >= self.length:
+            return 0.0  # also without a way down
+        if updates <= self.first:
+            return _in_stairs(updates, self.first, self.first_stairs)
+        return _in_stairs(self.length - updates, self.second, self.second_stairs)
+
+    def decay_intervals(self, updates: int) -> float:
+        """How many decay steps lie between the end of the cycle and `updates`; 0 without decay."""
+        return (updates - self.length) / self.decay_step if self.decay_step else 0.0
+
+
+class OneCycle(StepSchedule):
+    """Rates between cycle_min_lr and cycle_max_lr; with cycle_momentum, beta1 between cycle_max_mom and cycle_min_mom.
+
+    Momentum is written into `betas`, at once when the schedule is made, and beta2 becomes 0.99, as in DeepSpeed. An
+    optimizer whose groups have no `betas` keeps its momentum, with a warning.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        cycle_min_lr: Rate,
+        cycle_max_lr: Rate,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rate = 0.8,
+        cycle_max_mom: Rate = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        groups = optimizer.param_groups
+        second_size = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        if cycle_first_step_size <= 0:
+            raise ValueError(f"cycle_first_step_size must be positive, got {cycle_first_step_size!r}")
+        if second_size < 0:
+            raise ValueError(f"cycle_second_step_size must not be negative, got {second_size!r}")
+        self.cycle = Cycle(
+            float(cycle_first_step_size), float(second_size), cycle_first_stair_count, second_stairs, decay_step_size
+        )
+        self.min_lrs = per_group(cycle_min_lr, len(groups), "cycle_min_lr")
+        self.max_lrs = per_group(cycle_max_lr, len(groups), "cycle_max_lr")
+        self.min_moms = per_group(cycle_min_mom, len(groups), "cycle_min_mom")
+        self.max_moms = per_group(cycle_max_mom, len(groups), "cycle_max_mom")
+        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self.cycle_momentum = cycle_momentum and _has_betas(optimizer)
+        super().__init__(optimizer, last_batch_iteration)
+        if self.cycle_momentum and last_batch_iteration == -1:
+            self._apply_momentum(self.min_moms)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        super().step(last_batch_iteration)
+        if self.cycle_momentum:
+            self._apply_momentum([beta1 for beta1, _ in self.get_mom() or []])
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group at the present update; None when momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        updates = self.last_batch_iteration + 1
+        if updates <= self.cycle.length:
+            height = self.cycle.height(updates)
+            moms = [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
+        else:
+            factor = 1 + self.decay_mom_rate * self.cycle.decay_intervals(updates)
+            moms = [high * factor for high in self.max_moms]
+        return [(mom, _BETA2) for mom in moms]
+
+    def _rates_at_start(self) -> list[float]:
+        return list(self.min_lrs)
+
+    def _rates(self, iteration: int) -> list[float]:
+        updates = iteration + 1
+        if updates <= self.cycle.length:
+            height = self.cycle.height(updates)
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
+        factor = 1 + self.decay_lr_rate * self.cycle.decay_intervals(updates)
+        return [low / factor for low in self.min_lrs]
+
+    def _apply_momentum(self, moms: list[float]) -> None:
+        for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
+            group["betas"] = (mom, _BETA2)
+
+
+def _has_betas(optimizer: HasParamGroups) -> bool:
+    if all("betas" in group for group in optimizer.param_groups):
+        return True
+    logger.warning("OneCycle leaves the momentum alone: the optimizer's groups have no `betas`")
+    return False
+
+
+def _in_stairs(position: float, length: float, stairs: int) -> float:
+    if stairs <= 0:
+        return position / length
+    return math.floor(position * stairs / length) / stairs
+
+
+class LRRangeTest(StepSchedule):
+    """After t updates: lr_range_test_min_lr * (1 + step_rate * t / step_size), in steps with `staircase`."""
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        lr_range_test_min_lr: Rate = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lr = per_group(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
+        if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
+            raise ValueError(f"lr_range_test_step_size must be a positive integer, got {lr_range_test_step_size!r}")
+        self.step_size = lr_range_test_step_size
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _rates_at_start(self) -> list[float]:
+        return list(self.min_lr)
+
+    def _rates(self, iteration: int) -> list[float]:
+        stairs = (iteration + 1) / self.step_size
+        if self.staircase:
+            stairs = float(math.floor(stairs))
+        return [low * (1 + self.step_rate * stairs) for low in self.min_lr]
+
+
+logger = logging.getLogger(__name__)
+
+
+class WarmupLR(StepSchedule):
+    """From warmup_min_lr up to warmup_max_lr (None: the group's own rate) in warmup_num_steps, then constant.
+
+    Update k runs at the rate of iteration k - 2, and the first one at the minimum: so the first two updates both run
+    at the minimum. The shape is "log", ln(i + 1) / ln(n), or "linear", i / n.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        groups = optimizer.param_groups
+        own = [float(group["lr"]) for group in groups]
+        self.min_lrs = per_group(warmup_min_lr, len(groups), "warmup_min_lr")
+        self.max_lrs = own if warmup_max_lr is None else per_group(warmup_max_lr, len(groups), "warmup_max_lr")
+        self.warmup_num_steps = _warmup_length(warmup_num_steps)
+        self.warmup_type = _known_shape(warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _rates_at_start(self) -> list[float]:
+        return list(self.min_lrs if self.warmup_num_steps else self.max_lrs)
+
+    def _rates(self, iteration: int) -> list[float]:
+        gamma = self._gamma(iteration)
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs)]
+
+    def skip_warmup(self) -> None:
+        """Run at the full rate from the first update on: `warmup_num_steps: 0` of a config."""
+        self.warmup_num_steps = 0
+        if self.last_batch_iteration == -1:
+            self._apply(self._rates_at_start())
+
+    def _gamma(self, iteration: int) -> float:
+        if iteration < self.warmup_num_steps:
+            return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+        return self._after(iteration)
+
+    def _after(self, iteration: int) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then down to warmup_min_lr in a straight line that ends at total_num_steps."""
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_lr: Rate = 0.0,
+        warmup_max_lr: Rate | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        _warn_if_short(self)
+
+    def _after(self, iteration: int) -> float:
+        return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(StepSchedule):
+    """Ratios of each group's own rate: up from warmup_min_ratio to 1, then down a half cosine to cos_min_ratio.
+
+    Before the first step the rate is 0, whatever warmup_min_ratio says.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio = warmup_min_ratio
+        self.warmup_num_steps = _warmup_length(warmup_num_steps)
+        self.cos_min_ratio = cos_min_ratio
+        self.warmup_type = _known_shape(warmup_type)
+        self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration)
+        _warn_if_short(self)
+
+    def _rates_at_start(self) -> list[float]:
+        return [lr * self.get_lr_ratio(-1) for lr in self.org_lrs]
+
+    def _rates(self, iteration: int) -> list[float]:
+        ratio = self.get_lr_ratio(iteration)
+        return [lr * ratio for lr in self.org_lrs]
+
+    def skip_warmup(self) -> None:
+        """Begin the cosine with the first update: `warmup_num_steps: 0` of a config."""
+        self.warmup_num_steps = 0
+        if self.last_batch_iteration == -1:
+            self._apply(self._rates_at_start())
+
+    def get_lr_ratio(self, iteration: int | None = None) -> float:
+        """The factor on each group's rate; 0 before the first step."""
+        iteration = self.last_batch_iteration if iteration is None else iteration
+        if iteration < 0:
+            return 0.0 if self.warmup_num_steps else 1.0
+        if iteration < self.warmup_num_steps:
+            gamma = _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * gamma
+        done = min(1.0, (iteration - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps))
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def _warmup_length(num_steps: object) -> int:
+    if not isinstance(num_steps, int) or num_steps <= 0:
+        raise ValueError(
+            f"warmup_num_steps must be a positive integer, got {num_steps!r} (a config may say 0 for none)"
+        )
+    return max(2, num_steps)  # ln(n) divides, so 1 counts as 2
+
+
+def _known_shape(shape: str) -> str:
+    if shape in ("log", "linear"):
+        return shape
+    logger.warning('warmup_type %r is not known ("log" or "linear"); using "log"', shape)
+    return "log"
+
+
+def _warmup(iteration: int, num_steps: int, shape: str) -> float:
+    return math.log(iteration + 1) / math.log(num_steps) if shape == "log" else iteration / num_steps
+
+
+def _warn_if_short(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
+    total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
+    if total < warmup:
+        logger.warning("total_num_steps %s ends before the warm-up of %s steps does", total, warmup)
+
 
 _OURS = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 _BUILT: dict[str, type[StepSchedule]] = {cls.__name__: cls for cls in _OURS}

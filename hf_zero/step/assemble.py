@@ -19,10 +19,9 @@ from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, pl
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import logger
 from hf_zero.offload.placement import Placements
-from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
-from hf_zero.optim.traits import Sees, traits_of, updater_for
+from hf_zero.optim.traits import Sees, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules

@@ -14,7 +14,6 @@ from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.failures import all_or_none
-from hf_zero.offload.parameter_placement import store_of_parameters
 from hf_zero.offload.placement import (
     Placement,
     Placements,
@@ -22,12 +21,13 @@ from hf_zero.offload.placement import (
     host_placement,
     in_memory_placement,
     pins,
+    store_of_parameters,
 )
 from hf_zero.optim import Updater
 from hf_zero.optim.stager import OffloadStager
 
 if TYPE_CHECKING:
-    from hf_zero.offload.nvme.drive import Drive
+    from hf_zero.offload.nvme.swap_store import Drive
 
 
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
@@ -90,7 +90,7 @@ class _Drives:
 
 
 def _opened(folder: str, files: Aio) -> Drive:
-    from hf_zero.offload.nvme.drive import Drive
+    from hf_zero.offload.nvme.swap_store import Drive
 
     return Drive(folder, files)
 

@@ -10,7 +10,7 @@ import torch
 from hf_zero.layout.sharding import Sharding
 from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
-from hf_zero.step.late_norm import LateNorm
+from hf_zero.step.outcome import LateNorm
 from hf_zero.step.sharded_step import ShardedStep, StepRules
 from hf_zero.surface import Surface
 

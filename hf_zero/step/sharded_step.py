@@ -23,8 +23,7 @@ from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, ReducedGradients, held_gradients
-from hf_zero.step.late_norm import LateNorm, late_norm
-from hf_zero.step.outcome import NormRule, StepOutcome
+from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, late_norm
 from hf_zero.step.owned_values import OwnedValues
 
 

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.calls import CheckpointedCalls
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.device.at_once import AtOnce
-from hf_zero.device.registry import use
+from hf_zero.device.registry import AtOnce, use
 from hf_zero.device.runtime import HOST, Memory
 from tests.support.late import Late
 from tests.support.memory import most_allocated, profiled_memory, still_allocated

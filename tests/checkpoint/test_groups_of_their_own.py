@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.api.entry import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
-from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.errors import CheckpointError
 
 
 class Halves(nn.Module):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed.folder import Folder
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.opening import view_of_part
 from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Pieces, StateElements
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import HeldPart
+from hf_zero.errors import CheckpointError
 from hf_zero.layout.cuts import Cut
 from hf_zero.layout.reshard import Extent
 from hf_zero.tensor.extents import even

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.checkpoint import CheckpointError
+from hf_zero.checkpoint.consolidate import write_safetensors
 from hf_zero.checkpoint.deepspeed import classes
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.crc import checksum, combine
-from hf_zero.checkpoint.files.safetensors_file import write_safetensors
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed, streamed
 from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
 from hf_zero.checkpoint.files.torch_reader import check_records, read_torch_file

@@ -55,12 +55,13 @@ def test_trainer_equals_plain_pytorch_everywhere(case: Case, tmp_path: Path) -> 
     assert_parity(case, run_case(case, tmp_path))
 
 
+# Among the default tests, the example trains under the launcher (tests/examples/test_train_clm.py).
 @pytest.mark.parametrize(
     ("processes", "stage"),
     [
         pytest.param(None, 2, id="python", marks=pytest.mark.slow),
         pytest.param(2, 2, id="torchrun2", marks=pytest.mark.slow),
-        pytest.param(2, 3, id="torchrun2-stage3"),
+        pytest.param(2, 3, id="torchrun2-stage3", marks=pytest.mark.slow),
     ],
 )
 def test_the_script_through_real_launchers(processes: int | None, stage: int, tmp_path: Path) -> None:

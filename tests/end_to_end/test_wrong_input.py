@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.end_to_end.parity import SCRIPT, Case
+from tests.end_to_end import initialize_script
+from tests.end_to_end.parity import SCRIPT, Case, run_script
 from tests.support.launch import Finished, launch
+from tests.support.ranks import RankFailure, run_ranks
 
 INITIALIZE_SCRIPT = Path(__file__).parent / "initialize_script.py"
 TIMEOUT_S = 100
@@ -61,7 +66,7 @@ REFUSED = [
         id="not-built",
         marks=SLOW,
     ),
-    pytest.param(without_batch(), "batch", id="no-batch-size"),
+    pytest.param(without_batch(), "batch", id="no-batch-size", marks=SLOW),
 ]
 
 
@@ -77,18 +82,24 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert_refused(finished, "absent.json")
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSED[3:])
-def test_all_ranks_are_refused_together(config: Any, message: str, tmp_path: Path) -> None:
-    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, config)], processes=2, timeout_s=TIMEOUT_S)
-    assert_refused(finished, message, error="ConfigError")
+def test_all_ranks_are_refused_together(tmp_path: Path) -> None:
+    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, without_batch())], processes=2, timeout_s=TIMEOUT_S)
+    assert_refused(finished, "batch", error="ConfigError")
+
+
+def run_initialize_script(rank: int, config: str) -> str:
+    with mock.patch.object(sys, "argv", ["script", config]), mock.patch.object(sys, "stdout", io.StringIO()) as said:
+        initialize_script.main()
+    return said.getvalue()
 
 
 def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
-    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, GOOD)], processes=2, timeout_s=TIMEOUT_S).check()
-    assert finished.output.splitlines().count("trained") == 2
+    assert run_ranks(run_initialize_script, 2, str(write(tmp_path, GOOD)), init=False) == ["trained\n"] * 2
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
+# Among the default tests: of a Trainer, below, and at stage 3 tests/integration/test_dying_rank.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_raising_ends_all(stage: int, tmp_path: Path) -> None:
     finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, with_stage(stage)), 1], processes=3, timeout_s=TIMEOUT_S)
     assert_refused(finished, "a fault in the user's model", error="RuntimeError")
@@ -106,7 +117,7 @@ def trainer_words(folder: Path, config: Any, *more: str) -> list[str]:
     ("config", "message"),
     [
         # transformers reads the file before any engine does, and words this error itself.
-        pytest.param("not json at all", "(JSON|json|Expecting value)", id="not-json"),
+        pytest.param("not json at all", "(JSON|json|Expecting value)", id="not-json", marks=SLOW),
         pytest.param(
             {
                 **Case(stage=2).ds_config,
@@ -115,14 +126,23 @@ def trainer_words(folder: Path, config: Any, *more: str) -> list[str]:
             },
             r"offload_param",
             id="not-at-this-stage",
-            marks=pytest.mark.slow,
+            marks=SLOW,
         ),
-        pytest.param(Case(stage=9).ds_config, "stage", id="unknown-stage", marks=pytest.mark.slow),
+        pytest.param(Case(stage=9).ds_config, "stage", id="unknown-stage", marks=SLOW),
     ],
 )
 def test_a_trainer_script_is_refused(config: Any, message: str, tmp_path: Path) -> None:
     finished = launch(SCRIPT, trainer_words(tmp_path, config), timeout_s=TIMEOUT_S)
     assert_refused(finished, message, chained=message.startswith("(JSON"))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"), [("not json at all", "ConfigError"), (Case(stage=9).ds_config, "ConfigError")]
+)
+def test_a_trainer_refuses_before_it_trains(config: Any, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as raised:
+        run_ranks(run_script, 1, trainer_words(tmp_path, config), init=False)
+    assert raised.value.kind == kind, raised.value
 
 
 def test_one_rank_of_a_trainer_raising_ends_all(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.hostile.shrink import fails_like, shrink
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, Program, RankMicro, every_call
 from tests.support.campaigns import Outcome, Verdict
 
-NUM_QUICK = 60
+NUM_QUICK = 40
 NUM_SLOW = 2000
 CHUNK = 200
 SHORT_S = 2.0  # for programs that hang on purpose
@@ -167,7 +167,7 @@ def test_a_hang_is_noticed_with_what_the_ranks_were_doing_and_the_next_program_r
             # Only what must hang is run: each hang costs its deadline.
             return _calls_bank(program) and runner.run(program, SHORT_S).kind == "hung"
 
-        small = shrink(replace(HARMFUL, steps=(HARMFUL.steps[0][:1],)), fails, attempts=3).program
+        small = shrink(replace(HARMFUL, steps=(HARMFUL.steps[0][:1],)), fails, attempts=2).program
     assert _calls_bank(small) and small.stage < 3
 
 

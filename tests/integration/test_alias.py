@@ -129,20 +129,26 @@ def test_the_table_says_of_borrowed_names_only_what_no_rule_does() -> None:
     assert with_homes(small)["c"] == {"borrowed": {"X": "a", "Y": "b"}}
 
 
-def test_names_are_the_objects_of_hf_zero(full: Site) -> None:
+def test_names_are_the_objects_of_hf_zero_and_importing_them_starts_no_process(full: Site) -> None:
     code = """
-        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules.registry, torch.distributed
+        import sys
+        noted = []
+        wanted = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "socket.")
+        sys.addaudithook(lambda event, args: noted.append(event) if event.startswith(wanted) else None)
         from deepspeed import DeepSpeedEngine, comm
+        started = [event for event in noted if event != "socket.gethostname"]
+        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules.registry, torch.distributed
         from deepspeed.utils import logger
-        answer = [
+        same = [
             deepspeed.initialize is hf_zero.initialize, DeepSpeedEngine is hf_zero.api.engine.ZeroEngine,
             isinstance(DeepSpeedEngine, type), deepspeed.init_distributed is comm.init_distributed,
             comm.all_reduce is torch.distributed.all_reduce, comm.get_rank is hf_zero.comm.get_rank,
             deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.registry.VALID_LR_SCHEDULES,
             logger.name == "hf_zero", comm.is_initialized() is False,
         ]
+        answer = [started, same]
     """
-    assert full.ask(code) == [True] * 9
+    assert full.ask(code) == [[], [True] * 9]
 
 
 MISSING = ["no_such_thing", "elastic"]
@@ -228,15 +234,3 @@ def test_a_name_can_be_replaced_by_user_code(bare: Site) -> None:
 
 def test_the_feature_page_that_errors_name_exists() -> None:
     assert Path(ROOT, "docs", "features.md").is_file()
-
-
-def test_importing_the_engine_through_the_alias_starts_no_process(full: Site) -> None:
-    code = """
-        import sys
-        noted = []
-        wanted = ("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "socket.")
-        sys.addaudithook(lambda event, args: noted.append(event) if event.startswith(wanted) else None)
-        from deepspeed import DeepSpeedEngine, comm
-        answer = [event for event in noted if event != "socket.gethostname"]
-    """
-    assert full.ask(code) == []

@@ -14,7 +14,7 @@ from hf_zero.integration.compat.arguments import add_config_arguments
 from hf_zero.integration.compat.comms import log_summary
 from hf_zero.integration.compat.utils import OnDevice, RepeatingLoader, clone_tensors_for_torch_save
 from hf_zero.log import log_dist, logger
-from hf_zero.profiling.memory import see_memory_usage
+from hf_zero.profiling.feature import see_memory_usage
 
 Pair = namedtuple("Pair", "left right")
 

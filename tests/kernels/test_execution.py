@@ -20,13 +20,15 @@ pytestmark = [requires(modules=("triton", "llvmlite")), pytest.mark.timeout(600)
 MODULE = "tests.kernels.executed_cases"
 # Each list in one process, whose start takes as long as two of them. Those that exchange values have their file's name.
 EXCHANGING = ["lamb", "lamb with eps inside", "norm", "signs", "quantize", "adam8"]
-ELEMENTWISE = [name for name in CASES if name not in EXCHANGING]
+FEW = [name for name in CASES if name.startswith("few of ")]
+ELEMENTWISE = [name for name in CASES if name not in (*EXCHANGING, *FEW)]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(ELEMENTWISE, id="elementwise"),
+        pytest.param(FEW, id="few"),
+        pytest.param(ELEMENTWISE, id="elementwise", marks=pytest.mark.slow),
         pytest.param(EXCHANGING, id="exchanging", marks=pytest.mark.slow),  # threads take turns
     ],
 )

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.launch import resources
-from hf_zero.launch.command_line import choose_backend, main, travelling_variables
+from hf_zero.launch import command_line
+from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, travelling_variables
 from hf_zero.launch.options import parse
-from hf_zero.launch.resources import chosen_world, listed_world
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "hf_zero", "launch"]
@@ -238,9 +237,9 @@ def test_who_starts_the_ranks(words: list[str], hosts: int, expected: str, tmp_p
 
 @pytest.mark.processes  # Python counts GPUs in one of its own
 def test_a_machine_without_gpus_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "_COUNT", "print(0)")
+    monkeypatch.setattr(command_line, "_COUNT", "print(0)")
     assert chosen_world(parse(["x.py"]), None, {}).num_ranks == 1
-    monkeypatch.setattr(resources, "_COUNT", "print(8)")
+    monkeypatch.setattr(command_line, "_COUNT", "print(8)")
     assert chosen_world(parse(["x.py"]), None, {}).num_ranks == 8
 
 

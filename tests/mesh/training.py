@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,13 +69,19 @@ def train(engine: Any, data: list[Batch]) -> Trained:
     return Trained(losses, norms, engine.module_state_dict())
 
 
+@functools.cache
+def plain_run(kind: str, steps: int, together: int) -> Trained:
+    """In one process, once for all shapes that a rank compares with it; an update takes `together` batches."""
+    return in_one_process(model_of(kind), batches(steps * together), data_ranks=together)
+
+
 def compare(
     shape: Shape, stage: int, world: int, *, steps: int, kind: str = "llama", accumulated: int = 1, **more: Any
 ) -> tuple[float, ...]:
     """Largest differences of (a loss, a norm, a weight)."""
     data_ranks = world // (shape.tensor * shape.sequence)
     data, model = batches(steps * data_ranks * accumulated), model_of(kind)
-    plain = in_one_process(model, data, data_ranks=data_ranks * accumulated)
+    plain = plain_run(kind, steps, data_ranks * accumulated)
     engine = engine_of(model, shape, stage, accumulated=accumulated, **more)
     assert engine.groups.data.size == data_ranks and engine.train_batch_size() == 2 * accumulated * (
         world // shape.sequence

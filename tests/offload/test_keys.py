@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.config import ConfigError, resolve
 from hf_zero.device import pinned
-from hf_zero.offload.nvme import drive as drives
+from hf_zero.offload.nvme import swap_store as drives
 from hf_zero.offload.nvme.requests import Completion, FileAccess
 from hf_zero.offload.nvme.swap_store import BufferPool
 from hf_zero.offload.sub_group import SubGroup

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.device.at_once import AtOnce
-from hf_zero.device.registry import use
+from hf_zero.device.registry import AtOnce, use
 from hf_zero.device.runtime import HOST_MEMORY
-from hf_zero.offload.departures import Departures
+from hf_zero.offload.placement import Departures
 from hf_zero.offload.staged import StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of

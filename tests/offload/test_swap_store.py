@@ -16,12 +16,9 @@ import pytest
 import torch
 
 from hf_zero.config import Aio
-from hf_zero.offload.nvme import drive as drives
 from hf_zero.offload.nvme import swap_store
-from hf_zero.offload.nvme.drive import Drive
 from hf_zero.offload.nvme.requests import FileAccess
-from hf_zero.offload.nvme.swap_file import SwapFile
-from hf_zero.offload.nvme.swap_store import BufferPool, SwapStore
+from hf_zero.offload.nvme.swap_store import BufferPool, Drive, SwapFile, SwapStore
 from hf_zero.offload.store import CappedStore, MemoryStore
 from hf_zero.offload.vector import Part, part_of
 from tests.offload.refusing_access import RefusingAccess
@@ -215,7 +212,7 @@ def test_a_failing_drive_is_named_with_path_and_bytes(
     verb: str, error: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = Failing()
-    monkeypatch.setattr(drives, "ACCESS", access)
+    monkeypatch.setattr(swap_store, "ACCESS", access)
     drive, store = store_in(tmp_path)
     vector = store.adopt("v", torch.ones(10))
     vector.flush()
@@ -233,7 +230,7 @@ def test_a_failing_drive_is_named_with_path_and_bytes(
 def test_nothing_is_moved_any_more_once_a_drive_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drive that has gone may take its time over every answer; and what was noted first is what matters."""
     access = Failing()
-    monkeypatch.setattr(drives, "ACCESS", access)
+    monkeypatch.setattr(swap_store, "ACCESS", access)
     drive, store = store_in(tmp_path)
     vectors = [store.adopt(f"v{i}", torch.ones(10_000)) for i in range(5)]
     for vector in vectors:
@@ -261,7 +258,7 @@ def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.Monke
         def read_at(self, file: int, into: memoryview, offset: int) -> int:
             return super().read_at(file, into[: max(4096, len(into) // 8192 * 4096)], offset)
 
-    monkeypatch.setattr(drives, "ACCESS", Short())
+    monkeypatch.setattr(swap_store, "ACCESS", Short())
     drive, store = store_in(tmp_path, block_bytes=1 << 20)
     values = torch.arange(100_000.0)
     with store.adopt("v", values).opened() as content:
@@ -280,7 +277,7 @@ def test_where_direct_io_is_refused_the_cache_serves(
         return plain(path, flags, mode)
 
     drive = Drive(tmp_path, Aio())
-    monkeypatch.setattr("hf_zero.offload.nvme.swap_file.os.open", refusing)
+    monkeypatch.setattr("hf_zero.offload.nvme.swap_store.os.open", refusing)
     file = drive.file("vectors")
     monkeypatch.undo()
     store = drive.store(file, BufferPool(limit=2))

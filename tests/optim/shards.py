@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Interval, Piece
-from hf_zero.optim.adopt import adopt_masters
-from hf_zero.optim.traits import updater_for
+from hf_zero.optim.traits import adopt_masters, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
 
 PATIENCE_S = 30.0

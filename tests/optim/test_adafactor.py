@@ -14,9 +14,8 @@ from hf_zero.layout import Interval, Piece
 from hf_zero.layout.matrices import MatrixShape, MatrixSlice
 from hf_zero.optim.adafactor import AdafactorUpdater
 from hf_zero.optim.adafactor_flavours import TorchFlavour, TransformersFlavour, flavour_of
-from hf_zero.optim.adopt import adopt_masters
 from hf_zero.optim.factored import Sums, Table
-from hf_zero.optim.traits import Sees, traits_of, updater_for
+from hf_zero.optim.traits import Sees, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
 from tests.optim.shards import run_sharded
 

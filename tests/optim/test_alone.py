@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.optim.alone import LoneOptimizer, flat_view, write_back
+from hf_zero.optim.elementwise import LoneOptimizer, flat_view, write_back
 from hf_zero.optim.sgd import SgdFamily, family_of_torch_sgd
 
 

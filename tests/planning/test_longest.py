@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import MixtralConfig
@@ -11,9 +12,11 @@ from transformers import MixtralConfig
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.planning.candidates import Candidate, Training
+from hf_zero.planning.choose import traced
 from hf_zero.planning.longest import Line, Reach, longest_sequences, most_sharing, sums
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, Tiling, load_model, trace
+from hf_zero.planning.trace import Trace
 from tests.planning.material import config_folder
 
 pytestmark = pytest.mark.lengthy
@@ -107,7 +110,15 @@ def test_sums_in_words() -> None:
     assert Line(2.0, 1.0).tokens(1.0) == 0.0
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[int, Trace] = {}  # tracing takes seconds, and the three calls have the same model
+
+    def traced_once(model: PlannedModel, training: Training, **options: Any) -> Trace:
+        if training.length not in kept:
+            kept[training.length] = traced(model, training, **options)
+        return kept[training.length]
+
+    monkeypatch.setattr("hf_zero.planning.longest.traced", traced_once)
     words = ["plan", config_folder(tmp_path), "--gpu", "h100", "--gpus-per-node", "1", "--longest"]
     assert main([*words, "--json", "--write", str(tmp_path / "ds.json")]) == 0
     found = json.loads(capsys.readouterr().out)

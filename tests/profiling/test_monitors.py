@@ -17,7 +17,7 @@ from hf_zero.config.features.profiling import CsvMonitor as CsvSection
 from hf_zero.config.objects import ConfigView
 from hf_zero.integration.compat.monitors import MonitorMaster, csvMonitor, get_monitor_config
 from hf_zero.profiling import monitors
-from hf_zero.profiling.events import RunEvents
+from hf_zero.profiling.feature import RunEvents
 from hf_zero.profiling.monitors import CometMonitor, CsvMonitor, WandbMonitor
 from tests.api.test_engine import ROWS, new_engine, one_step
 

@@ -14,8 +14,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_zero.config import ConfigError
 from hf_zero.integration.huggingface.prepare import fill_autos
-from hf_zero.integration.huggingface.update_tokens import refuse_other_losses
 from hf_zero.integration.huggingface.views import sequence_size
+from hf_zero.integration.patches.transformers_trainer import refuse_other_losses
 from tests.sequence.hugging_face import Samples, by_accelerator, by_trainer, parallelism, rows_of
 from tests.sequence.training import Trained, in_one_process, model_of
 from tests.support.ranks import run_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.support.ranks import run_ranks
 WIDTH, DEPTH = 256, 8
 BUCKET_NUMEL = 2 * (WIDTH * WIDTH + WIDTH)  # two layers
 ROWS = 4
+
+Counted = dict[str, tuple[int, int]]  # phase and collective -> calls, bytes
 
 
 def build_model() -> nn.Sequential:
@@ -45,12 +48,24 @@ def micro_step(engine: Any, bf16: bool) -> None:
     engine.step()
 
 
-def run_traffic(rank: int, stage: int, accumulation: int, extra: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    engine = engine_for(stage, bf16=True, accumulation=accumulation, **extra)
-    ledger.reset()
-    for _ in range(accumulation):
-        micro_step(engine, bf16=True)
+def run_traffic(rank: int, accumulations: tuple[int, ...], stages: tuple[int, ...], **extra: Any) -> list[Counted]:
+    found = []
+    for accumulation, stage in itertools.product(accumulations, stages):
+        engine = engine_for(stage, bf16=True, accumulation=accumulation, **extra)
+        ledger.reset()
+        for _ in range(accumulation):
+            micro_step(engine, bf16=True)
+        found.append(counted())
+        engine.destroy()
+    return found
+
+
+def counted() -> Counted:
     return {f"{phase} {name}": (tally.calls, tally.num_bytes) for (phase, name), tally in ledger.tallies.items()}
+
+
+def run_in_fp32(rank: int) -> Counted:
+    return run_traffic(rank, (1,), (2,), communication_data_type="fp32")[0]
 
 
 BUCKETS = DEPTH // 2
@@ -59,46 +74,48 @@ CONTROL = {"control all_reduce": (1, 8 * (5 + 2 * DEPTH))}  # five facts, a flag
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_collectives_per_step(world: int, accumulation: int) -> None:
-    expected = {
-        0: {"backward all_reduce": (BUCKETS, BYTES)},
-        1: {"backward reduce_scatter": (BUCKETS, BYTES), "step all_gather": (BUCKETS, BYTES)},
-        2: {
-            "backward reduce_scatter": (BUCKETS * accumulation, BYTES * accumulation),
-            "step all_gather": (BUCKETS, BYTES),
-        },
-    }
-    for stage, traffic in expected.items():
-        for counted in run_ranks(run_traffic, world, stage, accumulation, {}):
-            assert counted == {**traffic, **CONTROL}, f"stage {stage}"
+def test_collectives_per_step(world: int) -> None:
+    expected = [
+        {**traffic, **CONTROL}
+        for accumulation in (1, 3)
+        for traffic in (
+            {"backward all_reduce": (BUCKETS, BYTES)},
+            {"backward reduce_scatter": (BUCKETS, BYTES), "step all_gather": (BUCKETS, BYTES)},
+            {
+                "backward reduce_scatter": (BUCKETS * accumulation, BYTES * accumulation),
+                "step all_gather": (BUCKETS, BYTES),
+            },
+        )
+    ]
+    assert run_ranks(run_traffic, world, (1, 3), (0, 1, 2)) == [expected] * world
 
 
 def test_the_communication_dtype_decides_what_a_reduction_costs() -> None:
-    counted = run_ranks(run_traffic, 2, 2, 1, {"communication_data_type": "fp32"})[0]
-    assert counted["backward reduce_scatter"] == (BUCKETS, 2 * BYTES)
-    assert counted["step all_gather"] == (BUCKETS, BYTES)
+    seen = run_ranks(run_in_fp32, 2)[0]
+    assert seen["backward reduce_scatter"] == (BUCKETS, 2 * BYTES)
+    assert seen["step all_gather"] == (BUCKETS, BYTES)
 
 
-def run_no_sync(rank: int, stage: int) -> dict[str, tuple[int, int]]:
-    engine = engine_for(stage, bf16=False)
-    ledger.reset()
-    x = torch.randn(ROWS, WIDTH)
-    with engine.no_sync():
+def run_no_sync(rank: int) -> list[Counted]:
+    found = []
+    for stage in range(3):
+        engine = engine_for(stage, bf16=False)
+        ledger.reset()
+        x = torch.randn(ROWS, WIDTH)
+        with engine.no_sync():
+            engine.backward(engine(x).square().mean())
+            with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync"):
+                engine.step()
+        found.append(counted())
         engine.backward(engine(x).square().mean())
-        with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync"):
-            engine.step()
-    counted = {f"{phase} {name}": (tally.calls, tally.num_bytes) for (phase, name), tally in ledger.tallies.items()}
-    engine.backward(engine(x).square().mean())
-    engine.step()
-    return counted
+        engine.step()
+        engine.destroy()
+    return found
 
 
 def test_no_sync_saves_the_reduction_at_stages_0_and_1_and_is_harmless_at_stage_2() -> None:
     """no_sync used to be an assertion at stage 2, raised by code the user never wrote."""
-    assert run_ranks(run_no_sync, 2, 0)[0] == {}
-    assert run_ranks(run_no_sync, 2, 1)[0] == {}
-    assert run_ranks(run_no_sync, 2, 2)[0] == {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}
+    assert run_ranks(run_no_sync, 2)[0] == [{}, {}, {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}]
 
 
 @dataclass(frozen=True)
@@ -124,10 +141,9 @@ def run_memory(rank: int, cases: list[tuple[int, bool]]) -> list[Levels]:
     return levels
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_model_states_are_those_of_the_zero_formula(world: int) -> None:
-    """Parameters + gradients + optimizer (master and two moments): ZeRO paper, section 3."""
-    formula = {
+def formula(world: int) -> dict[tuple[int, bool], float]:
+    """Bytes of parameters + gradients + optimizer (master and two moments): ZeRO paper, section 3."""
+    return {
         (0, True): 2 + 2 + 12,
         (1, True): 2 + 2 + 12 / world,
         (2, True): 2 + 2 / world + 12 / world,
@@ -135,9 +151,27 @@ def test_model_states_are_those_of_the_zero_formula(world: int) -> None:
         (1, False): 4 + 4 + 8 / world,
         (2, False): 4 + 4 / world + 8 / world,
     }
-    for levels in run_ranks(run_memory, world, list(formula)):
-        for (case, expected), level in zip(formula.items(), levels, strict=True):
+
+
+@pytest.fixture(scope="module")
+def of_two() -> list[list[Levels]]:
+    """Of both ranks, the cases of the formula."""
+    return run_ranks(run_memory, 2, list(formula(2)))
+
+
+def assert_as_formula(found: list[list[Levels]], world: int) -> None:
+    for levels in found:
+        for (case, expected), level in zip(formula(world).items(), levels, strict=True):
             assert level.states == pytest.approx(expected, rel=0.02), (case, level, expected)
+
+
+def test_model_states_are_those_of_the_zero_formula(of_two: list[list[Levels]]) -> None:
+    assert_as_formula(of_two, 2)
+
+
+@pytest.mark.slow
+def test_model_states_of_four_ranks() -> None:
+    assert_as_formula(run_ranks(run_memory, 4, list(formula(4))), 4)
 
 
 SMALL_BYTES = 4 * 4096  # blocks of the control messages
@@ -151,9 +185,9 @@ def test_buffers_are_two_to_reduce_from_and_two_that_are_gathered() -> None:
         assert level.buffers <= MOST_KEPT_BYTES / NUM_PARAMETERS
 
 
-def test_stage_0_reduces_in_place() -> None:
+def test_stage_0_reduces_in_place(of_two: list[list[Levels]]) -> None:
     """What the other rank adds up, and sums that are gathered; how many of each depends on who is ahead."""
-    for (level,) in run_ranks(run_memory, 2, [(0, True)]):
+    for level in (levels[list(formula(2)).index((0, True))] for levels in of_two):
         assert level.buffers <= (1.04 * 2 * (4 * BUCKET_NUMEL + 4 * BUCKET_NUMEL / 2) + SMALL_BYTES) / NUM_PARAMETERS
 
 

@@ -14,8 +14,8 @@ from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError
 from hf_zero.optim.adafactor import AdafactorUpdater
+from hf_zero.optim.traits import keepers
 from hf_zero.optim.updater import Spread, WholeStepUpdater
-from hf_zero.optim.whole_tensors import keepers
 from tests.optim.test_adafactor import OPTIONS
 from tests.step.test_parity import ROWS, config, groups_of, split
 from tests.support.models import AwkwardMLP, mlp_batches

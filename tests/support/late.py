@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device import registry
-from hf_zero.device.at_once import AtOnce
+from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST, Event, Lane, Memory
 
 _PASSES_AFTER = 2  # ranges: what was asked for before the last forward and backward has long been done
@@ -203,9 +203,7 @@ class Late(AtOnce):
             raise LateError(f"{site}: a gather of a row that the compute stream may not have written yet")
         self._copy(Lane.GATHER, row, rows, site, values)
 
-    def _copy(
-        self, lane: Lane, source: Tensor, target: Tensor, site: str, values: Tensor | None = None
-    ) -> LateEvent:
+    def _copy(self, lane: Lane, source: Tensor, target: Tensor, site: str, values: Tensor | None = None) -> LateEvent:
         self._look()
         clock = self._clocks[lane]
         _learn(clock, self._host)

@@ -11,6 +11,7 @@ asked for. There is one for each list of modules.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import pickle
 import shutil
@@ -114,6 +115,7 @@ def main(address: str, modules: Sequence[str]) -> None:
     """The nursery's own side: forks until its stdin ends."""
     for module in modules:
         __import__(module)
+    gc.freeze()  # collections of garbage in those that are forked need not look through it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who have ended
     while True:
         try:

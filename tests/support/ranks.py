@@ -11,6 +11,7 @@ hundredths of a second and still inherits nothing from the tests before it.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -28,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
-PRELOAD = ["torch", "torch.distributed", "torch.optim"]
+# torch._dynamo: every optimizer imports it, which takes a second and a half.
+PRELOAD = ["torch", "torch.distributed", "torch.optim", "torch._dynamo"]
 # Loaded once for all ranks as well, but only where the tests at hand need them anyway (they cost seconds).
-PRELOAD_IF_USED = ["transformers.models.llama.modeling_llama", "transformers.trainer"]
+PRELOAD_IF_USED = ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer", "hf_zero.api.entry"]
 # How long to wait for other ranks' reports once one has failed, so that the earliest failure is the one shown.
 SETTLE_S = 0.3
 RENDEZVOUS_VARIABLE = "TEST_RENDEZVOUS_URL"
@@ -219,6 +221,7 @@ def _log(folder: str, rank: int) -> Path:
 
 
 def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
+    gc.freeze()  # what was loaded before this rank: collections need not look through it
     redirect_output(_log(job.folder, rank))
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))

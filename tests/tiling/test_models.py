@@ -20,8 +20,7 @@ from hf_zero.config import ConfigError
 from hf_zero.tiling import loss as loss_module
 from hf_zero.tiling import mlp as mlp_module
 from hf_zero.tiling.feature import tiled_loss_of
-from hf_zero.tiling.logits import DeferredLogits
-from hf_zero.tiling.loss import loss_tile_tokens
+from hf_zero.tiling.loss import DeferredLogits, loss_tile_tokens
 from hf_zero.tiling.mlp import dense_mlps, is_dense_mlp, norms_of_tokens
 from tests.step.test_stage3_traffic_and_memory import counted
 from tests.support.architectures import ARCHITECTURES, LLAMA

@@ -25,10 +25,10 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
     scaler_values,
     shapes_in_groups,
 )
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
 from hf_zero.checkpoint.whole_states import bound_together, merged
+from hf_zero.errors import CheckpointError
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition
 from hf_zero.layout.reshard import Extent
 

@@ -22,9 +22,9 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
     scaler_values,
     shapes_in_groups,
 )
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
+from hf_zero.errors import CheckpointError
 from hf_zero.layout.reshard import Extent
 
 Shapes = Mapping[str, tuple[int, ...]]

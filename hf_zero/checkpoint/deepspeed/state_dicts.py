@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.view import Pieces
+from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.optim.stored import COUNTERS
 

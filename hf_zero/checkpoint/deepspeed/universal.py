@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.errors import CheckpointError
 from hf_zero.checkpoint.files.stream import into_place, write_small
 from hf_zero.checkpoint.files.torch_file import write_torch_file
 from hf_zero.checkpoint.files.torch_reader import read_torch_file
@@ -23,6 +22,7 @@ from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.tensor_ranks import saved_cuts
 from hf_zero.checkpoint.transaction import move_into_place
 from hf_zero.checkpoint.view import MASTER, CheckpointView
+from hf_zero.errors import CheckpointError
 from hf_zero.staging import StagingFolder
 
 # Of rank 0's state: what the folders of the parameters hold.

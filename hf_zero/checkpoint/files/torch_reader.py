@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.deepspeed import classes
-from hf_zero.checkpoint.errors import CheckpointError
+from hf_zero.errors import CheckpointError
 
 # The description of a checkpoint of 100,000 parameters takes about 30 MB; what is larger is not a description.
 MAX_PICKLE_BYTES = 1 << 30

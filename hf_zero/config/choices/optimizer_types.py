@@ -168,9 +168,7 @@ def _ours(made_by: str, arguments: Mapping[str, Check], *names: str, **more: Any
 def _torchs(*takes: str, names: str, any_case: bool = False, **more: Any) -> Iterator[OptimizerType]:
     """Classes of torch.optim; every one takes `lr`."""
     for name in names.split():
-        yield OptimizerType(
-            name=name, made_by=f"torch.optim:{name}", takes=("lr", *takes), any_case=any_case, **more
-        )
+        yield OptimizerType(name=name, made_by=f"torch.optim:{name}", takes=("lr", *takes), any_case=any_case, **more)
 
 
 def _all() -> Iterator[OptimizerType]:

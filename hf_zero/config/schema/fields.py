@@ -22,7 +22,6 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
 
-
     def section(self, kind: type[S]) -> S:
         """The section of this class in or below this one, wherever it stands; with its defaults where there is none.
 

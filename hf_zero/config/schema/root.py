@@ -222,9 +222,7 @@ class Root(Observation):
     quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not supported")
     weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")
     graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")
-    compile: Free | None = unsupported(
-        None, "DeepCompile.", why=_USE_TORCH_COMPILE, switch="deepcompile"
-    )
+    compile: Free | None = unsupported(None, "DeepCompile.", why=_USE_TORCH_COMPILE, switch="deepcompile")
     hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
     expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_NO_EXPERTS)
     nebula: Free | None = unsupported(None, "A checkpoint service.", why="checkpoints go to files")

@@ -31,8 +31,8 @@ def compression_words(findings: Findings, model: str | None) -> tuple[list[str],
         return [], list(error.problems)
     lines = [f"{path}: {len(names)} modules: {_few(names)}" for path, names in found.items()]
     if policy.layers is not None:
-        kept = ", ".join(map(str, policy.layers.teacher_layers))
-        lines.insert(0, f"compression_training.layer_reduction: {policy.layers.prefix} keeps layers {kept}")
+        kept = ", ".join(map(str, policy.layers.teacher_layer))
+        lines.insert(0, f"compression_training.layer_reduction: {policy.layers.module_name_prefix} keeps layers {kept}")
     return lines, []
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.config import ConfigError, Problem
 from hf_zero.extras.compression.matching import nearest
-from hf_zero.extras.compression.policy import LayerPolicy
+from hf_zero.extras.compression.section import LayerReduction
 from hf_zero.log import logger
 from hf_zero.params.sharded_parameter import of
 from hf_zero.params.unsharding import reshard, unshard
@@ -24,44 +24,44 @@ _PATH = "compression_training.layer_reduction"
 _NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 
 
-def reduce_layers(model: nn.Module, policy: LayerPolicy) -> int:
+def reduce_layers(model: nn.Module, section: LayerReduction) -> int:
     """Leave only the chosen layers in `model`, and let its config say so; returns how many there were.
 
     Raises:
         ConfigError: there is no such list of layers, or it is too short.
     """
-    layers = _list_of_layers(model, policy)
+    layers = _list_of_layers(model, section)
     before = len(layers)
-    kept = nn.ModuleList([layers[index] for index in policy.teacher_layers])
-    parent, _, name = policy.prefix.rpartition(".")
+    kept = nn.ModuleList([layers[index] for index in section.teacher_layer])
+    parent, _, name = str(section.module_name_prefix).rpartition(".")
     setattr(model.get_submodule(parent), name, kept)
     _number(kept)
-    _follow_in_config(getattr(model, "config", None), before, policy.teacher_layers)
-    logger.info("layer reduction: %s keeps %d of %d layers", policy.prefix, len(kept), before)
+    _follow_in_config(getattr(model, "config", None), before, section.teacher_layer)
+    logger.info("layer reduction: %s keeps %d of %d layers", section.module_name_prefix, len(kept), before)
     return before
 
 
-def is_reduced(model: nn.Module, policy: LayerPolicy) -> bool:
+def is_reduced(model: nn.Module, section: LayerReduction) -> bool:
     """Whether the model has as many layers as the student is to have."""
-    return len(_list_of_layers(model, policy, checks_length=False)) == len(policy.teacher_layers)
+    return len(_list_of_layers(model, section, checks_length=False)) == len(section.teacher_layer)
 
 
 @torch.no_grad()
-def take_over(student: nn.Module, teacher: nn.Module, policy: LayerPolicy) -> None:
+def take_over(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
     """Copy the chosen layers of `teacher`, and the other modules named, into `student`. Collective at stage 3.
 
     Raises:
         ConfigError: names that one of them does not have, or shapes that differ.
     """
-    sources = _list_of_layers(teacher, policy)
-    targets = _list_of_layers(student, policy, checks_length=False)
-    if len(targets) != len(policy.teacher_layers):
-        rule = f"names {len(policy.teacher_layers)} layers, and the student has {len(targets)}"
+    sources = _list_of_layers(teacher, section)
+    targets = _list_of_layers(student, section, checks_length=False)
+    if len(targets) != len(section.teacher_layer):
+        rule = f"names {len(section.teacher_layer)} layers, and the student has {len(targets)}"
         fix = "build the student with as many layers (num_hidden_layers), or leave teacher_model out"
-        raise ConfigError(Problem(f"{_PATH}.teacher_layer", list(policy.teacher_layers), rule, fix))
-    for target, index in zip(targets, policy.teacher_layers, strict=True):
-        _copy(target, sources[index], f"{policy.prefix}.{index}")
-    for name in policy.others:
+        raise ConfigError(Problem(f"{_PATH}.teacher_layer", list(section.teacher_layer), rule, fix))
+    for target, index in zip(targets, section.teacher_layer, strict=True):
+        _copy(target, sources[index], f"{section.module_name_prefix}.{index}")
+    for name in section.other_module_name:
         _copy(_submodule(student, name), _submodule(teacher, name), name)
 
 
@@ -96,16 +96,17 @@ def _reading(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     reshard(handles)
 
 
-def _list_of_layers(model: nn.Module, policy: LayerPolicy, *, checks_length: bool = True) -> nn.ModuleList:
+def _list_of_layers(model: nn.Module, section: LayerReduction, *, checks_length: bool = True) -> nn.ModuleList:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    found = lists.get(policy.prefix)
+    prefix = str(section.module_name_prefix)
+    found = lists.get(prefix)
     if found is None:
-        near = ", ".join(nearest(policy.prefix, list(lists))) or "none"
+        near = ", ".join(nearest(prefix, list(lists))) or "none"
         rule = "the model has no list of layers of this name"
-        raise ConfigError(Problem(f"{_PATH}.module_name_prefix", policy.prefix, rule, f"lists of layers: {near}"))
-    if checks_length and policy.teacher_layers[-1] >= len(found):
-        rule = f"{policy.prefix} has the layers 0 to {len(found) - 1}"
-        raise ConfigError(Problem(f"{_PATH}.teacher_layer", list(policy.teacher_layers), rule, "name these only"))
+        raise ConfigError(Problem(f"{_PATH}.module_name_prefix", prefix, rule, f"lists of layers: {near}"))
+    if checks_length and section.teacher_layer[-1] >= len(found):
+        rule = f"{prefix} has the layers 0 to {len(found) - 1}"
+        raise ConfigError(Problem(f"{_PATH}.teacher_layer", list(section.teacher_layer), rule, "name these only"))
     return found
 
 

@@ -79,29 +79,8 @@ class PruningPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPolicy:
-    """Which of a teacher's layers make the student."""
-
-    prefix: str
-    teacher_layers: tuple[int, ...]
-    others: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillationPolicy:
-    """Factors of the parts of the loss; `teacher` is a folder, or None for the model before compression."""
-
-    teacher: str | None
-    temperature: float
-    labels: float
-    logits: float
-    hidden: float
-    attention: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionPolicy:
-    """Each technique that is on."""
+    """Each technique that is on; of two the section itself."""
 
     weights: WeightPolicy | None = None
     activations: ActivationPolicy | None = None
@@ -109,8 +88,8 @@ class CompressionPolicy:
     rows: PruningPolicy | None = None
     heads: PruningPolicy | None = None
     channels: PruningPolicy | None = None
-    layers: LayerPolicy | None = None
-    distillation: DistillationPolicy | None = None
+    layers: LayerReduction | None = None
+    distillation: Distillation | None = None
 
     @property
     def is_on(self) -> bool:
@@ -120,7 +99,7 @@ class CompressionPolicy:
 def compression_policy(config: Any) -> CompressionPolicy:
     """What the config asks for; only for one without problems."""
     section = config.compression_training or Compression()
-    own = config.hf_zero.distillation if config.hf_zero is not None else None
+    layers, own = section.layer_reduction, config.hf_zero.distillation if config.hf_zero is not None else None
     return CompressionPolicy(
         weights=_weights(section),
         activations=_activations(section),
@@ -128,8 +107,8 @@ def compression_policy(config: Any) -> CompressionPolicy:
         rows=_pruning(section, "row_pruning"),
         heads=_pruning(section, "head_pruning"),
         channels=_pruning(section, "channel_pruning"),
-        layers=_layers(section.layer_reduction or LayerReduction()),
-        distillation=_distillation(own),
+        layers=layers if layers is not None and layers.enabled else None,
+        distillation=own if own is not None and own.enabled else None,
     )
 
 
@@ -205,26 +184,3 @@ def _numbers(params: Any) -> dict[str, Any]:
         start = params.target_bits if params.start_bits is None else params.start_bits
         return {"start_bits": start, "bits": params.target_bits, "period": params.quantization_period}
     return {"bits": params.bits} if hasattr(params, "bits") else {"dense_ratio": params.dense_ratio}
-
-
-def _layers(section: LayerReduction) -> LayerPolicy | None:
-    if not section.enabled:
-        return None
-    return LayerPolicy(
-        prefix=section.module_name_prefix or "",
-        teacher_layers=tuple(section.teacher_layer),
-        others=tuple(section.other_module_name),
-    )
-
-
-def _distillation(section: Distillation | None) -> DistillationPolicy | None:
-    if section is None or not section.enabled:
-        return None
-    return DistillationPolicy(
-        teacher=section.teacher,
-        temperature=section.temperature,
-        labels=section.label_weight,
-        logits=section.logit_weight,
-        hidden=section.hidden_weight,
-        attention=section.attention_weight,
-    )

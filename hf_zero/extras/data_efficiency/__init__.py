@@ -24,7 +24,7 @@ EXTRA = Extra(
     ),
     examine=examine,
     features=(
-        f"{_HERE}.curriculum:length_curriculum_of",
+        f"{_HERE}.sampling:length_curriculum_of",
         f"{_HERE}.sampling:sampled_curriculum_of",
         f"{_HERE}.random_ltd:random_ltd_of",
         f"{_HERE}.layer_drop:layer_drop_of",

@@ -18,11 +18,12 @@ from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.extras.data_efficiency.layers import WrappedLayers, first_of, layer_stack, split_hidden, with_first
-from hf_zero.extras.data_efficiency.policy import LayerDropPolicy, data_policy
+from hf_zero.extras.data_efficiency.policy import data_policy
+from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as LayerDropSection
 from hf_zero.features import Progress, TrainingFeature
 
 
-def theta_at(policy: LayerDropPolicy, update: int) -> float:
+def theta_at(policy: LayerDropSection, update: int) -> float:
     """The share that is kept in the deepest layers, in an update (from 1)."""
     return (1.0 - policy.theta) * math.exp(-policy.gamma * max(0, update - 2)) + policy.theta
 
@@ -37,7 +38,7 @@ class ProgressiveLayerDrop(TrainingFeature):
 
     name = "progressive_layer_drop"
 
-    def __init__(self, policy: LayerDropPolicy, layers: list[nn.Module]) -> None:
+    def __init__(self, policy: LayerDropSection, layers: list[nn.Module]) -> None:
         self.policy = policy
         self.num_layers = len(layers)
         self._progress = Progress(step=0, training=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_zero.config.policies import Resolved
+from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop
 
 ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 
@@ -97,14 +98,6 @@ class RandomLTDPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerDropPolicy:
-    """Layers left out by chance, deeper ones more often."""
-
-    theta: float
-    gamma: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPolicy:
     """All of them."""
 
@@ -112,7 +105,7 @@ class DataPolicy:
     sampling: SamplingPolicy | None = None
     packing: PackingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
-    layer_drop: LayerDropPolicy | None = None
+    layer_drop: ProgressiveLayerDrop | None = None
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:

@@ -12,7 +12,6 @@ from hf_zero.config.features import Examined
 from hf_zero.extras.data_efficiency.policy import (
     DataPolicy,
     DifficultyPolicy,
-    LayerDropPolicy,
     MetricPolicy,
     PackingPolicy,
     RandomLTDPolicy,
@@ -26,7 +25,6 @@ from hf_zero.extras.data_efficiency.section import (
     DataSampling,
     LtdSchedule,
     LtdScheduleConfig,
-    ProgressiveLayerDrop,
     RandomLTD,
     ScheduleConfig,
 )
@@ -46,12 +44,13 @@ def examine(config: Any) -> Examined:
     found = Examined()
     efficiency = config.data_efficiency or DataEfficiency()
     sampling, routing = _switched_on(efficiency, found)
+    drop = config.progressive_layer_drop
     policy = DataPolicy(
         sequence_length=_sequence_length(config.curriculum_learning, found),
         sampling=_sampling(sampling, efficiency.seed, found),
         packing=packing_of(sampling, efficiency.seed, found.problems),
         random_ltd=_random_ltd(routing, efficiency.seed, found),
-        layer_drop=_layer_drop(config.progressive_layer_drop),
+        layer_drop=drop if drop is not None and drop.enabled else None,
     )
     if policy.random_ltd is not None and policy.layer_drop is not None:
         rule = "both decide what passes through which layer"
@@ -272,12 +271,6 @@ def _ltd_problems(own: RandomLTD, schedule: LtdSchedule, path: str) -> Iterator[
     if low is not None and high is not None and low > high:
         rule = f"is more than max_value = {high}"
         yield Problem(f"{path}.random_ltd_schedule.min_value", low, rule, "swap them")
-
-
-def _layer_drop(own: ProgressiveLayerDrop | None) -> LayerDropPolicy | None:
-    if own is None or not own.enabled:
-        return None
-    return LayerDropPolicy(theta=own.theta, gamma=own.gamma)
 
 
 _PATH = "data_efficiency.data_sampling.dynamic_batching"

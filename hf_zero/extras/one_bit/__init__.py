@@ -55,7 +55,7 @@ EXTRA = Extra(
         OptimizerType(
             name="OneBitAdam",
             arguments={**_ONE_BIT, "freeze_step": count},
-            made_by="hf_zero.extras.one_bit.adam:OneBitAdam",
+            made_by="hf_zero.extras.one_bit.zero_one_adam:OneBitAdam",
             highest_stage=1,
         ),
         OptimizerType(

@@ -20,8 +20,8 @@ from torch import Tensor
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.device.registry import runtime_of
 from hf_zero.integration.huggingface.engine_choice import EngineChoice
-from hf_zero.step.late_norm import LateNorm
 from hf_zero.step.optimizer import ZeroOptimizer
+from hf_zero.step.outcome import LateNorm
 
 _FILTERS = "_hf_zero_filters_losses"  # on a Trainer, while its own filter is off: what it is set to
 

@@ -215,9 +215,7 @@ def around_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-@PATCHES.add(
-    "Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE
-)
+@PATCHES.add("Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE)
 def around_gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     """What is gathered for metrics is of samples, numbers too."""
 

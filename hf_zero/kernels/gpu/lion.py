@@ -50,9 +50,7 @@ def _lion(  # type: ignore[no-untyped-def]
         store_rounded(lp_param, offsets, p, mask, seed)
 
 
-def lion_on_gpu(
-    vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None
-) -> None:
+def lion_on_gpu(vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)

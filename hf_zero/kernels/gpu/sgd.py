@@ -55,9 +55,7 @@ def _sgd(  # type: ignore[no-untyped-def]
         store_rounded(lp_param, offsets, p, mask, seed)
 
 
-def sgd_on_gpu(
-    vectors: Vectors, rule: SgdRule, scale: Tensor | float, skip: Tensor | None, seed: int | None
-) -> None:
+def sgd_on_gpu(vectors: Vectors, rule: SgdRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
     """One launch, no waiting."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hf_zero.launch.backends.base import Backend, Command
-from hf_zero.launch.backends.pdsh import Pdsh
-from hf_zero.launch.backends.per_rank import IntelMpi, Mpich, Mvapich, OpenMpi, Slurm
+from hf_zero.launch.backends.remote import IntelMpi, Mpich, Mvapich, OpenMpi, Pdsh, Slurm
 from hf_zero.launch.backends.this_host import Local, NoSsh, Standard, Torchrun
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -1,17 +1,144 @@
-"""What all ways to start ranks have in common."""
+"""What all ways to start ranks have in common.
+
+`Relay` runs pdsh, mpirun, srun or torchrun: it passes on output and signals, and keeps the first failure for the end.
+"""
 
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
 from hf_zero.launch import LaunchError
+from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, find_mark, holds_mark, signal_tree
 from hf_zero.launch.job import Job
-from hf_zero.launch.relay import Relay
+
+_TICK_S = 0.2
+_SETTLE_S = 10.0  # after a failure: the other nodes' ranks notice it themselves, or are ended
+_GRACE_S = 30.0
+
+
+class Relay:
+    """One starter of other hosts' ranks, from start to end."""
+
+    def __init__(self, token: str, *, ends_children: bool) -> None:
+        """`ends_children`: the starter's children are to be asked to end as well; otherwise it sees to that itself."""
+        self._token = token
+        self._ends_children = ends_children
+        self._streams = {1: Stream(1), 2: Stream(2)}
+        self._rests: dict[int, bytes] = {1: b"", 2: b""}
+        self._selector = selectors.DefaultSelector()
+        self._first: Failure | None = None
+        self._signal: int | None = None
+        self._end_at: float | None = None
+        self._was_ended = False
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """The exit status for a shell: that of the first rank that failed, where it is known."""
+        with SignalInbox() as inbox:
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that what the terminal sends comes once, from us
+            )
+            self._selector.register(inbox.descriptor, selectors.EVENT_READ)
+            pipes = {process.stdout: 1, process.stderr: 2}
+            for pipe in pipes:
+                assert pipe is not None
+                self._selector.register(pipe, selectors.EVENT_READ, pipes[pipe])
+            try:
+                code = self._wait(process, inbox)
+            finally:
+                signal_tree(process.pid, signal.SIGKILL)
+        return self._status(code)
+
+    def _wait(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> int:
+        is_over_at: float | None = None
+        open_pipes = 2
+        while open_pipes and (is_over_at is None or time.monotonic() < is_over_at):
+            events = self._selector.select(_TICK_S)
+            for key, _ in events:
+                if key.data is None:
+                    self._heed(inbox, process.pid)
+                elif not self._read(key.fileobj, key.data):  # type: ignore[arg-type]
+                    open_pipes -= 1
+            if not events:
+                self._flush()
+            if is_over_at is None and process.poll() is not None:
+                is_over_at = time.monotonic() + 1.0  # for what is still in the pipes
+            self._end_in_time(process.pid)
+        self._flush(is_end=True)
+        return process.wait()
+
+    def _read(self, pipe: IO[bytes], number: int) -> bool:
+        chunk = os.read(pipe.fileno(), CHUNK_BYTES)
+        if not chunk:
+            self._selector.unregister(pipe)
+            return False
+        self._pass_on(number, chunk)
+        return True
+
+    def _pass_on(self, number: int, chunk: bytes) -> None:
+        """Whole lines, so that a mark is seen; the beginning of one waits for its end, or for silence."""
+        text = self._rests[number] + chunk
+        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        self._rests[number] = text[cut:]
+        self._take(number, text[:cut])
+
+    def _flush(self, *, is_end: bool = False) -> None:
+        for number, text in self._rests.items():
+            if is_end or not holds_mark(text, self._token):
+                self._rests[number] = b""
+                self._take(number, text)
+                self._streams[number].flush()
+
+    def _take(self, number: int, text: bytes) -> None:
+        for line in text.splitlines(keepends=True):
+            failure = find_mark(line, self._token)
+            if failure is None:
+                self._streams[number].write(number, line)
+            elif self._first is None:
+                self._first = failure
+                self._end_at = time.monotonic() + _SETTLE_S
+
+    def _heed(self, inbox: SignalInbox, pid: int) -> None:
+        for number in inbox.take():
+            self._signal = number
+            self._end(pid)
+
+    def _end_in_time(self, pid: int) -> None:
+        if self._end_at is not None and time.monotonic() > self._end_at:
+            self._end(pid)
+
+    def _end(self, pid: int) -> None:
+        """Ask the starter to end; the second time, end it. SIGINT would make pdsh and srun ask back."""
+        if self._was_ended:
+            signal_tree(pid, signal.SIGKILL)
+        elif self._ends_children:
+            signal_tree(pid, signal.SIGTERM)
+        else:
+            os.kill(pid, signal.SIGTERM)
+        self._was_ended = True
+        self._end_at = time.monotonic() + _GRACE_S
+
+    def _status(self, code: int) -> int:
+        if self._signal is not None:
+            return 128 + self._signal
+        if self._first is not None:
+            self._streams[2].write("hf-zero launch", self._first.message().encode())
+            return self._first.exit_status
+        return code if code >= 0 else 128 - code
 
 
 @dataclass(frozen=True)

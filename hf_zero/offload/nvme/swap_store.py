@@ -1,19 +1,163 @@
-"""Vectors in a file. Only what is being worked on, and what is on its way, is in memory."""
+"""Vectors in a file. Only what is being worked on, and what is on its way, is in memory.
+
+`Drive` is what an engine needs of a drive: a folder of its own, threads that read and write, files for its vectors.
+
+`SwapFile` holds many vectors, read and written past the system's cache where the file system allows it.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hf_zero.config import Aio
 from hf_zero.device.pinned import host_empty, round_to_page
+from hf_zero.log import logger
 from hf_zero.offload.failures import StorageError
-from hf_zero.offload.nvme.requests import Completion
-from hf_zero.offload.nvme.swap_file import SwapFile
+from hf_zero.offload.nvme.requests import Completion, FileAccess, Piece, Requests
+from hf_zero.offload.nvme.run_folder import RunFolder
 from hf_zero.offload.store import Store
 from hf_zero.offload.vector import Vector
+
+
+class SwapFile:
+    """Placements in a file of `folder`, each of whole pages. Their blocks are reserved on the drive beforehand."""
+
+    def __init__(self, folder: RunFolder, name: str, requests: Requests) -> None:
+        self.path = folder.path / name
+        self.requests = requests
+        self._folder = folder  # lives as long as anything in it
+        self._file = _open(self.path)
+        self._end = 0
+        self._reserved = 0
+        self._free: dict[int, list[int]] = {}
+        weakref.finalize(self, os.close, self._file)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make sure that the file can grow to `num_bytes`; a drive that has not so much room has failed."""
+        if num_bytes <= self._reserved:
+            return
+        needed = num_bytes - self._reserved
+        try:
+            self.requests.access.reserve(self._file, self._reserved, needed)
+        except OSError as error:
+            free = _free_bytes(self.path.parent)
+            self.requests.note_failure(
+                StorageError(
+                    f"{self.path} needs {needed:,} bytes more, and the drive has {free:,} left: {error}. "
+                    "Free some space, choose another nvme_path, or use more ranks."
+                )
+            )
+        self._reserved = num_bytes
+
+    def allocate(self, num_bytes: int, *, unused: bool = False) -> int:
+        """Where `num_bytes` may be kept; an `unused` place has never held anything and reads as zeros."""
+        length = round_to_page(num_bytes)
+        freed = None if unused else self._free.get(length)
+        if freed:
+            return freed.pop()
+        self.reserve(self._end + length)
+        offset, self._end = self._end, self._end + length
+        return offset
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Somebody else may have that place."""
+        self._free.setdefault(round_to_page(num_bytes), []).append(offset)
+
+    def read(self, offset: int, memory: Tensor) -> Completion:
+        return self.requests.read(self._piece(offset, memory))
+
+    def write(self, offset: int, memory: Tensor) -> Completion:
+        return self.requests.write(self._piece(offset, memory))
+
+    def view(self, offset: int, num_bytes: int) -> Tensor:
+        """What lies there, as bytes that the system fetches when they are looked at. To be read only."""
+        # A private mapping, because PyTorch has no tensors that must not be written to.
+        pages = mmap.mmap(
+            self._file,
+            round_to_page(num_bytes),
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=offset,
+        )
+        return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+
+    def _piece(self, offset: int, memory: Tensor) -> Piece:
+        return Piece(self.path, self._file, offset, memory.numpy().data, owner=self)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, flags | direct, 0o600)
+    except OSError as error:
+        if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise StorageError(f"{path} cannot be created: {error}") from error
+    logger.warning(
+        "the file system of %s does not know direct I/O: its cache takes part in every read and write, which is slower "
+        "and takes memory that others could use",
+        path.parent,
+    )
+    path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o600)
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        room = os.statvfs(folder)
+    except OSError:
+        return 0
+    return room.f_bavail * room.f_frsize
+
+
+ACCESS = FileAccess()
+
+
+class Drive:
+    """A folder of this process on the drive at `root`, and everything kept there."""
+
+    def __init__(self, root: str | os.PathLike[str], policy: Aio) -> None:
+        """Raises StorageError when the folder cannot be used."""
+        self.folder = RunFolder(root)
+        self.requests = Requests(policy, ACCESS)
+        self._stores: list[SwapStore] = []
+
+    @property
+    def failure(self) -> StorageError | None:
+        """The first thing that could not be read or written."""
+        return self.requests.failure
+
+    def file(self, name: str) -> SwapFile:
+        return SwapFile(self.folder, name, self.requests)
+
+    def store(self, file: SwapFile, pool: BufferPool, *, writes_first: bool = True) -> SwapStore:
+        found = SwapStore(file, pool, writes_first=writes_first)
+        self._stores.append(found)
+        return found
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory of all buffers, of each kind at its fullest."""
+        return sum(store.pool.most_bytes for store in self._stores)
+
+    def release_buffers(self) -> None:
+        """One kind of work is over and another begins: its buffers make room."""
+        for store in self._stores:
+            store.pool.release_buffers()
+
+    def close(self) -> None:
+        """Finish what is under way and remove the folder."""
+        self.requests.close()
+        self.folder.close()
 
 
 class BufferPool:

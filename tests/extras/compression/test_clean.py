@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.entry import init_compression, redundancy_clean
+from hf_zero.extras.compression.export import init_compression, redundancy_clean
 from tests.extras.compression.models import (
     EIGHT_BITS,
     HEADS,
@@ -34,9 +34,7 @@ from tests.support.models import tiny_llama
 IDS = torch.arange(1, 21).view(2, 10)
 
 LLAMA_HEADS = technique(
-    group(
-        {"dense_ratio": 0.5}, "o_proj", related=[["q_proj", "k_proj", "v_proj"]]
-    ),
+    group({"dense_ratio": 0.5}, "o_proj", related=[["q_proj", "k_proj", "v_proj"]]),
     num_heads=2,
 )
 LLAMA_ROWS = technique(group({"dense_ratio": 0.5}, "gate_proj", related=[["up_proj", "down_proj"]]), method="l1")

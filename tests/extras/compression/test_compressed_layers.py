@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_zero.config import ConfigError
 from hf_zero.extras.compression.bits import quantized
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.entry import (
+from hf_zero.extras.compression.export import (
     CompressionScheduler,
     compression_scheduler,
     convert_conv1d_to_linear,

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from hf_zero.config import ConfigError, resolve, resolve_extra
-from hf_zero.extras.compression.entry import init_compression
+from hf_zero.extras.compression.export import init_compression
 from hf_zero.extras.compression.matching import match_all, nearest
 from hf_zero.extras.compression.policy import CompressionPolicy, Rule
 from tests.extras.compression.models import (

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.bits import quantized
-from hf_zero.extras.compression.entry import init_compression
-from hf_zero.extras.compression.export import save_quantized, unpack
+from hf_zero.extras.compression.export import init_compression, save_quantized, unpack
 from tests.extras.compression.models import bert_batches, ds_config, group, technique, tiny_bert
 
 LINEAR = r"query|key|value|pooler"  # 16 x 16

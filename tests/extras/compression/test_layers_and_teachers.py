@@ -12,17 +12,12 @@ from torch.nn import functional
 from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.distillation import Distillation, logit_loss
-from hf_zero.extras.compression.entry import init_compression, student_initialization
-from hf_zero.extras.compression.policy import DistillationPolicy
+from hf_zero.extras.compression.export import init_compression, student_initialization
+from hf_zero.extras.compression.feature import Distillation, logit_loss
+from hf_zero.extras.compression.section import Distillation as DistillationSection
 from tests.extras.compression.models import bert_batches, ds_config, tiny_bert
 
 REDUCTION = {"enabled": True, "module_name_prefix": "bert.encoder.layer", "teacher_layer": [1, 3]}
-
-
-def _policy(**factors: float) -> DistillationPolicy:
-    known = {"temperature": 1.0, "labels": 1.0, "logits": 1.0, "hidden": 0.0, "attention": 0.0, **factors}
-    return DistillationPolicy(teacher=None, **known)
 
 
 def test_a_model_loses_layers_in_place() -> None:
@@ -71,7 +66,7 @@ def test_parts_of_the_loss() -> None:
     torch.manual_seed(0)
     teacher, student = tiny_bert(4, seed=1).eval(), tiny_bert(2, seed=2)
     batch = bert_batches(1)[0]
-    policy = _policy(labels=0.5, logits=2.0, hidden=3.0)
+    policy = DistillationSection(label_weight=0.5, logit_weight=2.0, hidden_weight=3.0)
     distillation = Distillation(policy, teacher, (1, 3))
     keywords = distillation.keywords(batch)
     output = student(**keywords)
@@ -89,7 +84,7 @@ def test_the_teachers_part_is_this_batchs_share_of_the_update() -> None:
     logits = torch.randn(1, 4, 3)
     output = {"loss": torch.tensor(0.0), "logits": logits}
     teacher = SimpleNamespace(logits=torch.randn(1, 4, 3))
-    distillation = Distillation(_policy(), lambda **_: teacher)
+    distillation = Distillation(DistillationSection(), lambda **_: teacher)
     labels = torch.tensor([[-100, 1, 2, -100]])
 
     class Output(dict[str, Any]):

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_zero.comm import collectives_for
 from hf_zero.config import ConfigError
 from hf_zero.extras.compression.bits import ActivationBits, WeightBits, check_groups, learn_together
-from hf_zero.extras.compression.compressed_layer import CompressedLayer
+from hf_zero.extras.compression.compressed_model import CompressedLayer
 from hf_zero.extras.compression.matching import Layer, layers_of
 from hf_zero.extras.compression.policy import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
 from hf_zero.extras.compression.pruning import (

@@ -16,8 +16,9 @@ from hf_zero.extras.compression.clean import CleaningReport, cut, cut_heads, cut
 from hf_zero.extras.compression.feature import compress, compression_feature
 from hf_zero.extras.compression.layer_reduction import is_reduced, reduce_layers, take_over
 from hf_zero.extras.compression.matching import Match, layers_of
-from hf_zero.extras.compression.policy import LayerPolicy, Rule
+from hf_zero.extras.compression.policy import Rule
 from hf_zero.extras.compression.rebuilding import Change, describe, difference, follow, save_with_code
+from hf_zero.extras.compression.section import LayerReduction
 from tests.extras.compression.models import HEADS, ds_config, tiny_bert, tiny_gpt2
 
 RULE = Rule(path="group", modules=("*",))
@@ -105,7 +106,7 @@ def test_sizes() -> None:
 
 
 def test_layers_leave_or_are_taken_over() -> None:
-    policy = LayerPolicy(prefix=PREFIX, teacher_layers=(1, 3), others=("bert.embeddings",))
+    policy = LayerReduction(module_name_prefix=PREFIX, teacher_layer=[1, 3], other_module_name=["bert.embeddings"])
     teacher, student = tiny_bert(4), tiny_bert(2, seed=3)
     assert is_reduced(student, policy) and not is_reduced(teacher, policy)
     take_over(student, teacher, policy)

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_zero.config import load_config, resolve_extra
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.entry import init_compression
+from hf_zero.extras.compression.export import init_compression
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs" / "compression").glob("*.json"))

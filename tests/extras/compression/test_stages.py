@@ -14,7 +14,7 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.zero_init import Init
 from hf_zero.comm import get_rank, get_world_size
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.entry import init_compression, redundancy_clean
+from hf_zero.extras.compression.export import init_compression, redundancy_clean
 from tests.extras.compression.models import (
     EIGHT_BIT_INPUTS,
     EIGHT_BITS,
@@ -116,9 +116,7 @@ def _expected(kind: str, folder: Path) -> Any:
         (3, 2, "student", True, True),
     ],
 )
-def test_the_same_everywhere(
-    stage: int, ranks: int, kind: str, resumes: bool, sharded: bool, tmp_path: Path
-) -> None:
+def test_the_same_everywhere(stage: int, ranks: int, kind: str, resumes: bool, sharded: bool, tmp_path: Path) -> None:
     expected = _expected(kind, tmp_path / "first")
     _compare(run_ranks(run_training, ranks, stage, kind, str(tmp_path), resumes, sharded), expected)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.entry import redundancy_clean
+from hf_zero.extras.compression.export import redundancy_clean
 from tests.extras.compression.models import EIGHT_BIT_INPUTS, HEADS, ROWS, SNIP, bert_batches, tiny_bert
 from tests.support.ranks import run_ranks
 
@@ -79,9 +79,7 @@ def run_trainer(rank: int, folder: str, config: dict[str, Any], steps: int, resu
         pytest.param(3, 2, False, True, 6, marks=pytest.mark.slow),
     ],
 )
-def test_ds_json_alone(
-    stage: int, ranks: int, has_optimizer: bool, has_more: bool, steps: int, tmp_path: Path
-) -> None:
+def test_ds_json_alone(stage: int, ranks: int, has_optimizer: bool, has_more: bool, steps: int, tmp_path: Path) -> None:
     config = _config(stage, has_optimizer, has_more)
     whole, *_ = run_ranks(run_trainer, ranks, str(tmp_path), config, steps, None, init=False)
     assert whole["updates"] == steps and whole["saved layers"] == 2

@@ -15,13 +15,14 @@ from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError
 from hf_zero.extras.data_efficiency.layer_drop import ProgressiveLayerDrop, keep_probability, theta_at
 from hf_zero.extras.data_efficiency.layers import layer_stack
-from hf_zero.extras.data_efficiency.policy import LayerDropPolicy, RandomLTDPolicy
+from hf_zero.extras.data_efficiency.policy import RandomLTDPolicy
 from hf_zero.extras.data_efficiency.random_ltd import (
     RandomLTD,
     convert_to_random_ltd,
     kept_tokens,
     save_without_random_ltd,
 )
+from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as LayerDropSection
 from hf_zero.features import Progress
 from tests.extras.sparse_attention.test_registered import bert, gpt2
 from tests.extras.test_sections import LTD
@@ -203,7 +204,7 @@ def test_models_with_other_layers_are_refused() -> None:
 
 
 def test_layer_drop_formulas() -> None:
-    drop = LayerDropPolicy(theta=0.5, gamma=0.01)
+    drop = LayerDropSection(theta=0.5, gamma=0.01)
     assert [theta_at(drop, k) for k in (1, 2)] == [1.0, 1.0] and abs(theta_at(drop, 10**6) - 0.5) < 1e-9
     assert theta_at(drop, 102) == pytest.approx(0.5 * 2.718281828**-1 + 0.5)
     assert [keep_probability(0.5, layer, 4) for layer in range(4)] == [1.0, 0.875, 0.75, 0.625]
@@ -214,7 +215,7 @@ def test_layers_are_dropped_as_often_as_they_should_be_and_the_mean_stays() -> N
     layers = [model.layers[0]]
     hidden = torch.randn(1, 2, 6)
     expected = model.layers[0](hidden)
-    feature = ProgressiveLayerDrop(LayerDropPolicy(theta=0.4, gamma=10.0), [nn.Identity(), *layers])
+    feature = ProgressiveLayerDrop(LayerDropSection(theta=0.4, gamma=10.0), [nn.Identity(), *layers])
     total, dropped = torch.zeros_like(expected), 0
     for step in range(2, 2002):
         feature.before_forward(Progress(step=step), {})

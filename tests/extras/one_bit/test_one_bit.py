@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError, resolve
-from hf_zero.extras.one_bit.adam import OneBitAdam
 from hf_zero.extras.one_bit.lamb import OneBitLamb
-from hf_zero.extras.one_bit.zero_one_adam import ZeroOneAdam
+from hf_zero.extras.one_bit.zero_one_adam import OneBitAdam, ZeroOneAdam
 from tests.optim import one_bit
 from tests.optim.one_bit import advance, gradients, run_engine, settings, start
 from tests.support.models import stack, tiny_llama, token_rows

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from hf_zero.extras.sparse_attention import flex
 from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
-from hf_zero.extras.sparse_attention.masks import SparseMask, causal
 from hf_zero.extras.sparse_attention.plan import make_plan
+from hf_zero.extras.sparse_attention.registered import SparseMask, causal
 from tests.extras.sparse_attention.test_layouts import configs
 
 pytestmark = pytest.mark.lengthy
