@@ -28,7 +28,11 @@ ASKED: dict[str, Any] = {}
 
 # Kinds of parallelism beside ZeRO's own: subclasses of `hf_zero.comm.ProgramGroups`, those first whose ranks are to be
 # neighbours.
-DIMENSIONS = ["hf_zero.tensor.groups:TensorGroups", "hf_zero.sequence.groups:SequenceGroups"]
+DIMENSIONS = [
+    "hf_zero.tensor.groups:TensorGroups",
+    "hf_zero.experts.groups:ExpertGroups",
+    "hf_zero.sequence.groups:SequenceGroups",
+]
 
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 

@@ -153,7 +153,7 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
     """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-    if engine.groups.model_size > 1:
+    if engine.groups.holds_parts:
         return engine.module_view.consolidated(exclude_frozen_parameters)
     return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
 

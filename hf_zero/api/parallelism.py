@@ -39,7 +39,7 @@ class Parallelism:
             ConfigError: the dimensions are not those of one mesh.
         """
         for kind, groups in self._asked.items():
-            size = 1 if kind.resolved_size is None else getattr(resolved, kind.resolved_size)
+            size = kind.size_in(resolved)
             if groups is None and size > 1:
                 self._asked[kind] = kind.of_size(size, [other.dimension for other in self.used])
         zero, device = resolved.zero, local_device()

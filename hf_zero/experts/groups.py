@@ -1,0 +1,57 @@
+"""Which ranks hold all experts between them; each of them sees samples of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_zero.comm import ParallelGroups, ProgramGroups, local_device
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.config.features.experts import PATH, ExpertParallel
+
+
+class ExpertGroups(ProgramGroups):
+    """
+    world 4, 2 ranks along it         rank 0 1 | 2 3
+        all experts between them               2 3      of rank 2
+        the same experts                     0   2
+        everything else                      0 1 2 3    shards of the states
+    """
+
+    name = "expert"
+    samples = "own"
+    weights = "mixed"
+    group_name = "expert group"
+    size_name = PATH
+
+    @classmethod
+    def given(cls, model: nn.Module, mpu: Any, mesh_param: Any) -> ExpertGroups | None:
+        """The config alone says it."""
+        return None
+
+    @classmethod
+    def size_in(cls, resolved: Resolved) -> int:
+        return resolved.section(ExpertParallel).size
+
+    @classmethod
+    def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: ExpertGroups | None) -> None:
+        """Leave each rank its experts of `model`. Collective.
+
+        Raises:
+            ConfigError: its experts cannot be spread, or ranks are along another dimension, too.
+        """
+        from hf_zero.experts.spread import is_spread, spread  # what few configs ask for
+
+        size = 1 if asked is None else asked.size
+        others = [each.name for each in groups.mesh.dimensions if each.states is None and each.name != cls.name]
+        try:
+            if asked is not None and others:
+                raise ValueError(f"experts over ranks do not go with {', '.join(others)} parallelism yet")
+            if asked is not None:
+                spread(model, groups.along(cls.name), local_device())
+            elif is_spread(model):
+                raise ValueError("the experts of this model have been spread over ranks; build the model anew")
+        except ValueError as error:
+            fix = "give another size, or remove expert_parallel"
+            raise ConfigError(Problem(PATH, size, str(error), fix)) from error
