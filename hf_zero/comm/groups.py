@@ -77,6 +77,12 @@ class ParallelGroups:
         part = held_part(parameter) if self.of_parts is not None else None
         return self.of_parts if self.of_parts is not None and part is not None and part.is_mixed else self
 
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Of what a rank of the world holds of parameters with groups of their own: which shard, and of which part."""
+        assert self.of_parts is not None, "only asked where there are some"
+        mesh = self.of_parts.mesh
+        return group_of(rank, mesh.shard).index(rank), group_of(rank, mesh.whole_model).index(rank)
+
     def along(self, name: str) -> Collectives:
         """The ranks that differ from this one along a dimension; itself alone where the mesh has none of that name."""
         return self.dimensions.get(name) or LoneCollectives(self._rank)
