@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
 from tests.experts.training import Trained, batches, engine_of, in_one_process, model_of, train
 from tests.support.ranks import run_ranks
 
