@@ -357,7 +357,7 @@ _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; i
 _COMPILER = "engine.compile() runs the model under torch.compile"
 _PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
 _INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
-_EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
+_EXPERTS = "expert_parallel in the config spreads transformers' packed experts over ranks; there are no others"
 REFUSED = {
     "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
     "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.comm import ParallelGroups, ProgramGroups, local_device
+from hf_zero.comm import ParallelGroups, Partition, ProgramGroups, across, group_of, local_device, torch_group
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features.experts import PATH, ExpertParallel
 
@@ -33,6 +33,30 @@ class ExpertGroups(ProgramGroups):
     @classmethod
     def size_in(cls, resolved: Resolved) -> int:
         return resolved.section(ExpertParallel).size
+
+    def get_expert_parallel_group(self) -> Any:
+        return self._group
+
+    def get_expert_parallel_world_size(self) -> int:
+        return len(self._ranks)
+
+    def get_expert_parallel_rank(self) -> int:
+        return self._ranks.index(self._process.rank)
+
+    @property
+    def _alike(self) -> Partition:
+        """Ranks with the same experts."""
+        return across(self.partition)
+
+    def get_expert_data_parallel_group(self) -> Any:
+        """Collective at first use."""
+        return torch_group(self._alike)
+
+    def get_expert_data_parallel_world_size(self) -> int:
+        return len(self._alike[0])
+
+    def get_expert_data_parallel_rank(self) -> int:
+        return group_of(self._process.rank, self._alike).index(self._process.rank)
 
     @classmethod
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: ExpertGroups | None) -> None:
