@@ -68,10 +68,10 @@ class ExpertGroups(ProgramGroups):
         from hf_zero.experts.spread import is_spread, spread  # what few configs ask for
 
         size = 1 if asked is None else asked.size
-        others = [each.name for each in groups.mesh.dimensions if each.states is None and each.name != cls.name]
+        parts = [each.name for each in groups.mesh.dimensions if each.weights == "parts"]
         try:
-            if asked is not None and others:
-                raise ValueError(f"experts over ranks do not go with {', '.join(others)} parallelism yet")
+            if asked is not None and parts:
+                raise ValueError(f"experts over ranks do not go with {', '.join(parts)} parallelism yet")
             if asked is not None:
                 spread(model, groups.along(cls.name), local_device())
             elif is_spread(model):

@@ -31,14 +31,8 @@ def _zero(**keys: Any) -> dict[str, Any]:
     [
         ({"zero_optimization": {"stage": 0}}, "stage 0"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"hf_zero": {"shard_group": 2}}, "hybrid sharding"),
         (_zero(mics_shard_size=2), "hybrid sharding"),
-        (_zero(zero_hpz_partition_size=2), "zero_hpz_partition_size"),
-        (_zero(zero_quantized_gradients=True), "ZeRO"),
-        (_zero(zero_quantized_weights=True), "ZeRO"),
-        (_zero(offload_optimizer={"device": "cpu"}), "offload_optimizer"),
-        (_zero(offload_param={"device": "cpu"}), "offload_param"),
     ],
 )
 def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) -> None:

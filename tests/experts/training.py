@@ -112,8 +112,14 @@ def in_one_process(model: nn.Module, data: list[Batch], *, together: int) -> Tra
     return Trained(losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
-def engine_of(model: nn.Module, stage: int, size: int, rank: int = 0, **more: Any) -> Any:
-    """Other values on all ranks but the first, which must not matter. `more`: in its config."""
+def engine_of(
+    model: nn.Module, stage: int, size: int, rank: int = 0, zero: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    """Other values on all ranks but the first, which must not matter.
+
+    Args:
+        zero: further keys of the section zero_optimization; `more`: of the config.
+    """
     model = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -121,7 +127,7 @@ def engine_of(model: nn.Module, stage: int, size: int, rank: int = 0, **more: An
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, **(zero or {})},
         "expert_parallel": {"enabled": size > 1, "autoep_size": size},
         **more,
     }

@@ -98,19 +98,9 @@ def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
         yield "stage 0", "it has all states on every rank", "set zero_optimization.stage to 1, 2 or 3"
     if tensor is not None and tensor.autotp_size > 1:
         yield "tensor_parallel.autotp_size", "its ranks would send the same tokens twice", "use one of the two"
-    if config.sequence_parallel_size > 1:
-        why = "loss and gradients are weighted by ranks per sequence, and experts see tokens of several"
-        yield "sequence_parallel_size", why, "use one of the two"
     if (own is not None and own.shard_group) or (zero.mics_shard_size or 0) > 0:
-        yield "hybrid sharding", "copies of experts have groups of their own already", "remove the shard group"
-    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
-        yield "zero_hpz_partition_size", "experts have no second shards", "remove it"
-    if zero.zero_quantized_gradients or zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
-        yield "quantized messages of ZeRO++", "their groups are those of all parameters", "remove zero_quantized_*"
-    for name, place in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        is_read = zero.stage == 3 or name == "offload_optimizer"
-        if is_read and place is not None and place.device not in (None, "none"):
-            yield name, "it has not been tried with two groups of shards", f"remove {name}"
+        why = "gradients are summed over copies for all parameters alike, and experts have other copies"
+        yield "hybrid sharding", why, "remove the shard group"
 
 
 EXPERTS = Extra(name="expert_parallel", examine=examine)
