@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
-from hf_zero.comm.parts import HeldPart, held_part, keep_part
+from hf_zero.comm.parts import HeldPart, keep_part
 from hf_zero.experts.exchange import through_experts
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
@@ -108,9 +109,18 @@ def _spread(module: Any, around: list[Any], group: Collectives, device: torch.de
             _keep(b.weight, 1, columns, group, device)
             a.out_features = b.in_features = share * rank
         wrapper.num_experts = share
+        if share == 1:  # which PEFT takes for a matrix, with its outputs first
+            wrapper.get_delta_weight = partial(_delta_of_one, wrapper)
     module.expert_group, module.num_experts, module.packed = group, share, tuple(own)
     kind = type(module)
     module.__class__ = type(kind.__name__, (SpreadExperts, kind), {"__module__": kind.__module__})
+
+
+def _delta_of_one(wrapper: Any, adapter: str) -> Tensor:
+    """What the adapter adds to the only expert of a pack, in the pack's shape."""
+    delta = wrapper.lora_B[adapter].weight @ wrapper.lora_A[adapter].weight * wrapper.scaling[adapter]
+    turned: Tensor = delta if wrapper._did_swap_in_out_features else delta.T
+    return turned.unsqueeze(0).to(wrapper.get_param().dtype)
 
 
 def _keep(
@@ -131,11 +141,3 @@ def _around(model: nn.Module) -> Iterator[Any]:
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if kind is not None:
         yield from (module for module in model.modules() if isinstance(module, kind))
-
-
-def held_experts(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, HeldPart]]:
-    """What this rank holds a part of, by name."""
-    for name, parameter in module.named_parameters():
-        part = held_part(parameter)
-        if part is not None and part.is_mixed:
-            yield name, parameter, part

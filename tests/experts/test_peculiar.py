@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_zero.comm import ledger
-from hf_zero.layout.traffic import bytes_per_token
+from hf_zero.layout.traffic import Sizes, Traffic, Wiring, bytes_per_token, traffic_of
 from tests.experts.training import EXPERTS, HIDDEN, LAYERS, batches, engine_of, in_one_process, model_of, train
 from tests.support.ranks import run_ranks
 
@@ -89,3 +89,11 @@ def test_evaluation_and_bytes_on_their_way() -> None:
     assert all(apart <= TOLERANCE and requires for apart, requires, _ in told)
     rows = bytes_per_token(hidden=HIDDEN, itemsize=4, top_k=TOP_K) * TOKENS * LAYERS
     assert sum(sent for _, _, sent in told) == len(told) * rows
+
+
+def test_tokens_are_less_than_the_experts_that_stage_3_gathers() -> None:
+    """Mixtral-8x7B on four ranks in bf16, with 8,192 tokens of a rank: in each layer 8 experts of three matrices."""
+    experts = 8 * 3 * 4096 * 14336
+    gathered = Traffic.of(traffic_of(Sizes(gathered=experts, trained=experts), Wiring(ranks=4, per_host=4))).total
+    tokens = 8192 * bytes_per_token(hidden=4096, itemsize=2, top_k=2, computed_again=True) * 3 // 4
+    assert tokens < 0.1 * gathered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.config.errors import Problem
+from hf_zero.config.errors import Problem, Remark
 from hf_zero.config.features import Examined, Extra
 from hf_zero.config.schema.fields import Flag, Positive, Section, ignored, supported, unsupported
 from hf_zero.config.schema.zero import Zero
@@ -17,6 +17,10 @@ PATH = "expert_parallel.autoep_size"
 _SEEN = "transformers' packed experts say by themselves what they are"
 _ROUTED = "the model's own router decides; set it in the model's config"
 _COMPUTED = "the model's experts_implementation says how experts compute (eager, batched_mm, grouped_mm)"
+_SENT = (
+    "per token and layer of experts a rank sends 4 x experts per token x hidden_size elements, forward and backward, "
+    "besides what is said of parameters, which counts experts as if they were sharded with the rest"
+)
 _EXCHANGED = "rows travel in one all-to-all each way"
 
 
@@ -88,7 +92,8 @@ def examine(config: Root) -> Examined:
         Problem(PATH, section.autoep_size, f"experts over ranks do not go with {what} yet: {why}", fix)
         for what, why, fix in _beside(config)
     ]
-    return Examined(problems=problems, policy=None if problems else section)
+    remark = Remark(PATH, _SENT, section.autoep_size)
+    return Examined(problems=problems, remarks=[remark], policy=None if problems else section)
 
 
 def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
