@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -100,13 +101,6 @@ def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., d
     return revert_weight_conversion
 
 
-@PATCHES.add(
-    "PreTrainedModel.prepare_distribute_model(distributed_config, device_map)",
-    without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; write "
-    "expert_parallel into the ds.json",
-    until="from_pretrained leaves experts to the engine where there is a ds.json (transformers#45548)",
-    since="the floor in setup.cfg; earlier than transformers 5.20 there is no ep_size",
-)
 def around_distributing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Under a ds.json, `DistributedConfig(ep_size=...)` means its section expert_parallel: weights are loaded as the
     stage wants them, and initialize() spreads the experts. Upstream makes DTensors, of which `zero.Init` knows nothing,
@@ -120,8 +114,17 @@ def around_distributing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(distributed_config, device_map)
         if isinstance(distributed_config, dict):
             distributed_config = DistributedConfig.from_dict(distributed_config)
-        if distributed_config.ep_size > 1:
+        if (getattr(distributed_config, "ep_size", None) or 1) > 1:
             distributed_config = left_to_engine(distributed_config)
         return original(distributed_config, device_map)
 
     return prepare_distribute_model
+
+
+if find_spec("transformers.distributed.mixin") is not None:  # before there is nothing that an engine could do instead
+    PATCHES.add(
+        "PreTrainedModel.prepare_distribute_model(distributed_config, device_map)",
+        without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; "
+        "write expert_parallel into the ds.json",
+        until="from_pretrained leaves experts to the engine where there is a ds.json (transformers#45548)",
+    )(around_distributing)
