@@ -30,9 +30,10 @@ ASKED: dict[str, Any] = {}
 # neighbours.
 DIMENSIONS = [
     "hf_zero.tensor.groups:TensorGroups",
-    "hf_zero.experts.groups:ExpertGroups",
     "hf_zero.sequence.groups:SequenceGroups",
 ]
+# The same of which the config alone says something, by the feature that it switches on.
+DIMENSIONS_OF_FEATURES = {"expert_parallel": "hf_zero.experts.groups:ExpertGroups"}
 
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 

@@ -9,6 +9,7 @@ from torch import nn
 from hf_zero.comm import ParallelGroups, Partition, ProgramGroups, across, group_of, local_device, torch_group
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features.experts import PATH, ExpertParallel
+from hf_zero.experts.spread import spread
 
 
 class ExpertGroups(ProgramGroups):
@@ -65,17 +66,12 @@ class ExpertGroups(ProgramGroups):
         Raises:
             ConfigError: its experts cannot be spread, or ranks are along another dimension, too.
         """
-        from hf_zero.experts.spread import is_spread, spread  # what few configs ask for
-
-        size = 1 if asked is None else asked.size
+        assert asked is not None, "only loaded where the config asks"
         parts = [each.name for each in groups.mesh.dimensions if each.weights == "parts"]
         try:
-            if asked is not None and parts:
+            if parts:
                 raise ValueError(f"experts over ranks do not go with {', '.join(parts)} parallelism yet")
-            if asked is not None:
-                spread(model, groups.along(cls.name), local_device())
-            elif is_spread(model):
-                raise ValueError("the experts of this model have been spread over ranks; build the model anew")
+            spread(model, groups.along(cls.name), local_device())
         except ValueError as error:
             fix = "give another size, or remove expert_parallel"
-            raise ConfigError(Problem(PATH, size, str(error), fix)) from error
+            raise ConfigError(Problem(PATH, asked.size, str(error), fix)) from error

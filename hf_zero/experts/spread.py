@@ -41,11 +41,6 @@ class SpreadExperts:
         )  # fmt: skip
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether ranks hold parts of its experts."""
-    return any(isinstance(module, SpreadExperts) for module in model.modules())
-
-
 def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
     """Leave this rank its share of every layer's experts; those of the group's first rank count. Once. Collective.
 
