@@ -28,7 +28,12 @@ ASKED: dict[str, Any] = {}
 
 # Kinds of parallelism beside ZeRO's own: subclasses of `hf_zero.comm.ProgramGroups`, those first whose ranks are to be
 # neighbours.
-DIMENSIONS = ["hf_zero.tensor.groups:TensorGroups", "hf_zero.sequence.groups:SequenceGroups"]
+DIMENSIONS = [
+    "hf_zero.tensor.groups:TensorGroups",
+    "hf_zero.sequence.groups:SequenceGroups",
+]
+# The same of which the config alone says something, by the feature that it switches on.
+DIMENSIONS_OF_FEATURES = {"expert_parallel": "hf_zero.experts.groups:ExpertGroups"}
 
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 

@@ -33,7 +33,7 @@ LAYERS = (
     ("step",),
     (
         *("checkpoint", "profiling"),
-        *("sequence", "tensor", "tiling", "activations"),
+        *("sequence", "tensor", "experts", "tiling", "activations"),
     ),
     ("api",),
     ("integration",),

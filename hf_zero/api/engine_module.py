@@ -32,7 +32,7 @@ class ModuleView:
     ) -> None:
         self.store = store
         self._world = groups.world
-        self._is_cut = groups.model_size > 1
+        self._is_cut = groups.holds_parts
         self._module = module
         self._device = device
         self._zero = zero

@@ -153,7 +153,7 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
     """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-    if engine.groups.model_size > 1:
+    if engine.groups.holds_parts:
         return engine.module_view.consolidated(exclude_frozen_parameters)
     return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
 
@@ -357,7 +357,7 @@ _REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; i
 _COMPILER = "engine.compile() runs the model under torch.compile"
 _PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
 _INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
-_EXPERTS = "there are no expert-parallel layers; transformers' own mixture-of-experts models train at every stage"
+_EXPERTS = "expert_parallel in the config spreads transformers' packed experts over ranks; there are no others"
 REFUSED = {
     "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
     "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "

@@ -251,7 +251,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
             managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
         unpartition(model)
         place_model(model, plan.precision, device, managed)
-    synchronise_unmanaged(model, plan.groups.same_weights, managed)
+    synchronise_unmanaged(model, plan.groups, managed)
 
 
 def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any) -> Any:

@@ -205,7 +205,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 _INSIDE = "it is the inside of DeepSpeed's optimizer; hf_zero's is another one"
 _REDUCTION = "gradients are reduced in engine.backward(); utils.safe_get_full_grad and safe_set_full_grad reach them"
-_EXPERTS = "there are no expert-parallel layers"
+_EXPERTS = "experts over ranks (expert_parallel) are updated as all other parameters are"
 REFUSED = {
     "backward step_fused_adam step_fused_lamb": "engine.backward(loss) and engine.step()",
     "destroy": "engine.destroy() lets go of everything",

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from hf_zero.comm import ParallelGroups, ProgramGroups, in_hops, local_device, parallel_groups
+from hf_zero.comm.parts import held_part
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.features import DIMENSIONS
+from hf_zero.features import DIMENSIONS, DIMENSIONS_OF_FEATURES
 
 
 class Parallelism:
@@ -38,8 +39,11 @@ class Parallelism:
         Raises:
             ConfigError: the dimensions are not those of one mesh.
         """
+        for name, where in DIMENSIONS_OF_FEATURES.items():
+            if name in resolved.extras:
+                self._asked[_load(where)] = None
         for kind, groups in self._asked.items():
-            size = 1 if kind.resolved_size is None else getattr(resolved, kind.resolved_size)
+            size = kind.size_in(resolved)
             if groups is None and size > 1:
                 self._asked[kind] = kind.of_size(size, [other.dimension for other in self.used])
         zero, device = resolved.zero, local_device()
@@ -52,7 +56,14 @@ class Parallelism:
         return in_hops(found, zero.hops, device) if zero.stage < 3 else found
 
     def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
-        """Make `model` what its ranks hold and see. Collective."""
+        """Make `model` what its ranks hold and see. Collective.
+
+        Raises:
+            ValueError: ranks hold parts of it that this config says nothing about.
+        """
+        parts = (part for parameter in model.parameters() if (part := held_part(parameter)) is not None)
+        if groups.of_parts is None and any(part.is_mixed for part in parts):
+            raise ValueError("the experts of this model have been spread over ranks by an engine; build the model anew")
         for kind, asked in self._asked.items():
             kind.prepare(model, groups, asked)
 

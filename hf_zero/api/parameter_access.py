@@ -57,18 +57,18 @@ class Fragments:
         Raises:
             StorageError: on all ranks, when one could not read its part from a drive.
         """
-        numel = parameter.numel()
+        numel, groups = parameter.numel(), self._groups.of(parameter)
         # One element more says whether anybody has it, and a sum takes a multiple of the number of ranks.
-        padded = round_up(numel + 1, self._groups.access.size)
+        padded = round_up(numel + 1, groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
             with source(part.sub_group, False) as values:
                 if values is not None:
                     flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
                     flat[numel] = 1.0
-        self._assembly.placements.check(self._groups.access_copies)
+        self._assembly.placements.check(groups.access_copies)
         if not self._owns_all:
-            self._groups.access.all_reduce(flat).wait()
+            groups.access.all_reduce(flat).wait()
         return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
 
     def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,11 +41,11 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import tensor_parts_for_file
 from hf_zero.checkpoint.whole_states import bound_for_file, for_file
 from hf_zero.comm import hosts
+from hf_zero.comm.parts import whole_value
 from hf_zero.layout.partitions import (
     GroupPartition,
     Member,
     SubGroupPartition,
-    extents_in_memory,
     round_robin,
     sub_groups,
 )
@@ -179,14 +180,8 @@ def _group_states(
         which the second value brings about, one kind of state at a time: all kinds at once would take as much memory as
         the shards themselves.
     """
-    assembly, shard = subject.assembly, subject.groups.shard
-    sharded = assembly.optimizer.sharding.shards_optimizer
-    layout, limit = assembly.store.layout, assembly.store.sub_group_numel
-    source = [
-        extent
-        for rank in range(shard.size)
-        for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit)
-    ]
+    shard = subject.groups.shard
+    source = [extent for rank in range(shard.size) for extent in subject.extents(rank)]
     exchange = Exchange(reshard(source, wanted), shard, collected.share)
     states = _target_states(subject, collected, targets)
     comes_later = not exchange.is_local or collected.has_forms
@@ -267,8 +262,8 @@ def _scalars(subject: Subject, scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _members(subject: Subject) -> list[tuple[Member, ...]]:
-    specs = subject.assembly.store.layout.specs
-    return [tuple(Member(index, specs[index].numel) for index in group) for group in subject.assembly.members]
+    shapes = subject.file_shapes
+    return [tuple(Member(index, math.prod(shapes[index])) for index in group) for group in subject.assembly.members]
 
 
 def _stages_1_2(
@@ -288,14 +283,15 @@ def _stages_1_2(
     states = optimizer_states_1_2(run, rank, part, partitions, groups)
     files = {ds.optimizer_file(rank, bf16=subject.bf16, model_rank=subject.model_rank): _arriving(states, arrivals)}
     if writes_shared_file:
-        shapes = subject.shapes
+        shapes = subject.file_shapes
         in_order = [{names[m.parameter]: shapes[m.parameter] for m in layout.members} for layout in layouts]
         files[ds.model_file(rank, subject.stage, subject.model_rank)] = model_states(run, weights, in_order)
     return files
 
 
 def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
-    rank, world, names, shapes = subject.groups.shard.rank, subject.groups.shard.size, subject.names, subject.shapes
+    rank, world, names = subject.groups.shard.rank, subject.groups.shard.size, subject.names
+    shapes = subject.file_shapes
     subs: list[SubGroupPartition] = []
     targets: list[_Target] = []
     numbers: list[list[int]] = []
@@ -368,10 +364,14 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
     dropped = left_out | {alias for alias, owner in aliases.items() if owner in left_out}
     buffers = dict(persistent_buffers(subject.module))
     sharded = subject.stage == 3
-    parameters: dict[str, Tensor] = {
-        name: torch.empty(0, dtype=parameter.dtype) if sharded else parameter.detach()
-        for name, parameter in subject.module.named_parameters(remove_duplicate=False)
-    }
+    values = {name: _file_value(subject, parameter) for name, parameter in frozen.items()}
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in subject.module.named_parameters(remove_duplicate=False):
+        # Of experts no rank has the whole weights, which are in the files of the optimizer.
+        is_apart = sharded or subject.groups.of(parameter) is not subject.groups
+        parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()
+        if is_apart and not sharded and name in values:
+            parameters[name] = values[name]
     known = {**parameters, **buffers}
     module = {name: known[name] for name in state_dict_order(subject.module) if name in known and name not in dropped}
     rank, world = subject.groups.shard.rank, subject.groups.shard.size
@@ -379,15 +379,22 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
         module=module,
         buffer_names=[name for name in module if name in buffers],
         shared={} if sharded and rank else aliases,
-        frozen_shapes={name: tuple(parameter.shape) for name, parameter in frozen.items()},
+        frozen_shapes={name: subject.file_shape(parameter) for name, parameter in frozen.items()},
         frozen=None
         if exclude_frozen and not frozen
-        else {name: _fragment(p, rank, world) if sharded else p.detach() for name, p in frozen.items()},
+        else {name: _fragment(values[name], rank, world) if sharded else values[name] for name in frozen},
         tensor_parts=tensor_parts_for_file(subject.module),
     )
 
 
-def _fragment(parameter: torch.nn.Parameter, rank: int, world: int) -> Tensor:
+def _file_value(subject: ModelSubject, parameter: torch.nn.Parameter) -> Tensor:
+    """A frozen parameter as files hold it. Collective for those of experts."""
+    if subject.groups.of(parameter) is subject.groups:
+        return parameter if of(parameter) is not None else parameter.detach()
+    return whole_value(parameter, parameter.detach()).cpu()
+
+
+def _fragment(parameter: Tensor, rank: int, world: int) -> Tensor:
     """This rank's chunk of a frozen parameter of stage 3."""
     handle = of(parameter)
     return handle.view() if handle is not None else local_chunk(parameter.detach(), rank, world)

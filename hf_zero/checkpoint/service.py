@@ -212,7 +212,8 @@ def _refuse_to_guess(root: Path) -> None:
 def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest) -> LoadPlan:
     shapes = subject.group_shapes() if isinstance(subject, Subject) else None
     groups, wants_states = subject.groups, request.optimizer and isinstance(subject, Subject)
-    part = groups.model_rank, groups.model_size
+    held = groups.of_parts or groups
+    part = held.model_rank, held.model_size
     view = view_of_part(folders, shapes, cuts_of(subject.module), part, with_optimizer=wants_states)
     return plan_load(subject, view, strict=request.strict, with_optimizer=request.optimizer)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from hf_zero.comm import ParallelGroups
+from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import Resolved
 from hf_zero.config.schema.training import Checkpoint
 from hf_zero.config.schema.zero import Zero
+from hf_zero.layout.partitions import extents_in_memory
+from hf_zero.layout.reshard import Extent
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.assemble import Assembly
 
@@ -53,6 +56,14 @@ class ModelSubject:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(parameter.shape) for parameter in self.store.parameters] if self.store is not None else []
+
+    @property
+    def file_shapes(self) -> list[tuple[int, ...]]:
+        """The same as files have them: experts of all ranks together."""
+        return [self.file_shape(parameter) for parameter in self.store.parameters] if self.store is not None else []
+
+    def file_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return whole_shape(parameter) if self.groups.of(parameter) is not self.groups else tuple(parameter.shape)
 
     def frozen(self) -> dict[str, nn.Parameter]:
         """Parameters that are not trained, by their first name."""
@@ -112,3 +123,19 @@ class Subject(ModelSubject):
         """Names and shapes of every optimizer group, in the group's own order."""
         names, shapes = self.names, self.shapes
         return [{names[index]: shapes[index] for index in group} for group in self.assembly.members]
+
+    def extents(self, rank: int) -> Iterator[Extent]:
+        """What rank number `rank` of the shard group updates, as elements of what files hold."""
+        assembly, groups = self.assembly, self.groups
+        sharded, limit = assembly.optimizer.sharding.shards_optimizer, assembly.store.sub_group_numel
+        place, number = (0, 0) if groups.of_parts is None else groups.place_of(groups.shard.ranks[rank])
+        held = [held_part(p) if groups.of(p) is not groups else None for p in assembly.store.parameters]
+        layout = assembly.store.layout
+        for extent in extents_in_memory(layout, rank, sharded=sharded, sub_group_numel=limit, place=place):
+            part, offset = held[extent.parameter], extent.offset
+            if part is None:
+                yield extent
+                continue
+            for run in part.cut.in_whole(number, extent.start, extent.stop):
+                yield replace(extent, start=run.start, numel=run.numel, offset=offset)
+                offset += run.numel

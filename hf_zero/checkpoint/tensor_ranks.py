@@ -31,9 +31,11 @@ _SHAPE, _DIM, _INTERVALS = "shape", "dim", "intervals"
 _FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
 
-def cuts_of(module: nn.Module) -> dict[str, Cut]:
-    """How the parameters are cut of which this rank holds parts, by name."""
-    return {name: part.cut for name, p in module.named_parameters() if (part := held_part(p)) is not None}
+def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
+    """How the parameters are cut of which this rank holds parts, by name; `in_files`: those whose files have parts, too
+    (not those of experts)."""
+    parts = ((name, held_part(parameter)) for name, parameter in module.named_parameters())
+    return {name: part.cut for name, part in parts if part is not None and not (in_files and part.is_mixed)}
 
 
 def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -44,7 +46,7 @@ def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:
             _DIM: cut.dim,
             _INTERVALS: [[[piece.start, piece.stop] for piece in mine] for mine in cut.intervals],
         }
-        for name, cut in cuts_of(module).items()
+        for name, cut in cuts_of(module, in_files=True).items()
     }
 
 

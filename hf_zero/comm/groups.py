@@ -5,16 +5,21 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from hf_zero.comm.channels import Channel, collectives_for, hosts, torch_group
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, agreeing, consecutive, group_of
+from hf_zero.comm.parts import held_part
 from hf_zero.comm.process_group import releases_groups_at_exit, this_process
 from hf_zero.errors import WrongArgument
+
+if TYPE_CHECKING:
+    from hf_zero.config import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,7 @@ class ParallelGroups:
             number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
             hosts have different numbers of them, `shard` itself and a group of one.
         dimensions: along the dimensions beside those of the states, by name; see `along`.
+        of_parts: those of the parameters that have groups of their own, see `of`; None: no parameter has.
     """
 
     mesh: Mesh
@@ -64,6 +70,18 @@ class ParallelGroups:
     host: Collectives
     across_hosts: Collectives
     dimensions: Mapping[str, Collectives] = field(default_factory=dict)
+    of_parts: ParallelGroups | None = None
+
+    def of(self, parameter: Tensor) -> ParallelGroups:
+        """The groups in which the states of `parameter` are sharded, reduced and gathered."""
+        part = held_part(parameter) if self.of_parts is not None else None
+        return self.of_parts if self.of_parts is not None and part is not None and part.is_mixed else self
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Of what a rank of the world holds of parameters with groups of their own: which shard, and of which part."""
+        assert self.of_parts is not None, "only asked where there are some"
+        mesh = self.of_parts.mesh
+        return group_of(rank, mesh.shard).index(rank), group_of(rank, mesh.whole_model).index(rank)
 
     def along(self, name: str) -> Collectives:
         """The ranks that differ from this one along a dimension; itself alone where the mesh has none of that name."""
@@ -82,6 +100,11 @@ class ParallelGroups:
     def model_size(self) -> int:
         """Ranks that hold all parts of the weights together; 1: each has all."""
         return len(self.mesh.whole_model[0])
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether there are parameters of which a rank holds a part at most, at any stage."""
+        return self.model_size > 1 or self.of_parts is not None
 
     @property
     def ranks_per_sample(self) -> int:
@@ -162,7 +185,7 @@ def parallel_groups(
         """Of its own: what is sent here has buffers of its own."""
         return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
 
-    return ParallelGroups(
+    found = ParallelGroups(
         mesh=mesh,
         world=group(whole),
         shard=apart(mesh.shard),
@@ -178,6 +201,24 @@ def parallel_groups(
         host=apart(mesh.host),
         across_hosts=apart(mesh.across_hosts),
     )
+    inner = mesh.of_parts()
+    if inner is None:
+        return found
+    shard, lone = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
+    of_parts = replace(
+        found,
+        mesh=inner,
+        same_weights=shard,
+        shard=shard,
+        replicate=lone,
+        gather=shard,
+        across_gather=lone,
+        access=apart(inner.shard, Channel.ACCESS),
+        access_copies=apart(inner.same_weights, Channel.ACCESS),
+        host=shard,
+        across_hosts=lone,
+    )
+    return replace(found, of_parts=of_parts)
 
 
 Self = TypeVar("Self", bound="ProgramGroups")
@@ -193,7 +234,7 @@ class ProgramGroups(ABC):
 
     name: ClassVar[str]  # of the dimension
     samples: ClassVar[Literal["own", "parts", "same"]]  # see `Dimension`
-    weights: ClassVar[Literal["copies", "parts"]] = "copies"
+    weights: ClassVar[Literal["copies", "parts", "mixed"]] = "copies"
     group_name: ClassVar[str]  # of ranks along it, for people
     size_name: ClassVar[str]  # where a program sets the size, for messages
     resolved_size: ClassVar[str | None] = None  # what the config calls the size, in `resolve` and `Resolved`
@@ -238,6 +279,11 @@ class ProgramGroups(ABC):
                 f"{size} ranks, or take a size that divides {world}"
             )
         return cls(tuple(group for ranks in beside for group in consecutive(ranks, size)))
+
+    @classmethod
+    def size_in(cls, resolved: Resolved) -> int:
+        """What the config says."""
+        return 1 if cls.resolved_size is None else int(getattr(resolved, cls.resolved_size))
 
     @property
     def dimension(self) -> Dimension:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 # Disjoint groups of as many ranks each, which together are all ranks; ranks ascend in a group.
@@ -94,19 +94,21 @@ class Dimension:
     | shard     | own     | copies  | sharded |
     | sequence  | parts   | copies  |         |
     | tensor    | same    | parts   |         |
+    | expert    | own     | mixed   |         |
 
     Attributes:
         groups: the ranks of every group along it.
         samples: each rank sees samples of its "own", "parts" of the same ones, or the "same" ones, whole.
         weights: ranks hold "copies" of all weights; or there are parameters of which they hold "parts", or each one
-            of its own, and whose gradients they do not share.
+            of its own, and whose gradients they do not share; or they are "mixed": parts of some parameters, which have
+            groups of their own (`Mesh.of_parts`), and copies of all others, whose states they share.
         states: those of an optimizer are "copied" or "sharded"; None: `replicate` and `shard` cut these ranks, too.
     """
 
     name: str
     groups: Partition
     samples: Literal["own", "parts", "same"]
-    weights: Literal["copies", "parts"] = "copies"
+    weights: Literal["copies", "parts", "mixed"] = "copies"
     states: Literal["copied", "sharded"] | None = None
 
 
@@ -180,6 +182,19 @@ class Mesh:
             host=_joined(within),
             across_hosts=_joined(map(across, within)),
         )
+
+    def of_parts(self) -> Mesh | None:
+        """The mesh of those parameters of which ranks along a "mixed" dimension hold parts; None: there is none.
+
+        world 4, 2 ranks along `expert`      rank 0 1 2 3
+            shard of rank 0 here                  0   2          the same experts
+            shard of rank 0 in this mesh          0 1 2 3        everything else
+        """
+        if all(each.weights != "mixed" for each in self.dimensions):
+            return None
+        others = [each for each in self.dimensions if each.states is None]
+        apart = [replace(each, weights="parts") if each.weights == "mixed" else each for each in others]
+        return Mesh.of(self.hosts, dimensions=apart)
 
     @property
     def same_weights(self) -> Partition:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,13 @@ class HeldPart:
     Attributes:
         group: the ranks that hold the parts.
         cut: which rank holds what.
+        is_mixed: the ranks of `group` share the states of everything else (see `Dimension.weights`); files have the
+            parameter whole.
     """
 
     group: Collectives
     cut: Cut
+    is_mixed: bool = False
 
     def of(self, whole: Tensor, rank: int | None = None) -> Tensor:
         """A copy of what a rank (default this one) holds of `whole`."""
@@ -58,7 +61,11 @@ def keep_part(parameter: nn.Parameter, part: HeldPart) -> None:
     """`parameter` holds only this rank's part from now on; it stays the same object, for optimizers that hold it."""
     parameter.data = part.of(parameter.data)
     setattr(parameter, _PART, part)
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # what Megatron and DeepSpeed ask
+    marks: Any = parameter  # what Megatron and DeepSpeed ask
+    if part.is_mixed:
+        marks.allreduce, marks.group_name = False, f"ep_size_{part.group.size}"
+    else:
+        marks.tensor_model_parallel = True
 
 
 def held_part(parameter: Tensor) -> HeldPart | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_zero.comm import Collectives
 from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
 from hf_zero.grads.sparse_rows import SparseRowSum
 from hf_zero.kernels.accumulate import add_into
@@ -141,15 +142,18 @@ class BucketGradients:
         dtypes: GradientDtypes,
         wire: QuantizedWire | None = None,
         sparse_rows: SparseRowSum | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """
         Args:
             wire: how its gradients are reduced, with what earlier messages have left out; None: as they are.
             sparse_rows: how they are summed where every rank needs all of them; None: dense.
+            collectives: of the ranks that they are summed over; None: those of all other buckets.
         """
         self.trained = trained
         self.bucket = trained.bucket
         self.dtypes = dtypes
+        self.collectives = collectives
         self.wire = wire
         self.sparse_rows = sparse_rows
         self.arrivals = Arrivals(trained)

@@ -81,6 +81,7 @@ class GradientReducer:
                 _dtypes(bucket, precision),
                 _wire(bucket, quantized),
                 None if sharding.shards_optimizer else sparse_row_sum(bucket, sparse, groups.shard),
+                groups.of(bucket.parameters[0]).shard,
             )
             for bucket in store.buckets
         )

@@ -84,7 +84,7 @@ class Reductions:
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
         wire = self._wire_of(bucket)
-        if self._scatters and self._collectives.size == 1 and bucket.local is None:
+        if self._scatters and (bucket.collectives or self._collectives).size == 1 and bucket.local is None:
             result = bucket.reduced.place_for_result()  # no other rank, so no send buffer
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
@@ -96,7 +96,7 @@ class Reductions:
             pending = wire.reduce_scatter(result, buffer)
         else:
             result = buffer
-            pending = (bucket.sparse_rows or self._collectives).all_reduce(buffer)
+            pending = (bucket.sparse_rows or bucket.collectives or self._collectives).all_reduce(buffer)
         if self._flights:
             self._advance(self._flights[-1])  # it has had the time of one bucket's backward
         self._flights.append(_Flight(number, bucket, pending, result, sent))
@@ -111,7 +111,7 @@ class Reductions:
         self._complete_until(0)
 
     def _wire_of(self, bucket: BucketGradients) -> Collectives | QuantizedWire:
-        return bucket.wire or self._collectives
+        return bucket.wire or bucket.collectives or self._collectives
 
     def _count_launch(self) -> int:
         """The number of the reduction that starts now."""

@@ -5,9 +5,9 @@
     one bucket, world of two                [e e e . f f f f f . . .]
                                             [ shard 0  |  shard 1   ]     "." is padding, always zero
 
-Such a bucket holds parameters of one optimizer group and one dtype only, so a shard has one set of hyper-parameters and
-one element size. Inside a bucket every parameter starts at a multiple of `ALIGN_NUMEL` elements: 64 bytes for 16-bit
-types, which keeps matrix kernels on their aligned paths although the weights are views.
+Such a bucket holds parameters of one optimizer group, one dtype and one group of ranks only, so a shard has one set of
+hyper-parameters and one element size. Inside a bucket every parameter starts at a multiple of `ALIGN_NUMEL` elements:
+64 bytes for 16-bit types, which keeps matrix kernels on their aligned paths although the weights are views.
 """
 
 from __future__ import annotations
@@ -51,12 +51,17 @@ def round_up(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One trainable parameter as the layout sees it: no tensor, only counts."""
+    """One trainable parameter as the layout sees it: no tensor, only counts.
+
+    Attributes:
+        world: ranks that hold shards of it, where those are others than of the rest; 0: as many as of the rest.
+    """
 
     name: str
     numel: int
     group: int
     dtype: str
+    world: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +222,10 @@ def plan_layout(specs: Sequence[ParameterSpec], *, world: int, bucket_numel: int
 
 def _group_backwards(specs: Sequence[ParameterSpec], bucket_numel: int) -> list[list[int]]:
     closed: list[list[int]] = []
-    open_buckets: dict[tuple[int, str], tuple[list[int], int]] = {}
+    open_buckets: dict[tuple[int, str, int], tuple[list[int], int]] = {}
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        key = (spec.group, spec.dtype)
+        key = (spec.group, spec.dtype, spec.world)
         chosen, filled = open_buckets.get(key, ([], 0))
         if chosen and filled + spec.numel > bucket_numel:
             closed.append(chosen)
@@ -237,6 +242,7 @@ def _lay_out(index: int, chosen: list[int], specs: Sequence[ParameterSpec], worl
         slots.append(Slot(parameter, cursor, specs[parameter].numel))
         cursor += round_up(specs[parameter].numel, ALIGN_NUMEL)
     first = specs[chosen[0]]
+    world = first.world or world
     return Bucket(
         index=index,
         dtype=first.dtype,

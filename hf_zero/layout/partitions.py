@@ -120,17 +120,19 @@ def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGr
 
 
 def extents_in_memory(
-    layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None
+    layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None, place: int = 0
 ) -> Iterator[Extent]:
     """What `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
 
     Args:
         sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.
         sub_group_numel: the limit that sub-groups were cut by; None: one per optimizer group in a bucket.
+        place: of the rank among those that hold shards of buckets with fewer shards than the rest.
     """
     buffer = 0
     for bucket in layout.buckets:
-        owned = bucket.shard(rank) if sharded else Interval(0, bucket.numel)
+        number = rank if bucket.world == layout.world else place
+        owned = bucket.shard(number) if sharded else Interval(0, bucket.numel)
         for _, part in cut_sub_groups(bucket, owned, sub_group_numel):
             for piece in pieces_of_sub_group(bucket, owned, part):
                 yield Extent(piece.parameter, piece.in_parameter, piece.numel, rank, buffer, piece.in_shard)

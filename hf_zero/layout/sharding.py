@@ -58,6 +58,7 @@ class Sharding:
     def shards_parameters(self) -> bool:
         return self.stage >= 3 and self._takes_apart
 
-    def owned(self, bucket: Bucket) -> Interval:
-        """The part of `bucket` this rank updates."""
-        return bucket.shard(self.rank) if self.shards_optimizer else Interval(0, bucket.numel)
+    def owned(self, bucket: Bucket, rank: int | None = None) -> Interval:
+        """The part of `bucket` this rank updates; `rank`: its place among those that hold shards of it, where that is
+        another."""
+        return bucket.shard(self.rank if rank is None else rank) if self.shards_optimizer else Interval(0, bucket.numel)

@@ -66,9 +66,14 @@ def estimate_memory(
     """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive, and
     second shards of those that are trained."""
     parts = sharding.world if sharding.shards_optimizer else 1
-    numel = sum(spec.numel for spec in specs) // parts
-    weights = sum(spec.numel * _size(spec) for spec in specs) // parts
-    fp32 = sum(spec.numel for spec in specs if _size(spec) == FP32_BYTES) // parts
+    numel, weights, fp32 = (
+        sum(sum(map(of, together)) // (world if parts > 1 and world else parts) for world, together in _by_world(specs))
+        for of in (
+            lambda spec: spec.numel,
+            lambda spec: spec.numel * _size(spec),
+            lambda spec: spec.numel * (_size(spec) == FP32_BYTES),
+        )
+    )
     bucket = sizes.longest // parts * max((_size(spec) for spec in specs), default=0)
     place, rest = zero.offload_optimizer, zero.offload_param
     on_host = not runtime_of(device).has_own_memory
@@ -165,6 +170,11 @@ def _amount(num_bytes: int) -> str:
         if num_bytes >= size / 10:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def _by_world(specs: Sequence[ParameterSpec]) -> list[tuple[int, list[ParameterSpec]]]:
+    """By the ranks that hold shards of them, 0: as many as of most."""
+    return [(world, [spec for spec in specs if spec.world == world]) for world in {spec.world for spec in specs}]
 
 
 def _size(spec: ParameterSpec) -> int:

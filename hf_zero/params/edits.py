@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
+from hf_zero.comm.parts import held_part
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.stand_ins import StandIns
@@ -46,6 +47,8 @@ class ShardedEdits(Edits):
         # At values, in every step: where the host runs ahead it would have to wait.
         self._may_look = not host_runs_ahead(device)
         self._has_values = device.type != "meta"
+        # Of which other ranks hold other parts: what is written into these is not compared.
+        self._differ = {m for m in self._persistent if (part := held_part(m.parameter)) is not None and part.is_mixed}
         self._totals: dict[UnitPart, Tensor] = {}  # digests of persistent parts, when they were gathered; 0-dim
         self._digests: dict[UnitPart, list[int]] = {}  # of the members of kept parts, when they were gathered
         self._num_lost: Tensor | None = None
@@ -155,13 +158,15 @@ class ShardedEdits(Edits):
     def note(self, handle: ShardedParameter) -> None:
         """What was written into `handle` has been carried over."""
         assert handle.unsharded is not None, "only what is whole can be written to"
-        if handle not in self._persistent or not self._may_look:  # else their total is compared in every step
+        if handle not in self._persistent or not (self._may_look or handle in self._differ):
+            # Of others the total is compared in every step.
             self._edited[_name(handle)] = int(digest(handle.unsharded)) if self._has_values else 0
 
     @property
     def mark(self) -> int:
         """Equal where the same has been written, and persistent parameters are equal."""
-        totals = [int(known) for known in self._totals.values()] if self._may_look else []
+        compared = (known for part, known in self._totals.items() if part.members[0] not in self._differ)
+        totals = [int(known) for known in compared] if self._may_look else []
         if not self._edited and not totals:
             return 0
         return zlib.crc32(repr((sorted(self._edited.items()), totals)).encode()) >> (32 - MARK_BITS)
@@ -189,6 +194,7 @@ class ShardedEdits(Edits):
         persistent = {
             _name(member): digest
             for part in self._totals
+            if part.members[0] not in self._differ
             for member, digest in zip(part.members, _digests(part), strict=True)
         }
         return {**persistent, **self._edited}

@@ -60,7 +60,8 @@ class FlatParameters(ParameterStore):
 
     def all_gather_params(self, bucket: int) -> Pending:
         """Gather the other ranks' parts of the bucket, in place."""
-        return self._groups.shard.all_gather(self._flat[bucket].flat) if self._gathers else Pending()
+        flat = self._flat[bucket]
+        return self._groups.of(flat.parameters[0]).shard.all_gather(flat.flat) if self._gathers else Pending()
 
     @torch.no_grad()
     def sync_masters(self) -> None:
@@ -102,8 +103,9 @@ class FlatParameters(ParameterStore):
         in_master_dtype = torch.zeros(bucket.numel, dtype=master_dtype, device=parameters[0].device)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             in_master_dtype.narrow(0, slot.offset, slot.numel).view(parameter.shape).copy_(parameter)
-        self._groups.same_weights.broadcast([in_master_dtype])
-        owned = self._sharding.owned(bucket)
+        groups = self._groups.of(parameters[0])
+        groups.same_weights.broadcast([in_master_dtype])
+        owned = self._sharding.owned(bucket, groups.shard.rank)
         flat = in_master_dtype.to(model_dtype)
         for slot, parameter in zip(bucket.slots, parameters, strict=True):
             parameter.data = flat.narrow(0, slot.offset, slot.numel).view(parameter.shape)

@@ -82,9 +82,9 @@ class ShardedParameters(ParameterStore):
             groups.shard.gather_objects(None)
         for unit in self.units:
             for member in unit.members:
-                member.groups, member.owner = groups, self
+                member.groups, member.owner = groups.of(member.parameter), self
             if unit.is_persistent:
-                unit.settle_in(groups.shard, self._buffers)
+                unit.settle_in(self._buffers)
                 self.edits.remember_persistent()
         self.attach()
 
@@ -182,7 +182,7 @@ class ShardedParameters(ParameterStore):
         ranks that keep the same ones."""
         unit, part = self._in_reduce_order[bucket]
         if unit.is_persistent:
-            return part.refill(self._groups.shard, self._buffers)
+            return part.refill(self._buffers)
         for sub_group in self.buckets[bucket].sub_groups:
             if sub_group.stored is not None and sub_group.stored.lp_param is not None:
                 weights = sub_group.stored.lp_param

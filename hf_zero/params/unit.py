@@ -178,10 +178,11 @@ class UnitPart:
             if not member.unshard_count:
                 member.show(view)
 
-    def refill(self, collectives: Collectives, buffers: GatherBuffers) -> Pending:
+    def refill(self, buffers: GatherBuffers) -> Pending:
         """Gather weights that have been updated into a part that stays gathered. All ranks do it."""
         with torch.inference_mode(False), torch.no_grad():
             row = self.open_row()
+            collectives = self.members[0].groups.shard
             return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
 
     def renew(self) -> Pending:
@@ -345,11 +346,11 @@ class Unit:
                 part.release()
             self.state = UnitState.RELEASED
 
-    def settle_in(self, collectives: Collectives, buffers: GatherBuffers) -> None:
+    def settle_in(self, buffers: GatherBuffers) -> None:
         """Gather a persistent unit, once and for all. Collective."""
         for part in self.parts:
             part.allocate()
-            part.refill(collectives, buffers).wait()
+            part.refill(buffers).wait()
         self.state = UnitState.GATHERED
         for member in self.members:
             member.parameter.ds_persist = True  # type: ignore[attr-defined]

@@ -69,8 +69,9 @@ class UnitBuilder:
     # Units
 
     def choose_persistent(self, policy: Zero) -> set[int]:
-        """Ids of the parameters that stay gathered: the small ones, and those of other modules, which have no hooks."""
-        outside = [id(parameter) not in self._names for parameter in self.everything]
+        """Ids of the parameters that stay gathered: the small ones, those with groups of their own (what uses them
+        meets other ranks, and so must not wait for a gather), and those of other modules, which have no hooks."""
+        outside = [id(p) not in self._names or self._groups.of(p) is not self._groups for p in self.everything]
         stays = stay_gathered(
             [parameter.numel() for parameter in self.everything],
             outside,
@@ -109,16 +110,17 @@ class UnitBuilder:
         return RoundedRows() if self._wire.zero_quantized_weights else PlainRows()
 
     def _build_parts(self, parameters: Sequence[nn.Parameter], persistent_in: Store | None = None) -> list[UnitPart]:
-        """Shard `parameters`, one part per dtype. Integer and empty parameters stay what they are.
+        """Shard `parameters`, one part per dtype and group of ranks. Integer and empty parameters stay what they are.
 
         Args:
             persistent_in: where rows of those are kept that stay gathered, which travel as they are.
         """
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.is_floating_point() and parameter.numel():
-                by_dtype.setdefault(self._precision.parameter_dtype(parameter.dtype), []).append(parameter)
-        return [self._build_part(members, dtype, persistent_in) for dtype, members in by_dtype.items()]
+                kind = self._precision.parameter_dtype(parameter.dtype), self._groups.of(parameter) is self._groups
+                alike.setdefault(kind, []).append(parameter)
+        return [self._build_part(members, dtype, persistent_in) for (dtype, _), members in alike.items()]
 
     def _build_part(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, persistent_in: Store | None
@@ -127,9 +129,8 @@ class UnitBuilder:
             MemberSpec(index, parameter.numel(), self._group_of(parameter))
             for index, parameter in enumerate(parameters)
         ]
-        layout = lay_rows(
-            specs, world=self._groups.shard.size, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL
-        )
+        world = self._groups.of(parameters[0]).shard.size
+        layout = lay_rows(specs, world=world, dtype=str(dtype).removeprefix("torch."), full_align=ALIGN_NUMEL)
         handles = [self._shard(parameters[slot.member]) for slot in layout.slots]
         in_master_dtype = _in_master_dtype(layout, handles, self._precision)
         for handle in handles:
@@ -162,13 +163,13 @@ class UnitBuilder:
         return None if index is None else self._trained.specs[index].group
 
     def _shard(self, parameter: nn.Parameter) -> ShardedParameter:
-        handle = of(parameter)
+        handle, groups = of(parameter), self._groups.of(parameter)
         if handle is None:
             if parameter.device != self._device:
                 parameter.data = parameter.data.to(self._device)
-            handle = shard_parameter(parameter, self._groups)
-        elif handle.groups.shard.ranks != self._groups.shard.ranks:
-            handle = shard_anew(handle, self._groups)  # made by a zero.Init that knew no groups
+            handle = shard_parameter(parameter, groups)
+        elif handle.groups.shard.ranks != groups.shard.ranks:
+            handle = shard_anew(handle, groups)  # made by a zero.Init that knew no groups
         StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle
@@ -192,7 +193,7 @@ class UnitBuilder:
 
     def _trained_bucket(self, layout: FlatLayout, index: int, part: UnitPart, *, is_persistent: bool) -> TrainedBucket:
         bucket, numel = layout.buckets[index], part.layout.trained_numel
-        rank = self._groups.shard.rank
+        rank = part.members[0].groups.shard.rank
         owned = Interval(rank * numel, (rank + 1) * numel)
         placement, stored = self._stored[part]
         trained = TrainedBucket(

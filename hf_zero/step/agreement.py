@@ -213,7 +213,7 @@ class Agreement:
 
     def _squares(self, bucket: BucketGradients) -> Tensor:
         # Every rank sums over its own part of the bucket only, also where it holds all of it.
-        mine = bucket.bucket.shard(self._sharding.rank)
+        mine = bucket.trained.owned if self._sharding.shards_optimizer else bucket.bucket.shard(self._sharding.rank)
         if not self._model_rank:
             return bucket.reduced.squares(mine if bucket.owns_all else Interval(0, bucket.trained.owned.numel))
         # What all ranks of one whole model hold alike is counted by the first one.

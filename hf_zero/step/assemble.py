@@ -21,7 +21,7 @@ from hf_zero.log import logger
 from hf_zero.offload.placement import Placements
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
-from hf_zero.optim.traits import Sees, adopt_masters, traits_of, updater_for
+from hf_zero.optim.traits import Sees, Traits, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
@@ -110,11 +110,12 @@ def place_unsharded(module: nn.Module, device: torch.device) -> None:
                 inner._buffers[name] = buffer.to(device)
 
 
-def synchronise_unmanaged(module: nn.Module, collectives: Collectives, managed: set[int]) -> None:
-    """Give every rank rank 0's frozen parameters and buffers."""
-    frozen = [parameter.data for parameter in module.parameters() if id(parameter) not in managed]
-    buffers = [buffer for buffer in module.buffers() if buffer.numel()]
-    collectives.broadcast([tensor for tensor in frozen if tensor.numel()] + buffers)
+def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: set[int]) -> None:
+    """Give every rank the frozen parameters and buffers of the first one that has the same."""
+    for parameter in module.parameters():
+        if id(parameter) not in managed and parameter.numel():
+            groups.of(parameter).same_weights.broadcast([parameter.data])
+    groups.same_weights.broadcast([buffer for buffer in module.buffers() if buffer.numel()])
 
 
 def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: Surface | None = None) -> Assembly:
@@ -131,10 +132,11 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     """
     sharding, world, shard = plan.sharding, plan.groups.world, plan.groups.shard
     groups = trainable_groups(optimizer.param_groups)
-    trained = _trained(module, groups, plan.precision)
+    trained = _trained(module, groups, plan)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
     stage = plan.zero.stage if sharding.shards_optimizer else 0
     refuse_unfit(optimizer, traits, stage, sharding.num_replicas)
+    _refuse_apart(optimizer, traits, plan.groups)
     _check_same_everywhere(trained.specs, plan.groups.same_weights)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
@@ -186,6 +188,16 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:
+    """Raise ValueError for an optimizer that asks all ranks, where not all hold shards of the same parameters."""
+    if groups.of_parts is not None and not traits.cuts:
+        raise ValueError(
+            f"{type(optimizer).__name__} works on {traits.sees.value}, and with expert parallelism ranks hold shards "
+            "of different parameters: take an optimizer that updates one element at a time (AdamW), or remove "
+            "expert_parallel"
+        )
 
 
 def _sparse(module: nn.Module, plan: Plan) -> set[int]:
@@ -257,7 +269,7 @@ def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Precision) -> Trained:
+def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: Plan) -> Trained:
     """Trainable parameters in the model's registration order, then those of other modules in group order."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
@@ -269,7 +281,8 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], precision: Pre
             name=names.get(id(parameter), f"(outside the model) #{index}"),
             numel=parameter.numel(),
             group=group_of[id(parameter)],
-            dtype=str(precision.parameter_dtype(parameter.dtype)).removeprefix("torch."),
+            dtype=str(plan.precision.parameter_dtype(parameter.dtype)).removeprefix("torch."),
+            world=0 if (own := plan.groups.of(parameter)) is plan.groups else own.shard.size,
         )
         for index, parameter in enumerate(ordered)
     ]

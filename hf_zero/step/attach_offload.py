@@ -38,8 +38,9 @@ def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
 
 def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
     """Elements that a rank updates, without padding."""
-    total = sum(spec.numel for spec in specs)
-    return -(-total // sharding.world) if sharding.shards_optimizer else total
+    if not sharding.shards_optimizer:
+        return sum(spec.numel for spec in specs)
+    return sum(-(-spec.numel // (spec.world or sharding.world)) for spec in specs)
 
 
 def placements_for(

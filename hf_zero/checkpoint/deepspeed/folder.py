@@ -98,8 +98,8 @@ def list_files(path: Path, tag: str) -> Sequence[Folder]:
         if parsed is None:
             raise CheckpointError(
                 entry,
-                "is not a file of a ZeRO checkpoint (pipeline and expert parallel ones are not supported), or does not "
-                "belong here",
+                "is not a file of a ZeRO checkpoint (those of pipelines and of DeepSpeed's expert parallelism are not "
+                "supported), or does not belong here",
                 "convert the checkpoint with the program that wrote it, or move the stray file away",
             )
         is_shared = parsed.kind == "model" and parsed.rank is None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, create_model
 
 from hf_zero.config.features import Extra
+from hf_zero.config.features.experts import EXPERTS, ExpertParallel
 from hf_zero.config.features.long_sequences import ACTIVATIONS, TILING, ActivationCheckpointing, Tiling
 from hf_zero.config.features.profiling import PROFILING, Observation, Trace
 from hf_zero.config.schema.fields import (
@@ -34,8 +35,6 @@ from hf_zero.config.schema.training import (
     TensorParallel,
 )
 from hf_zero.config.schema.zero import Zero
-
-_NO_EXPERTS = "expert parallelism is not supported; stage 3 shards experts as it does the rest"
 
 
 def _as_shard_group(value: object) -> object:
@@ -144,7 +143,7 @@ class Root(Observation):
 
     # Whose keys a config of this class may have, in the order in which they see a forward; the last sees what the
     # others have made of it.
-    features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING)
+    features: ClassVar[tuple[Extra, ...]] = (EXPERTS, ACTIVATIONS, TILING, PROFILING)
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
     train_micro_batch_size_per_gpu: Positive | None = supported(
@@ -191,12 +190,15 @@ class Root(Observation):
     zero_force_ds_cpu_optimizer: Flag = ignored(
         True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
-    use_data_before_expert_parallelism: Flag = unsupported(False, "Rank order of groups.", why=_NO_EXPERTS)
+    use_data_before_expert_parallelism: Flag = unsupported(
+        False, "Rank order of groups.", why="ranks that hold all experts between them are neighbours"
+    )
     sequence_parallel_size: Positive = supported(
         1, "Ranks that share each sequence (Ulysses); samples per update count the other ranks only."
     )
     data_parallel_size: Positive | None = check(None, "Must be the number of ranks / sequence_parallel_size.")
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
+    expert_parallel: ExpertParallel | None = detail(None, "Experts over ranks (docs/experts.md).")
     pipeline: Free | None = ignored(None, "Only for PipelineModule.", why="pipeline modules are not supported")
 
     optimizer: Optimizer | None = supported(None, "The optimizer to build.")
@@ -224,7 +226,6 @@ class Root(Observation):
     graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")
     compile: Free | None = unsupported(None, "DeepCompile.", why=_USE_TORCH_COMPILE, switch="deepcompile")
     hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
-    expert_parallel: Free | None = unsupported(None, "Experts over ranks.", why=_NO_EXPERTS)
     nebula: Free | None = unsupported(None, "A checkpoint service.", why="checkpoints go to files")
     datastates_ckpt: Free | None = unsupported(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
 

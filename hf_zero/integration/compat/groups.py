@@ -136,22 +136,54 @@ def _rank_in_one(group_name: str = "") -> int:
     return 0
 
 
-def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    return {}
-
-
-_get_expert_model_parallel_world_size = _get_expert_parallel_world_size = _get_max_expert_size = _size_of_one
-_get_expert_data_parallel_world_size = _get_zero_param_intra_parallel_group_world_size = _size_of_one
-_get_expert_parallel_rank = _get_expert_data_parallel_rank = _rank_in_one
+_get_expert_model_parallel_world_size = _get_zero_param_intra_parallel_group_world_size = _size_of_one
 _get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank_in_one
-_get_expert_data_parallel_group_dict = _get_expert_parallel_group_dict
 
 
-def _get_expert_parallel_group(group_name: str) -> NoReturn:
-    _no_group("expert parallel")
+def _experts() -> Any:
+    from hf_zero.experts.groups import ExpertGroups
+
+    return ExpertGroups.current()
 
 
-_get_expert_data_parallel_group = _get_expert_parallel_group
+def _get_expert_parallel_world_size(group_name: str = "") -> int:
+    return 1 if (experts := _experts()) is None else int(experts.get_expert_parallel_world_size())
+
+
+_get_max_expert_size = _get_expert_parallel_world_size
+
+
+def _get_expert_parallel_rank(group_name: str = "") -> int:
+    return 0 if (experts := _experts()) is None else int(experts.get_expert_parallel_rank())
+
+
+def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
+    return 1 if (experts := _experts()) is None else int(experts.get_expert_data_parallel_world_size())
+
+
+def _get_expert_data_parallel_rank(group_name: str = "") -> int:
+    return 0 if (experts := _experts()) is None else int(experts.get_expert_data_parallel_rank())
+
+
+def _get_expert_parallel_group(group_name: str) -> Any:
+    return _no_group("expert parallel") if (experts := _experts()) is None else experts.get_expert_parallel_group()
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    """Collective at first use."""
+    experts = _experts()
+    return _no_group("expert parallel") if experts is None else experts.get_expert_data_parallel_group()
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    experts = _experts()
+    return {} if experts is None else {f"ep_size_{experts.size}": experts.get_expert_parallel_group()}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    """Collective at first use."""
+    experts = _experts()
+    return {} if experts is None else {f"ep_size_{experts.size}": experts.get_expert_data_parallel_group()}
 
 
 def _zero_param_parallel_is_initialized() -> bool:
@@ -169,8 +201,8 @@ def _create_expert_and_data_parallel(
     """Nothing to make for groups of one."""
     if expert_parallel_size_ != 1:
         raise NotImplementedError(
-            f"expert_parallel_size={expert_parallel_size_}: experts are not spread over ranks; transformers' own "
-            "mixture-of-experts models train at every stage"
+            f"expert_parallel_size={expert_parallel_size_}: initialize() makes the groups of "
+            "expert_parallel.autoep_size by itself"
         )
 
 

@@ -19,6 +19,7 @@ from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.config.sources import is_auto, source_in
+from hf_zero.integration.huggingface.asked_experts import write_asked_experts
 from hf_zero.integration.huggingface.upstream_errors import stepped_aside
 from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size
 
@@ -110,6 +111,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
     scheduler = next((x for x in objects if is_schedule(x)), None)
     try:
         config = accelerator.deepspeed_plugin.deepspeed_config
+        write_asked_experts(config, model)
         views = Views(
             world_size=accelerator.num_processes,
             accelerator=accelerator_view(accelerator, objects, optimizer, scheduler),

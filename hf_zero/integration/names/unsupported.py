@@ -24,8 +24,8 @@ _INFERENCE = (
 )
 _PIPELINE = "there is no pipeline parallelism: stage 3, with offload_param where memory is short, trains the same model"
 _EXPERTS = (
-    "there are no expert-parallel layers: transformers' own mixture-of-experts models train at every stage "
-    "(utils.set_z3_leaf_modules marks their blocks)"
+    "expert_parallel in the config spreads transformers' packed experts over ranks (docs/experts.md); there are no "
+    "other expert-parallel layers"
 )
 _SEQUENCE = (
     "ranks share sequences by runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF, or around an attention of the "

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from hf_zero.api.engine import ZeroEngine
 from hf_zero.config import ConfigError
 from hf_zero.config.fill import unfilled_autos
 from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined
@@ -269,3 +270,20 @@ def around_split(original: Callable[..., Any]) -> Callable[..., Any]:
         return split_between_groups(inputs, apply_padding, size)
 
     return split_between_processes
+
+
+@PATCHES.add(
+    "Accelerator.get_state_dict(self, model, unwrap)",
+    without="below stage 3, Trainer and get_state_dict do not save models whole whose experts are spread over ranks",
+    until="get_state_dict asks an engine for its weights at every stage",
+)
+def around_get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Whole weights, on the first rank, of an engine whose ranks hold parts. Upstream asks it only where the config has
+    stage 3 or autotp_size."""
+
+    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
+        if isinstance(model, ZeroEngine) and model.groups.holds_parts and model.zero_optimization_stage() < 3:
+            return model.module_view.consolidated()
+        return original(self, model, unwrap)
+
+    return get_state_dict

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.parts import refuse_parts
+from hf_zero.integration.huggingface.asked_experts import left_to_engine
 from hf_zero.integration.patches import Patches
 from hf_zero.params.released import ReleasedView
 from hf_zero.params.sharded_parameter import HANDLE
@@ -97,3 +99,32 @@ def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., d
         return original(model, state_dict)
 
     return revert_weight_conversion
+
+
+def around_distributing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Under a ds.json, `DistributedConfig(ep_size=...)` means its section expert_parallel: weights are loaded as the
+    stage wants them, and initialize() spreads the experts. Upstream makes DTensors, of which `zero.Init` knows nothing,
+    and its gathers wait for each other."""
+
+    def prepare_distribute_model(distributed_config: Any, device_map: Any = None) -> Any:
+        from transformers.distributed.configuration_utils import DistributedConfig
+        from transformers.integrations.deepspeed import deepspeed_config
+
+        if deepspeed_config() is None or distributed_config is None:
+            return original(distributed_config, device_map)
+        if isinstance(distributed_config, dict):
+            distributed_config = DistributedConfig.from_dict(distributed_config)
+        if (getattr(distributed_config, "ep_size", None) or 1) > 1:
+            distributed_config = left_to_engine(distributed_config)
+        return original(distributed_config, device_map)
+
+    return prepare_distribute_model
+
+
+if find_spec("transformers.distributed.mixin") is not None:  # before there is nothing that an engine could do instead
+    PATCHES.add(
+        "PreTrainedModel.prepare_distribute_model(distributed_config, device_map)",
+        without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; "
+        "write expert_parallel into the ds.json",
+        until="from_pretrained leaves experts to the engine where there is a ds.json (transformers#45548)",
+    )(around_distributing)

@@ -1,0 +1,118 @@
+"""What goes with experts over ranks and what is refused, by name and with a reason; and the groups that follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.comm.mesh import Dimension, Hosts, Mesh, consecutive
+from hf_zero.config import ConfigError, resolve
+from hf_zero.config.features.experts import ExpertParallel
+from tests.experts.training import engine_of, model_of
+from tests.support.ranks import run_ranks
+
+BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def _resolved(section: dict[str, Any], world: int = 4, **more: Any) -> Any:
+    return resolve({**BASE, "expert_parallel": section, **more}, world_size=world)
+
+
+def _zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "stage 0"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+        ({"hf_zero": {"shard_group": 2}}, "hybrid sharding"),
+        (_zero(mics_shard_size=2), "hybrid sharding"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"experts over ranks do not go with .*{named}"):
+        _resolved({"enabled": True, "autoep_size": 2}, **more)
+    assert _resolved({"enabled": False, "autoep_size": 2}, **more).section(ExpertParallel).size == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("score_func", "sigmoid"),
+        ("score_apply", "pre"),
+        ("top_k", 1),
+        ("route_norm", True),
+        ("route_scale", 2.0),
+        ("routed_scaling_factor", 2.5),
+        ("num_expert_groups", 2),
+        ("num_limited_groups", 1),
+        ("load_balance_coeff", 0.1),
+        ("comm_backend", "deepep"),
+        ("expert_tensor_parallel_size", 2),
+    ],
+)
+def test_keys_that_would_change_results_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        _resolved({"enabled": True, "autoep_size": 2, key: value})
+
+
+def test_all_other_keys_are_accepted() -> None:
+    names = {"preset_model": "mixtral", "moe_layer_pattern": "mlp", "router_pattern": "gate", "expert_w3": None}
+    told = _resolved({"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "gate_up_impl": "fused", **names})
+    assert told.section(ExpertParallel).size == 2
+    with pytest.raises(ConfigError, match="autoep_sise"):
+        _resolved({"enabled": True, "autoep_sise": 2})
+
+
+def test_parts_have_a_mesh_of_their_own() -> None:
+    expert = Dimension(name="expert", groups=consecutive(range(8), 4), samples="own", weights="mixed")
+    mesh = Mesh.of(Hosts.one(8), dimensions=[expert])
+    assert mesh.shard == mesh.data == mesh.same_weights == (tuple(range(8)),)
+    inner = mesh.of_parts()
+    assert inner is not None and inner.shard == inner.same_weights == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert inner.whole_model == ((0, 1, 2, 3), (4, 5, 6, 7)) and mesh.whole_model == tuple((rank,) for rank in range(8))
+    assert Mesh.of(Hosts.one(8)).of_parts() is None
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def _refused(rank: int) -> list[str]:
+    """Messages of what only a model, an optimizer or the number of ranks tell."""
+    section = {"enabled": True, "autoep_size": 2}
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    said = []
+    for model, size, more in (
+        (_Plain(), 2, {}),
+        (model_of("mixtral"), 3, {}),
+        (model_of("mixtral"), 2, muon),
+    ):
+        config = {**BASE, "zero_optimization": {"stage": 2}, "expert_parallel": section | {"autoep_size": size}, **more}
+        options: dict[str, Any] = {} if more else {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        try:
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **options)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    engine = engine_of(model_of("mixtral"), 2, 2)
+    groups = deepspeed.utils.groups
+    told = groups._get_expert_parallel_world_size("ep_size_2"), groups._get_expert_data_parallel_world_size("ep_size_2")
+    said.append(f"{told} {engine.module.model.layers[0].mlp.experts.gate_up_proj.allreduce}")
+    return said
+
+
+def test_what_the_model_tells_is_refused() -> None:
+    plain, uneven, muon, groups = run_ranks(_refused, 2)[0]
+    assert "has no packed experts" in plain and "modules of single experts are not spread" in plain
+    assert "world size = data ranks x expert_parallel.autoep_size does not hold" in uneven
+    assert "Muon" in muon and "ranks hold shards of different parameters" in muon
+    assert groups == "(2, 1) False"

@@ -1,0 +1,63 @@
+"""Experts over ranks train as the dense model in one process does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.experts.training import KINDS, batches, engine_of, in_one_process, model_of, train
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-5
+Found = dict[str, tuple[float, ...]]
+Case = tuple[str, int, int, str]  # kind of model, stage, ranks per expert group, implementation of the experts
+
+
+def _each(rank: int, world: int, cases: list[Case], steps: int, accumulated: int, more: dict[str, Any]) -> Found:
+    found: Found = {}
+    more = {"gradient_accumulation_steps": accumulated, **more}
+    for kind, of_kind in itertools.groupby(cases, key=lambda case: case[0]):
+        data = batches(world * accumulated * steps)
+        plain = in_one_process(model_of(kind), data, together=world * accumulated)
+        for _, stage, size, implementation in of_kind:
+            engine = engine_of(model_of(kind, implementation), stage, size, rank, **more)
+            trained = train(engine, data, rank, world)
+            found[f"{kind}, stage {stage}, {size} ranks, {implementation}"] = trained.differs_from(
+                plain, plain.losses[rank::world]
+            )
+            engine.destroy()
+    return found
+
+
+def _check(cases: list[Case], world: int, *, steps: int = 5, accumulated: int = 1, **more: Any) -> None:
+    for found in run_ranks(_each, world, world, cases, steps, accumulated, more, timeout_s=1200):
+        assert len(found) == len(cases)
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+
+
+def test_four_ranks_train_as_one_process() -> None:
+    """Two groups of two ranks: experts are sharded over two ranks, everything else over four."""
+    _check([("mixtral", 1, 2, "eager"), ("mixtral", 3, 2, "grouped_mm"), ("gpt-oss", 2, 2, "batched_mm")], 4)
+
+
+def test_accumulation_of_micro_batches() -> None:
+    cases = [(kind, stage, 2, "eager") for kind, stage in (("qwen3", 1), ("qwen3", 2), ("deepseek", 3))]
+    _check(cases, 2, steps=3, accumulated=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_and_stages(kind: str, world: int, size: int) -> None:
+    _check([(kind, stage, size, "eager") for stage in (1, 2, 3)], world, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_all_implementations(implementation: str) -> None:
+    cases = [(kind, stage, 2, implementation) for kind in KINDS for stage in (1, 3)]
+    _check(cases, 2, steps=4, accumulated=2)

@@ -1,0 +1,65 @@
+"""Checkpoints of experts over ranks: any number of ranks per expert group goes on, and files have whole experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from tests.experts.training import Trained, batches, engine_of, in_one_process, model_of, train
+from tests.support.ranks import run_ranks
+
+TOLERANCE, WORLD = 1e-5, 4
+Way = tuple[int, int, int, int]  # stage and ranks per expert group that save, and that go on
+DEFAULT: list[Way] = [(1, 2, 3, 4), (3, 2, 2, 1)]
+ALL: list[Way] = [(2, 4, 1, 2), (1, 1, 3, 2), (3, 4, 3, 2), (2, 2, 1, 1), (3, 1, 2, 4)]
+
+
+def _resumed(rank: int, ways: list[Way], kind: str, folder: str, device: str) -> dict[str, tuple[float, ...]]:
+    data, model = batches(WORLD * 4), model_of(kind)
+    plain = in_one_process(model, data, together=WORLD)
+    half = in_one_process(model, data[: WORLD * 2], together=WORLD)
+    place = {"device": device, "nvme_path": folder}
+    offload = {} if device == "none" else {"offload_optimizer": place, "offload_param": place}
+    found = {}
+    for number, (stage, size, stage_then, size_then) in enumerate(ways):
+        engine = engine_of(model, stage, size, rank, offload)
+        before = train(engine, data[: WORLD * 2], rank, WORLD)
+        found[f"{stage}, {size}"] = before.differs_from(half, half.losses[rank::WORLD])
+        engine.save_checkpoint(folder, f"{number}")
+        engine.destroy()
+        engine = engine_of(model, stage_then, size_then, rank, offload)
+        engine.load_checkpoint(folder, f"{number}")
+        after = train(engine, data[WORLD * 2 :], rank, WORLD)
+        engine.destroy()
+        both = Trained(before.losses + after.losses, before.norms + after.norms, after.weights)
+        found[f"{stage}, {size} to {stage_then}, {size_then}"] = both.differs_from(plain, plain.losses[rank::WORLD])
+        if rank == 0:
+            whole = get_fp32_state_dict_from_zero_checkpoint(folder, f"{number}")
+            apart = max(float((whole[name] - value).abs().max()) for name, value in half.weights.items())
+            found[f"{stage}, {size}, whole"] = (apart,)
+    return found
+
+
+def _check(ways: list[Way], kind: str, folder: Path, device: str = "none") -> None:
+    for found in run_ranks(_resumed, WORLD, ways, kind, str(folder), device, timeout_s=1200):
+        assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
+
+
+def test_training_goes_on_with_other_groups(tmp_path: Path) -> None:
+    _check(DEFAULT, "mixtral", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["gpt-oss", "deepseek"])
+def test_training_goes_on_any_way(kind: str, tmp_path: Path) -> None:
+    _check(DEFAULT + ALL, kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_training_goes_on(device: str, tmp_path: Path) -> None:
+    _check([(3, 2, 3, 4), (1, 2, 2, 2), (3, 4, 1, 1)], "mixtral", tmp_path, device)

@@ -1,0 +1,160 @@
+"""Products of features: their configs, which are refused, a small set that has every pair, and how they train.
+
+    python -m tests.products      trains the set on four ranks and writes docs/products.md
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_zero.config import ConfigError, resolve
+from tests.mesh.training import differences, train
+from tests.support.ranks import run_ranks
+from tests.tensor.training import CLIP, RATE, Trained, batches, in_one_process, model_of
+
+WORLD, STEPS = 4, 5
+MOOT = "without effect"
+TOLERANCES: dict[str, float] = {"fp32": 1e-5, "bf16": 5e-2}
+VALUES: dict[str, tuple[str, ...]] = {
+    "stage": ("0", "1", "2", "3"),
+    "states": ("over all ranks", "in copies", "hpZ"),
+    "tensor": ("1", "2"),
+    "sequence": ("1", "2"),
+    "expert": ("1", "2"),
+    "accumulation": ("1", "2"),
+    "checkpointing": ("off", "on"),
+    "offload": ("none", "optimizer", "optimizer and weights"),
+    "precision": ("fp32", "bf16"),
+    "LoRA": ("off", "on"),
+}
+Product = tuple[str, ...]  # one of each, in this order
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def named(product: Product) -> dict[str, str]:
+    return dict(zip(VALUES, product, strict=True))
+
+
+def config_of(product: Product) -> dict[str, Any]:
+    chosen = named(product)
+    zero: dict[str, Any] = {"stage": int(chosen["stage"])}
+    if chosen["stage"] == "3":
+        zero["stage3_param_persistence_threshold"] = 0  # all that is small would stay gathered
+    own: dict[str, Any] = {}
+    if chosen["states"] == "in copies":
+        own["shard_group"] = 2 // int(chosen["tensor"])
+    if chosen["states"] == "hpZ":
+        zero["zero_hpz_partition_size"] = 2
+    if chosen["offload"] != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if chosen["offload"] == "optimizer and weights":
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": int(chosen["accumulation"]),
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": chosen["precision"] == "bf16"},
+        "zero_optimization": zero,
+        "tensor_parallel": {"autotp_size": int(chosen["tensor"])},
+        "sequence_parallel_size": int(chosen["sequence"]),
+        "expert_parallel": {"enabled": chosen["expert"] != "1", "autoep_size": int(chosen["expert"])},
+        "hf_zero": own,
+        "log_level": "error",
+    }
+
+
+def refusal(product: Product) -> str | None:
+    """Why a product cannot be had; None: it trains."""
+    chosen = named(product)
+    for (name, value), stages in {
+        ("states", "hpZ"): "3",
+        ("states", "in copies"): "123",
+        ("offload", "optimizer and weights"): "3",
+    }.items():
+        if chosen[name] == value and chosen["stage"] not in stages:
+            return f"{name} {value}: {MOOT} at stage {chosen['stage']}, and the engine says so"
+    try:
+        resolve(config_of(product), world_size=WORLD)
+    except ConfigError as error:
+        return f"{error.problems[0].path}: {error.problems[0].rule}"
+    return None
+
+
+def pairs_of(product: Product) -> Iterator[Pair]:
+    return itertools.combinations(zip(VALUES, product, strict=True), 2)
+
+
+def covering(products: Sequence[Product]) -> list[Product]:
+    """A few of `products` that have every pair of values that any of them has."""
+    left = {pair for product in products for pair in pairs_of(product)}
+    chosen: list[Product] = []
+    while left:
+        best = max(products, key=lambda product: sum(pair in left for pair in pairs_of(product)))
+        left.difference_update(pairs_of(best))
+        chosen.append(best)
+    return chosen
+
+
+def split() -> tuple[list[Product], dict[Product, str]]:
+    """(those that train, why the others do not)."""
+    refused = {product: why for product in itertools.product(*VALUES.values()) if (why := refusal(product)) is not None}
+    return [product for product in itertools.product(*VALUES.values()) if product not in refused], refused
+
+
+def _model(chosen: dict[str, str]) -> nn.Module:
+    model: Any = model_of("mixtral")
+    if chosen["LoRA"] == "on":
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model
+
+
+def together(chosen: dict[str, str]) -> int:
+    """Batches of an update."""
+    return WORLD // (int(chosen["tensor"]) * int(chosen["sequence"])) * int(chosen["accumulation"])
+
+
+def plain_of(products: Sequence[Product]) -> dict[tuple[str, int], Trained]:
+    """The same in one process, once for those of which it is the same."""
+    found: dict[tuple[str, int], Trained] = {}
+    for chosen in map(named, products):
+        key = chosen["LoRA"], together(chosen)
+        if key not in found:
+            found[key] = in_one_process(_model(chosen), batches(STEPS * key[1]), data_ranks=key[1])
+    return found
+
+
+def _engine(product: Product) -> Any:
+    chosen = named(product)
+    model: Any = copy.deepcopy(_model(chosen))
+    if chosen["checkpointing"] == "on":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(product))[0]
+
+
+def _trained(rank: int, products: list[Product], plain: dict[tuple[str, int], Trained]) -> dict[Product, float | str]:
+    found: dict[Product, float | str] = {}
+    for product in products:
+        chosen = named(product)
+        expected = plain[chosen["LoRA"], together(chosen)]
+        engine = _engine(product)
+        trained = train(engine, batches(STEPS * together(chosen)))
+        own = expected.losses[engine.groups.data.rank :: engine.groups.data.size]
+        engine.destroy()
+        found[product] = max(differences(trained, Trained(own, expected.norms, expected.weights)))
+    return found
+
+
+def largest_differences(products: list[Product], timeout_s: float = 600) -> dict[Product, float]:
+    """Of any loss, norm or weight in five updates, on any rank, from those of one process."""
+    told = run_ranks(_trained, WORLD, products, plain_of(products), timeout_s=timeout_s)
+    return {product: max(each[product] for each in told) for product in products}
