@@ -27,7 +27,7 @@ from hf_zero.optim.updater import Peers, Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
-from hf_zero.precision import Precision
+from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_packed, is_wrapped, tensors_of
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
@@ -96,14 +96,17 @@ def place_model(module: nn.Module, precision: Precision, device: torch.device, m
     module.to(device)
     for parameter in module.parameters():
         dtype = precision.parameter_dtype(parameter.dtype)
-        if id(parameter) not in managed and parameter.dtype != dtype:
+        if id(parameter) not in managed and parameter.dtype != dtype and not is_packed(parameter):
             parameter.data = parameter.data.to(dtype)
 
 
 def place_unsharded(module: nn.Module, device: torch.device) -> None:
     """Bring buffers, and the parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
+    wrapped = [name for name, parameter in module.named_parameters() if is_wrapped(parameter)]
+    if wrapped:
+        raise ValueError(f"{', '.join(wrapped[:4])}{', ...' if wrapped[4:] else ''}: {WRAPPED_AT_STAGE_3}")
     for parameter in module.parameters():
-        if not (parameter.is_floating_point() and parameter.numel()):
+        if not can_be_cut(parameter):
             parameter.data = parameter.data.to(device)
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
@@ -112,8 +115,13 @@ def place_unsharded(module: nn.Module, device: torch.device) -> None:
 
 
 def synchronise_unmanaged(module: nn.Module, collectives: Collectives, managed: set[int]) -> None:
-    """Give every rank rank 0's frozen parameters and buffers."""
-    frozen = [parameter.data for parameter in module.parameters() if id(parameter) not in managed]
+    """Give every rank rank 0's frozen parameters, the scales of packed ones, and buffers."""
+    for inner in module.modules():
+        if getattr(inner, "support_avx512bf16_for_cpu", False):
+            # bitsandbytes would pack weights anew to evaluate, in a form that training has no gradients through.
+            inner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    kept = [parameter for parameter in module.parameters() if id(parameter) not in managed or is_packed(parameter)]
+    frozen = [tensor for parameter in kept for tensor in tensors_of(parameter)[id(parameter) in managed :]]
     buffers = [buffer for buffer in module.buffers() if buffer.numel()]
     collectives.broadcast([tensor for tensor in frozen if tensor.numel()] + buffers)
 
