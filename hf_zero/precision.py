@@ -12,6 +12,11 @@ from hf_zero.config import PrecisionPolicy
 
 _BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+WRAPPED_AT_STAGE_3 = (
+    "torchao's quantised weights are several tensors each, which stage 3 does not shard. Use "
+    "BitsAndBytesConfig(load_in_4bit=True), whose weights it shards as they are, or stage 2, where every rank has "
+    "all quantised weights"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,34 @@ def precision_from(policy: PrecisionPolicy) -> Precision:
         low_precision_states=policy.low_precision_states,
         rounds_stochastically=policy.rounds_stochastically,
     )
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Whether the elements are codes of several weights each, as those of bitsandbytes' `Params4bit` are: their dtype,
+    integer or floating, is that of a storage, never to be cast."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def is_wrapped(parameter: torch.Tensor) -> bool:
+    """Whether it is one of torchao's quantised tensors: several tensors that answer as one."""
+    return type(parameter).__module__.startswith("torchao.")
+
+
+def can_be_cut(parameter: torch.Tensor) -> bool:
+    """Whether stage 3 cuts it: not integers that are no packed weights, nor what is empty or several tensors."""
+    held = parameter.is_floating_point() and not is_wrapped(parameter) or is_packed(parameter)
+    return held and parameter.numel() > 0
+
+
+def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """What a parameter consists of: its data, of packed weights followed by their scales; or the tensors it wraps."""
+    if is_wrapped(parameter):
+        names: list[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        return [tensor for name in names for tensor in tensors_of(getattr(parameter, name))]
+    scales: Any = getattr(parameter, "quant_state", None)
+    second = getattr(scales, "state2", None)  # the scales may have scales themselves
+    found = [getattr(scales, "absmax", None), getattr(scales, "offset", None), getattr(second, "absmax", None)]
+    return [parameter.data, *(tensor for tensor in found if tensor is not None)]
 
 
 class ForwardPrecision:

@@ -46,6 +46,7 @@ SMALL_FILES = {
     "integration/patches/torch_distributed_nn_functional.py": _PER_MODULE,
     "integration/patches/transformers_generation_utils.py": _PER_MODULE,
     "integration/patches/transformers_masking_utils.py": _PER_MODULE,
+    "integration/patches/transformers_quantizers_quantizer_torchao.py": _PER_MODULE,
     "kernels/gpu/norm.py": _PER_KERNEL,
     "kernels/message.py": "imported from layout, which knows no torch",
     "kernels/norm.py": _PER_KERNEL,

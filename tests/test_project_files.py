@@ -68,3 +68,12 @@ def test_paths_and_links_of_pages_at_the_top_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     for path in re.findall(r"`(hf_zero/[\w/]+\.py)`", text) + re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_one_statement_gives_every_file_its_license() -> None:
+    """REUSE.toml instead of a line in each file; its identifier names a text that is LICENSE."""
+    tomllib = pytest.importorskip("tomllib")
+    (annotation,) = tomllib.loads((ROOT / "REUSE.toml").read_text(encoding="utf-8"))["annotations"]
+    assert annotation["path"] == "**" and annotation["SPDX-FileCopyrightText"] == "The hf_zero authors"
+    text = ROOT / "LICENSES" / f"{annotation['SPDX-License-Identifier']}.txt"
+    assert text.read_text(encoding="utf-8") == (ROOT / "LICENSE").read_text(encoding="utf-8")

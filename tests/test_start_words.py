@@ -70,15 +70,19 @@ def test_a_run_begins_with_a_block_and_ends_with_a_line(caplog: pytest.LogCaptur
     assert re.sub(r"\d+\.\d+ s", "N s", re.sub(r"\d+\.\d+ [GM]B", "N", line.getMessage())) == END
 
 
-def test_a_long_run_that_ends_without_a_word_says_how_it_went(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("updates", "words"), [(1, "1 update in"), (10, "10 updates in")])
+def test_a_run_that_ends_without_a_word_says_how_it_went(
+    updates: int, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loops of Accelerate's users of fewer than ten updates once ended in silence."""
     with caplog.at_level(logging.INFO, "hf_zero"):
         engine = start()
-        for _ in range(10):
+        for _ in range(updates):
             engine.backward(engine(torch.ones(1, 4)).sum())
             engine.step()
         del engine
         gc.collect()
-    assert "10 updates in" in caplog.records[-1].getMessage()
+    assert words in caplog.records[-1].getMessage()
 
 
 def test_stage_3_says_before_training_that_no_model_file_will_be_written(caplog: pytest.LogCaptureFixture) -> None:

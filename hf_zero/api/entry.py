@@ -31,7 +31,7 @@ from hf_zero.features import EngineTools, Features
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.partitioning import describe_unsharded, unpartition
-from hf_zero.precision import precision_from
+from hf_zero.precision import can_be_cut, precision_from
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -244,7 +244,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
     """Device, dtype and equal values for everything that no store takes care of."""
     if plan.sharding.shards_parameters:
         place_unsharded(model, device)
-        managed = {id(p) for p in model.parameters() if p.is_floating_point()}
+        managed = {id(p) for p in model.parameters() if can_be_cut(p)}
     else:
         managed = set()
         if base is not None:

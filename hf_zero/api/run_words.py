@@ -29,7 +29,6 @@ NOT_GATHERED = (
     "save_model() and save_16bit_model() write no model file, as stage3_gather_16bit_weights_on_model_save is false: "
     "set it to true, or make one of a checkpoint with python -m hf_zero zero_to_fp32"
 )
-_WORTH_A_LINE = 10  # updates: times of fewer say nothing
 _WRITTEN = ("file", "text", "dict", "default", "derived")  # sources of values that nobody filled in
 
 Sizes = Counter[tuple[str, str]]
@@ -55,12 +54,12 @@ class Run:
         self._seconds, self._runtime = dict(SPANS.seconds), runtime_of(engine.device)
         self._phases.explain = partial(_explain, weakref.proxy(engine))
         _RUNS[engine] = self
-        weakref.finalize(engine, self.tell, _WORTH_A_LINE)
+        weakref.finalize(engine, self.tell)
 
-    def tell(self, worth: int = 1) -> None:
-        """One line, if there are at least `worth` updates since the last one."""
+    def tell(self) -> None:
+        """One line, if there are updates since the last one."""
         updates = self._phases.num_done["step"]
-        if updates - self._told < worth:
+        if updates == self._told:
             return
         self._told, seconds = updates, time.perf_counter() - self._begin
         parts = [f"{name} {SPANS.seconds[kind] - self._seconds.get(kind, 0.0):.1f} s" for kind, name in _PARTS]

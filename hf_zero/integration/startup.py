@@ -40,6 +40,7 @@ PATCHED = frozenset(
         "transformers.integrations.deepspeed",
         "transformers.masking_utils",
         "transformers.modeling_utils",
+        "transformers.quantizers.quantizer_torchao",
         "transformers.trainer",
         "transformers.trainer_utils",
         "trl.trainer.utils",

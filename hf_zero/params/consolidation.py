@@ -12,6 +12,7 @@ from hf_zero.comm import Collectives
 from hf_zero.comm.parts import whole_value
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.params.unsharding import all_gather_values
+from hf_zero.precision import is_packed
 
 MAX_GATHERED_NUMEL = 1 << 26
 WHOLE_WEIGHTS_ARE_OFF = (
@@ -34,11 +35,14 @@ def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: b
         if keeps:
             host = values.detach().to("cpu", copy=True)
             found.update(dict.fromkeys(names[id(parameter)], host))
+            if is_packed(parameter):
+                scales = parameter.quant_state.as_dict(packed=True)  # type: ignore[attr-defined]
+                found.update({f"{n}.{key}": s.cpu() for n in names[id(parameter)] for key, s in scales.items()})
     if not keeps:
         return {}
     for name, buffer in persistent_buffers(module):
         found[name] = buffer.detach().cpu().clone()
-    return {name: found[name] for name in state_dict_order(module) if name in found}
+    return {name: found[name] for name in state_dict_order(module) if name in found} | found
 
 
 def unsharded_values(

@@ -53,12 +53,13 @@ class ReleasedView(_Released, Tensor):
 
 @cache
 def released_class(kind: type) -> type | None:
-    """The class that a parameter of class `kind` takes while released; None where `kind` overrides it itself."""
+    """The class that a parameter of class `kind` takes while released; None where `kind` wraps other tensors."""
     if kind is nn.Parameter:
         return ReleasedParameter
-    if getattr(kind, "__torch_function__", None) is not torch._C._disabled_torch_function_impl:
+    if getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl:
         return None
-    return type(f"Released{kind.__name__}", (_Released, kind), {"__slots__": ()} if "__slots__" in vars(kind) else {})
+    # Others know a class of parameters, such as Params4bit, by its name.
+    return type(kind.__name__, (_Released, kind), {"__slots__": ()} if "__slots__" in vars(kind) else {})
 
 
 def refusal(name: str, shape: torch.Size, verb: str, call: str, fix: str) -> str:

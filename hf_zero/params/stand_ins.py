@@ -34,8 +34,11 @@ _FORMATS = {
 
 
 def signed_nan(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A NaN with `number` in it (0-dim), as far as that fits; a plain one where `dtype` has no room."""
-    plain = torch.full((), float("nan"), dtype=dtype, device=device)
+    """A NaN with `number` in it (0-dim), as far as that fits; a plain one where `dtype` has no room, and the bits of
+    one for integers."""
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    fill = torch.iinfo(dtype).max if is_integer else float("nan")
+    plain = torch.full((), fill, dtype=dtype, device=device)
     if dtype not in _FORMATS:
         return plain
     integer, fraction = _FORMATS[dtype]
@@ -74,19 +77,20 @@ class StandIns:
 
     def __init__(self, handles: Sequence[ShardedParameter]) -> None:
         self.handles = tuple(handles)
+        self._marked = [handle for handle in handles if handle.stand_in.is_floating_point()]
 
     def num_overwritten(self) -> Tensor | float:
         """How many were filled with a constant (0-dim, on the device). torch lets that pass, and the write is lost."""
         # A kernel or two per dtype, however many parameters there are. (One tensor for all stand-ins would be one
         # storage, by which others take parameters for tied.)
         marks: dict[torch.dtype, list[Tensor]] = {}
-        for handle in self.handles:
+        for handle in self._marked:
             marks.setdefault(handle.stand_in.dtype, []).append(handle.mark)
         return sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
 
     def refuse_overwritten(self) -> None:
         """Raise if there are any: there is no telling where that write should have gone."""
-        found = [handle for handle in self.handles if not handle.mark.is_meta and not handle.mark.isnan()]
+        found = [handle for handle in self._marked if not handle.mark.is_meta and not handle.mark.isnan()]
         names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in found]
         if names:
             raise RuntimeError(

@@ -31,7 +31,7 @@ from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import Trained, TrainedBucket
 from hf_zero.params.unit import Unit, UnitPart
-from hf_zero.precision import Precision
+from hf_zero.precision import Precision, can_be_cut, is_packed
 
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
@@ -88,10 +88,7 @@ class UnitBuilder:
         """
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
-            parts = [
-                *self._build_parts([p for p in members if id(p) not in persistent and not self._stores(p)]),
-                *self._build_parts([p for p in members if id(p) not in persistent and self._stores(p)]),
-            ]
+            parts = self._build_parts([p for p in members if id(p) not in persistent])
             if parts:
                 units.append(Unit(len(units), gathered.name or type(gathered.module).__name__, parts))
         on_device = MemoryStore(runtime_of(self._device).own)
@@ -100,30 +97,34 @@ class UnitBuilder:
             units.append(Unit(len(units), PERSISTENT, parts, is_persistent=True))
         return tuple(units)
 
-    def _stores(self, parameter: nn.Parameter) -> bool:
-        """Whether it is kept as a message, which what is trained is not: so it is in a part of its own."""
-        return self._wire.zero_quantized_nontrainable_weights and self._group_of(parameter) is None
-
-    def _form_of(self, parameters: Sequence[nn.Parameter]) -> PlainRows:
-        if self._stores(parameters[0]):
-            return StoredMessages()
-        return RoundedRows() if self._wire.zero_quantized_weights else PlainRows()
+    def _form_of(self, parameter: nn.Parameter) -> type[PlainRows]:
+        """What is trained is not kept as a message, and what is packed is never rounded."""
+        if is_packed(parameter):
+            return PlainRows
+        if self._wire.zero_quantized_nontrainable_weights and self._group_of(parameter) is None:
+            return StoredMessages
+        return RoundedRows if self._wire.zero_quantized_weights else PlainRows
 
     def _build_parts(self, parameters: Sequence[nn.Parameter], persistent_in: Store | None = None) -> list[UnitPart]:
-        """Shard `parameters`, one part per dtype and group of ranks. Integer and empty parameters stay what they are.
+        """Shard `parameters`, one part per dtype, form and group of ranks. Those that cannot be cut stay what they are.
 
         Args:
             persistent_in: where rows of those are kept that stay gathered, which travel as they are.
         """
-        alike: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            if parameter.is_floating_point() and parameter.numel():
-                kind = self._precision.parameter_dtype(parameter.dtype), self._groups.of(parameter) is self._groups
-                alike.setdefault(kind, []).append(parameter)
-        return [self._build_part(members, dtype, persistent_in) for (dtype, _), members in alike.items()]
+        alike: dict[tuple[torch.dtype, type[PlainRows], bool], list[nn.Parameter]] = {}
+        for parameter in filter(can_be_cut, parameters):
+            own = parameter.dtype
+            dtype = own if is_packed(parameter) else self._precision.parameter_dtype(own)
+            form = self._form_of(parameter) if persistent_in is None else PlainRows
+            alike.setdefault((dtype, form, self._groups.of(parameter) is self._groups), []).append(parameter)
+        return [self._build_part(members, *kind[:2], persistent_in) for kind, members in alike.items()]
 
     def _build_part(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, persistent_in: Store | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        form: type[PlainRows],
+        persistent_in: Store | None,
     ) -> UnitPart:
         specs = [
             MemberSpec(index, parameter.numel(), self._group_of(parameter))
@@ -138,9 +139,8 @@ class UnitBuilder:
                 with handle.opened() as chunk:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
         store = self._placements.parameters if persistent_in is None else persistent_in
-        form = self._form_of(parameters) if persistent_in is None else PlainRows()
         across = self._groups.across_gather if persistent_in is None else None
-        part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form, across)
+        part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form(), across)
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":

@@ -26,7 +26,7 @@ from hf_zero.optim.updater import Peers, Ranks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
-from hf_zero.precision import Precision
+from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_packed, is_wrapped, tensors_of
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
@@ -95,14 +95,17 @@ def place_model(module: nn.Module, precision: Precision, device: torch.device, m
     module.to(device)
     for parameter in module.parameters():
         dtype = precision.parameter_dtype(parameter.dtype)
-        if id(parameter) not in managed and parameter.dtype != dtype:
+        if id(parameter) not in managed and parameter.dtype != dtype and not is_packed(parameter):
             parameter.data = parameter.data.to(dtype)
 
 
 def place_unsharded(module: nn.Module, device: torch.device) -> None:
     """Bring buffers, and the parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
+    wrapped = [name for name, parameter in module.named_parameters() if is_wrapped(parameter)]
+    if wrapped:
+        raise ValueError(f"{', '.join(wrapped[:4])}{', ...' if wrapped[4:] else ''}: {WRAPPED_AT_STAGE_3}")
     for parameter in module.parameters():
-        if not (parameter.is_floating_point() and parameter.numel()):
+        if not can_be_cut(parameter):
             parameter.data = parameter.data.to(device)
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
@@ -111,11 +114,23 @@ def place_unsharded(module: nn.Module, device: torch.device) -> None:
 
 
 def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: set[int]) -> None:
-    """Give every rank the frozen parameters and buffers of the first one that has the same."""
+    """Give every rank the frozen parameters, the scales of packed ones, and the buffers of the first one that has the
+    same."""
+    for inner in module.modules():
+        if getattr(inner, "support_avx512bf16_for_cpu", False):
+            # bitsandbytes would pack weights anew to evaluate, in a form that training has no gradients through.
+            inner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    alike = [buffer for buffer in module.buffers() if buffer.numel()]
     for parameter in module.parameters():
-        if id(parameter) not in managed and parameter.numel():
-            groups.of(parameter).same_weights.broadcast([parameter.data])
-    groups.same_weights.broadcast([buffer for buffer in module.buffers() if buffer.numel()])
+        is_managed = id(parameter) in managed
+        if is_managed and not is_packed(parameter):
+            continue
+        own, tensors = groups.of(parameter), [each for each in tensors_of(parameter)[is_managed:] if each.numel()]
+        if own is groups:
+            alike += tensors
+        else:
+            own.same_weights.broadcast(tensors)
+    groups.same_weights.broadcast(alike)
 
 
 def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: Surface | None = None) -> Assembly:

@@ -1,0 +1,99 @@
+"""Frozen weights whose elements are codes of several weights, as bitsandbytes' Params4bit: whole bits or nothing.
+
+At stage 3 those stored as integers, bitsandbytes' default, once stayed whole on every rank; those stored as floating
+numbers were cast to the model's dtype at every stage if that was another one, which takes codes for numbers.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.api.entry import initialize
+from hf_zero.params.sharded_parameter import of
+from tests.support.ranks import run_ranks
+
+WIDTH, STEPS = 16, 3
+ROUNDED: list[dict[str, Any]] = [
+    {"offload_param": {"device": "cpu"}},
+    {"zero_quantized_weights": True},
+    {"zero_quantized_nontrainable_weights": True},
+]
+STORAGES = [torch.uint8, torch.bfloat16, torch.float32]
+
+
+class Params4bit(nn.Parameter):
+    """As far as engines meet it: a class that answers torch itself, and scales beside its data."""
+
+    quant_state: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Packed(nn.Module):
+    """x @ W / scale, two codes of -8 to 7 in a byte."""
+
+    def __init__(self, storage: torch.dtype, scale: float) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (WIDTH * WIDTH // 2,), dtype=torch.uint8)
+        self.weight = Params4bit(codes.view(storage).view(-1, 1), requires_grad=False)
+        scales = torch.full((1,), scale)
+        self.weight.quant_state = SimpleNamespace(absmax=scales, as_dict=lambda packed: {"absmax": scales})
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.weight.data.reshape(-1).view(torch.uint8)
+        weight = (torch.cat([codes & 15, codes >> 4]).view(WIDTH, WIDTH).to(x.dtype) - 8) / 64
+        return x + x @ weight / self.weight.quant_state.absmax.to(x.dtype) + self.adapter(x)
+
+
+def build(storage: torch.dtype, scale: float = 2.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Packed(storage, scale) for _ in range(2)))
+
+
+def train(rank: int, stage: int, storage: torch.dtype, extra: dict[str, Any]) -> list[float]:
+    model = build(storage, scale=2.0 + rank)  # rank 0's scales win, as its codes do
+    codes = [layer.weight.detach().clone() for layer in model]
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0, **extra} if stage == 3 else {})}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine, *_ = initialize(model=model, config=config)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if stage == 3:
+        weight = model[1].weight
+        handle = of(weight)
+        assert handle is not None and handle.shard.numel() == codes[1].numel() // 2 and weight.dtype == storage
+        assert type(weight).__name__ == "Params4bit" and isinstance(weight, Params4bit)  # peft asks for the name
+        engine.empty_partition_cache()
+        with pytest.raises(RuntimeError, match="holds it in shards"):
+            weight.sum()
+    saved = engine.module_state_dict()
+    for index, before in enumerate(codes):
+        assert torch.equal(saved[f"{index}.weight"].view(torch.uint8), before.view(torch.uint8))
+    assert stage < 3 or saved["1.weight.absmax"].item() == 2.0
+    return losses
+
+
+def train_all(rank: int) -> None:
+    expected = train(rank, 2, torch.uint8, {})
+    for storage in STORAGES:
+        assert train(rank, 3, storage, {}) == train(rank, 2, storage, {}) == expected
+    for extra in ROUNDED:  # the bits are looked at in `train`; what is trained may be rounded on its way
+        assert train(rank, 3, torch.bfloat16, extra)[0] == pytest.approx(expected[0], rel=0.02)
+
+
+def test_packed_weights_keep_their_bits_at_every_stage() -> None:
+    run_ranks(train_all, 2)
