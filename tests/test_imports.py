@@ -33,7 +33,7 @@ LAYERS = (
     ("step",),
     (
         *("checkpoint", "profiling"),
-        *("sequence", "tensor", "experts", "tiling", "activations"),
+        *("sequence", "tensor", "tiling", "activations"),
     ),
     ("api",),
     ("integration",),

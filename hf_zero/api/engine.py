@@ -19,7 +19,6 @@ from hf_zero.config.schema.root import HfZero
 from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
-from hf_zero.params.consolidation import broadcast_buffers
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
@@ -164,6 +163,8 @@ class ZeroEngine(nn.Module):
         with self.phases.phase("step"):
             optimizer.step()
             if self._broadcasts_buffers:
+                from hf_zero.params.consolidation import broadcast_buffers  # what few configs ask for
+
                 broadcast_buffers(self.module, self.groups.same_weights)
         self.global_steps += 1
         self.global_samples += self.settings.samples_per_update()

@@ -13,19 +13,21 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_zero.api.engine_settings import EngineSettings
-from hf_zero.api.offload_states import OffloadStates
 from hf_zero.comm import ledger
 from hf_zero.device.phases import Phases
 from hf_zero.errors import WrongMoment
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
+
+if TYPE_CHECKING:
+    from hf_zero.api.offload_states import OffloadStates
 
 
 class Numbered(Protocol):
@@ -114,7 +116,7 @@ class EngineGradients:
     Attributes:
         assembly: what is trained; None: nothing is, or the engine has been destroyed.
         micro_batches: how many there have been.
-        offloaded: the states that have been sent to host memory for a while.
+        offloaded: the states that have been sent to host memory for a while; made when a program first does so.
         syncs: whether a boundary may be reached: not inside `no_sync`.
         number: of the engine among those of this process; the same on all ranks.
     """
@@ -124,7 +126,7 @@ class EngineGradients:
     ) -> None:
         self.assembly = assembly
         self.micro_batches = MicroBatches()
-        self.offloaded = OffloadStates(assembly.optimizer, assembly.reducer) if assembly is not None else None
+        self.offloaded: OffloadStates | None = None
         self.number = next(_numbers)
         self._settings = settings
         self._first_nan = first_nan

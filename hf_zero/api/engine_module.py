@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import ZeroPolicy
 from hf_zero.log import logger
-from hf_zero.params.consolidation import WHOLE_WEIGHTS_ARE_OFF, consolidated_state_dict
 from hf_zero.params.store import ParameterStore
+
+WHOLE_WEIGHTS_ARE_OFF = (
+    "at stage 3 whole weights are gathered only if zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+    "true: set it, or save a checkpoint and run `python -m hf_zero.zero_to_fp32 CHECKPOINT_DIR OUTPUT`"
+)
 
 
 class ModuleView:
@@ -71,7 +75,7 @@ class ModuleView:
             frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
             dropped = frozen if exclude_frozen_parameters else set()
             return {name: value for name, value in self._module.state_dict().items() if name not in dropped}
-        return consolidated_state_dict(self._module, keeps=True, exclude_frozen=exclude_frozen_parameters)
+        return self._consolidated(keeps=True, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights in host memory of rank 0; None on the others. Collective. The name is accelerate's.
@@ -86,8 +90,13 @@ class ModuleView:
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights in host memory of rank 0; None on the others. Collective."""
         keeps = self._world.rank == 0
-        found = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        found = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
         return found if keeps else None
+
+    def _consolidated(self, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
+        from hf_zero.params.consolidation import consolidated_state_dict  # what no step needs
+
+        return consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -220,7 +220,11 @@ def _offload_states(
     """
     if str(getattr(device, "value", device)) != "cpu":
         raise ValueError(f"offload_states(device={device!r}): only host memory (cpu) serves")
-    engine.gradients.parts("offload_states")
+    from hf_zero.api.offload_states import OffloadStates  # what few programs call
+
+    parts = engine.gradients.parts("offload_states")
+    if engine.gradients.offloaded is None:
+        engine.gradients.offloaded = OffloadStates(parts.optimizer, parts.reducer)
     engine.gradients.offloaded.send(include, pinned=pin_memory)
 
 

@@ -41,6 +41,7 @@ ASKED_BY: dict[str, str] = {
     "compression_training": "compression",
     "hf_zero.distillation": "compression",
     "elasticity": "elasticity",
+    "expert_parallel": "experts",
     "autotuning": "autotuning",
     "optimizer.OneBitAdam": "one_bit",
     "optimizer.OneBitLamb": "one_bit",

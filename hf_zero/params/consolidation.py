@@ -15,10 +15,6 @@ from hf_zero.params.unsharding import all_gather_values
 from hf_zero.precision import is_packed
 
 MAX_GATHERED_NUMEL = 1 << 26
-WHOLE_WEIGHTS_ARE_OFF = (
-    "at stage 3 whole weights are gathered only if zero_optimization.stage3_gather_16bit_weights_on_model_save is "
-    "true: set it, or save a checkpoint and run `python -m hf_zero.zero_to_fp32 CHECKPOINT_DIR OUTPUT`"
-)
 
 
 def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: bool = False) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, create_model
 
 from hf_zero.config.features import Extra
-from hf_zero.config.features.experts import EXPERTS, ExpertParallel
 from hf_zero.config.features.long_sequences import ACTIVATIONS, TILING, ActivationCheckpointing, Tiling
 from hf_zero.config.features.profiling import PROFILING, Observation, Trace
 from hf_zero.config.schema.fields import (
@@ -143,7 +142,7 @@ class Root(Observation):
 
     # Whose keys a config of this class may have, in the order in which they see a forward; the last sees what the
     # others have made of it.
-    features: ClassVar[tuple[Extra, ...]] = (EXPERTS, ACTIVATIONS, TILING, PROFILING)
+    features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING)
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
     train_micro_batch_size_per_gpu: Positive | None = supported(
@@ -198,7 +197,6 @@ class Root(Observation):
     )
     data_parallel_size: Positive | None = check(None, "Must be the number of ranks / sequence_parallel_size.")
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
-    expert_parallel: ExpertParallel | None = detail(None, "Experts over ranks (docs/experts.md).")
     pipeline: Free | None = ignored(None, "Only for PipelineModule.", why="pipeline modules are not supported")
 
     optimizer: Optimizer | None = supported(None, "The optimizer to build.")

@@ -8,6 +8,7 @@ either, is an error.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 mpu: Any = None  # assigned by programs that have one
@@ -141,9 +142,11 @@ _get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank
 
 
 def _experts() -> Any:
-    from hf_zero.experts.groups import ExpertGroups
+    """None where no config has asked for it."""
+    from hf_zero.features import DIMENSIONS_OF_FEATURES
 
-    return ExpertGroups.current()
+    groups = sys.modules.get(DIMENSIONS_OF_FEATURES["experts"].partition(":")[0])
+    return None if groups is None else groups.ExpertGroups.current()
 
 
 def _get_expert_parallel_world_size(group_name: str = "") -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.errors import Problem, Remark
-from hf_zero.config.features import Examined, Extra
+from hf_zero.config.features import Examined
 from hf_zero.config.schema.fields import Flag, Positive, Section, ignored, supported, unsupported
 from hf_zero.config.schema.zero import Zero
 
@@ -106,6 +106,3 @@ def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
     if (own is not None and own.shard_group) or (zero.mics_shard_size or 0) > 0:
         why = "gradients are summed over copies for all parameters alike, and experts have other copies"
         yield "hybrid sharding", why, "remove the shard group"
-
-
-EXPERTS = Extra(name="expert_parallel", examine=examine)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import HeldPart, keep_part
-from hf_zero.experts.exchange import through_experts
+from hf_zero.extras.experts.exchange import through_experts
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger

@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_zero.comm import ParallelGroups, Partition, ProgramGroups, across, group_of, local_device, torch_group
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.config.features.experts import PATH, ExpertParallel
-from hf_zero.experts.spread import spread
+from hf_zero.extras.experts.section import PATH, ExpertParallel
+from hf_zero.extras.experts.spread import spread
 
 
 class ExpertGroups(ProgramGroups):

@@ -1,1 +1,0 @@
-"""Expert parallelism: ranks hold some experts each, and tokens travel to those that they are routed to."""
