@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params.consolidation import unsharded_values
 from hf_zero.params.unsharding import TOGETHER_NUMEL
+from hf_zero.precision import is_packed
 
 
 def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -26,7 +27,7 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             inference_model.load_weights([(name, values)])
 
     Raises:
-        ValueError: for adapters whose weights are no sum of two (DoRA and its kin).
+        ValueError: for adapters whose weights are no sum of two: DoRA and its kin, and those of quantised weights.
     """
     inner = getattr(model, "module", model)
     names, adapted = _names_without_adapters(inner), _adapters(inner)
@@ -47,12 +48,13 @@ def _adapters(model: nn.Module) -> dict[int, list[Any]]:
     for name, layer in model.named_modules():
         if not hasattr(layer, "get_base_layer") or getattr(layer, "merged", False) or layer.disable_adapters:
             continue
-        if getattr(layer, "use_dora", None) and any(layer.use_dora.values()) or not hasattr(layer, "get_delta_weight"):
+        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"), None)
+        is_sum = hasattr(layer, "get_delta_weight") and not any((getattr(layer, "use_dora", None) or {}).values())
+        if not is_sum or base is None or is_packed(base) or not base.is_floating_point():
             raise ValueError(
                 f"gathered_weights: the adapter of {name} is not added to a weight; call merge_adapter() inside "
                 "hf_zero.gathered(model), which needs memory for the whole model"
             )
-        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
         found.setdefault(id(base), []).append(layer)
     return found
 
