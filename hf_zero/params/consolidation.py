@@ -42,18 +42,19 @@ def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: b
 
 
 def unsharded_values(
-    module: nn.Module, *, exclude_frozen: bool = False, together_numel: int = MAX_GATHERED_NUMEL
+    module: nn.Module, *, exclude_frozen: bool = False, together_numel: int | None = None
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Every parameter once with its whole values. Collective.
 
     Args:
-        together_numel: so many elements are whole at a time, or one parameter that has more.
+        together_numel: so many elements are whole at a time, or one parameter that has more; MAX_GATHERED_NUMEL.
     """
+    most = MAX_GATHERED_NUMEL if together_numel is None else together_numel
     batch: list[nn.Parameter] = []
     for parameter in module.parameters():
         if exclude_frozen and not parameter.requires_grad:
             continue
-        if batch and sum(member.numel() for member in (*batch, parameter)) > together_numel:
+        if batch and sum(member.numel() for member in (*batch, parameter)) > most:
             yield from _whole(batch)
             batch = []
         batch.append(parameter)

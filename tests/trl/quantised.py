@@ -8,6 +8,7 @@ Weights are quantised from fp32 and computed with in fp32, so that runs can be c
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable
@@ -216,6 +217,7 @@ def rows_of_page() -> dict[tuple[str, str], list[str]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     lines = []
     for base, adapter in CASES:
         cells = [cell(base, adapter, stage) for stage in STAGES]
