@@ -132,7 +132,7 @@ def markdown(run: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for way, found in run["ways"].items():
-        without, within = (sum(found[key], []) for key in ("without", "with"))
+        without, within = ([each for block in found[key] for each in block] for key in ("without", "with"))
         plain, with_saves = statistics.median(without), statistics.median(within)
         share = [f"{100 * (value / floor - 1):+.1f}%" for value, floor in (
             (with_saves, plain), (max(within), max(without)), (sum(within), sum(without))
@@ -162,13 +162,17 @@ def main() -> None:
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     ways = [BESIDE, WAITING, DCP, *([DEEPSPEED] if options.oracle_python else [])]
-    run = {
+    run: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.stall", *public(sys.argv[1:])]),
         "settings": {key: getattr(options, key) for key in ("size", "batch", "stage", "every", "rounds")},
-        "ways": {way: measure(way, options) for way in ways},
+        "ways": {},
         "machine": machine(),
     }
+    for way in ways:
+        run["ways"][way] = measure(way, options)
+        log.info("%s is measured", way)
+    run["machine"] = machine()
     text = markdown(run)
     log.info(text)
     if options.name:

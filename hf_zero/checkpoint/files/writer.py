@@ -48,7 +48,6 @@ class Writer:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # what is begun is finished, also after Ctrl-C
         )
 
     def write(self, file: int, orders: Sequence[Order]) -> list[int]:
@@ -117,7 +116,9 @@ _sync_file_range = _find_sync_file_range()
 
 def main() -> None:
     """The process: a line of orders, a line of checksums or of what went wrong, until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # what is begun is finished, also after Ctrl-C
+        signal.signal(number, signal.SIG_IGN)
+    # In the session of training: Linux shares processors between sessions first (sched_autogroup), whatever is nice.
     os.nice(_LEAST_NICE)
     memories: dict[str, mmap.mmap] = {}
     for line in sys.stdin:
