@@ -293,7 +293,7 @@ def programs(units: int, longest: int) -> Iterator[tuple[Script, Script]]:
 
 
 def test_small_programs_under_every_order_of_turns() -> None:
-    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 7):  # the slow test has them all
+    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 3):  # the slow test has them all
         explore(lambda schedule, scripts=scripts: play(scripts, 2, schedule, steps=1), overtakings=1)
 
 
@@ -398,7 +398,7 @@ def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
         play([Script(((0, 1, 2),), prefetches=False)] * 2, 3, schedule, steps=1)
         assert sum(tally.calls for (_, name), tally in ledger.tallies.items() if name == "all_gather") == 2 * 6
 
-    explore(run, overtakings=2, limit=150)
+    explore(run, overtakings=2, limit=400)
 
 
 # --- ranks that share no memory: plans ------------------------------------------------------------------------------

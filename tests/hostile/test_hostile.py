@@ -22,7 +22,7 @@ from tests.hostile.shrink import fails_like, shrink
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, Program, RankMicro, every_call
 from tests.support.campaigns import Outcome, Verdict
 
-NUM_QUICK = 40
+NUM_QUICK = 60
 NUM_SLOW = 2000
 CHUNK = 200
 SHORT_S = 2.0  # for programs that hang on purpose
@@ -139,7 +139,7 @@ def test_a_wrong_value_is_noticed_and_shrinks_to_what_makes_it() -> None:
         assert runner.run(HARMLESS).is_ok
         found = next(program for program in (random_program(seed) for seed in range(500)) if _is_fit(program))
         assert runner.run(found).kind == "wrong"
-        small = shrink(found, fails_like(runner, "wrong"), attempts=250).program
+        small = shrink(found, fails_like(runner, "wrong"), attempts=350).program
     assert [spec.kind for spec in small.modules if spec.kind not in ("list", "dict", "tree")] == ["bank"]
     assert small.world == 2 and small.stage == 0 and len(small.steps) == small.accumulation == 1
     first, second = (list(every_call(rank.forwards[0].calls)) for rank in small.steps[0][0].ranks)

@@ -109,6 +109,7 @@ CASES = (
                  ("main_training_function", "main"), ("downcast_bf16", "no"), ("rdzv_backend", "static"),
                  ("same_network", True), ("enable_cpu_affinity", False)),
         reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", "hf_zero.api.engine"), *ON_CPU, ("updates", 8)),
+        slow=False,
     ),
     Case(
         "a file of accelerate's for several GPUs, and the flag",
