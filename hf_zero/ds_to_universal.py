@@ -20,16 +20,15 @@ def main(arguments: argparse.Namespace | Sequence[str] | None = None) -> int:
     """
     options = arguments if isinstance(arguments, argparse.Namespace) else parse_arguments(arguments)
     from rich.console import Console  # not before the arguments have been read: torch takes seconds
-    from rich.progress import track
 
     from hf_zero.checkpoint import CheckpointError, open_checkpoint
     from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
+    from hf_zero.log import tracked
 
     source, target = Path(options.input_folder), Path(options.output_folder).resolve()
     try:
         names = list(open_checkpoint(source).shapes)
-        screen = Console(stderr=True)
-        steps = iter(track(names, "converting", console=screen, transient=True, disable=not screen.is_terminal))
+        steps = iter(tracked(names, "converting"))
         convert_to_universal(source, target, lambda _name: next(steps, None))
     except (CheckpointError, OSError, ValueError, TypeError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True, markup=False).print(f"ds_to_universal: {error}")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 logger = logging.getLogger("hf_zero")
 
@@ -14,6 +18,17 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     chosen = [0] if ranks is None else ranks
     if -1 in chosen or _rank() in chosen:
         logger.log(level, "[Rank %d] %s", _rank(), message, extra={"chosen_rank": True})
+
+
+def tracked(items: Sequence[T], words: str) -> Iterator[T]:
+    """The items, with a progress bar where rank 0 has a terminal."""
+    if _rank() != 0 or not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console  # where nobody watches it stays unloaded
+    from rich.progress import track
+
+    yield from track(items, words, console=Console(stderr=True), transient=True)
 
 
 def _rank() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import hf_zero
 from hf_zero.api.run_words import end
-from hf_zero.log import log_dist, logger
+from hf_zero.log import log_dist, logger, tracked
 from hf_zero.offload.memory_estimate import _amount
 
 
@@ -122,3 +123,15 @@ def test_who_wants_warnings_alone_gets_them_alone(as_under_trainer: pytest.LogCa
 def test_small_amounts_are_not_zero(num_bytes: int, words: str) -> None:
     """A small model that did not fit was refused with "need 0.00 GB ... 0.00 GB are available"."""
     assert _amount(num_bytes) == words
+
+
+def test_progress_is_drawn_on_a_terminal_by_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(tracked("abc", "loading weights")) == ["a", "b", "c"] and not capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(tracked("abc", "loading weights")) == ["a", "b", "c"]
+    assert "loading weights" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert list(tracked("abc", "loading weights")) == ["a", "b", "c"] and not capsys.readouterr().err

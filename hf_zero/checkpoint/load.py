@@ -17,7 +17,7 @@ from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
 from hf_zero.checkpoint.whole_states import pieces_of
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
-from hf_zero.log import logger
+from hf_zero.log import logger, tracked
 from hf_zero.optim import SubGroup, Updater
 from hf_zero.params.consolidation import persistent_buffers
 from hf_zero.params.sharded_parameter import of
@@ -87,7 +87,7 @@ def apply(subject: ModelSubject, plan: LoadPlan) -> None:
 
 def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> None:
     stager = subject.assembly.optimizer.updater.stager
-    for sub_group in subject.assembly.optimizer.sub_groups:
+    for sub_group in tracked(subject.assembly.optimizer.sub_groups, "loading weights"):
         with stager.opened(sub_group, changes=True):
             _write_masters(sub_group, plan)
     for index in range(len(store.buckets)):
@@ -258,7 +258,7 @@ def _write_masters(sub_group: SubGroup, plan: LoadPlan) -> None:
 def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     updater, names, view = subject.assembly.optimizer.updater, subject.names, plan.view
     steps: dict[int, int] = {}
-    for sub_group in updater.sub_groups:
+    for sub_group in tracked(updater.sub_groups, "loading optimizer states"):
         group = plan.groups[sub_group.group]
         if group is None:
             _start_anew(updater, sub_group)

@@ -15,6 +15,7 @@ from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
 from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
+from hf_zero.log import tracked
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
 from hf_zero.planning.candidates import (
     Candidate,
@@ -108,7 +109,8 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
     alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
-    for candidate in candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host):
+    ways = list(candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host))
+    for candidate in tracked(ways, "estimating"):
         if candidate.checkpointing not in traces:
             way = candidate.checkpointing
             traces[way] = traced(model, training, checkpointing=way, on_cpu=not hardware.separate)

@@ -110,3 +110,4 @@ def _write(name: str, text: str, flag: str) -> None:
     except OSError as error:
         rule = f"it cannot be written: {error.strerror}"
         raise ConfigError(Problem(flag, name, rule, "name another file")) from None
+    sys.stderr.write(f"Wrote {name}\n")  # standard output may be read as JSON

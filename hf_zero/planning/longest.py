@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError
+from hf_zero.log import tracked
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
 from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, setting_of, traced
 from hf_zero.planning.machine import Hardware
@@ -91,12 +92,12 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     on_cpu = not hardware.separate
     traces = [
         traced(model, replace(training, length=length * shared), checkpointing=True, tiling=tiling, on_cpu=on_cpu)
-        for length in lengths
+        for length in tracked(lengths, "tracing the model")
     ]
     found: list[Reach] = []
     refused: list[ConfigError] = []
     alike = hardware.ranks // training.tensor_parallel
-    for candidate in candidates(training, ranks=alike, separate=hardware.separate):
+    for candidate in tracked(list(candidates(training, ranks=alike, separate=hardware.separate)), "estimating"):
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:

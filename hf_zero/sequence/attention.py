@@ -116,9 +116,9 @@ def install(name: str, modules: Iterable[nn.Module]) -> None:
             if original is not None and not hasattr(original, MARK):
                 setattr(file, _EAGER, _around(original))
         return
-    original = AttentionInterface._global_mapping[name]
-    if not hasattr(original, MARK):
-        AttentionInterface.register(name, _around(original))
+    registered: Any = AttentionInterface._global_mapping[name]
+    if not hasattr(registered, MARK):
+        AttentionInterface.register(name, _around(registered))
 
 
 def _around(core: Callable[..., Any]) -> Callable[..., Any]:

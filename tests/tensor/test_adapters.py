@@ -79,8 +79,12 @@ def test_adapters_of_other_types(config: Any) -> None:
     _check(adapted("uneven", config), 2)
 
 
-def test_adapters_that_transformers_puts_in() -> None:
-    """`model.add_adapter` leaves a model of transformers, not one of PEFT."""
+def test_adapters_that_transformers_puts_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model.add_adapter` leaves a model of transformers, not one of PEFT.
+
+    transformers 5.24 asks there for PEFT 0.22 before it was released; nothing it does in this test needs it.
+    """
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     model: Any = model_of("qwen2")
     torch.manual_seed(8)
     model.add_adapter(lora("qwen2", task_type=None))

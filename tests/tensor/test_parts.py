@@ -15,9 +15,9 @@ from hf_zero.config import ConfigError, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
-from hf_zero.tensor.exchange import enter, gather, leave, split
+from hf_zero.tensor.exchange import check_first_batch, digest, enter, gather, leave, split
 from hf_zero.tensor.extents import Heads, even, heads
-from hf_zero.tensor.groups import TensorGroups, check_first_batch, digest, tp_model_init
+from hf_zero.tensor.groups import TensorGroups, tp_model_init
 from hf_zero.tensor.layers import partial_vocabulary, row_parallel
 from hf_zero.tensor.plan import plan_of
 from hf_zero.tensor.shard import shard_model
