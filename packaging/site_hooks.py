@@ -37,6 +37,7 @@ _SIBLINGS = re.compile(r"\[([^\]]+)\]\((?!https?:|#)(?!\w+\.md)[^)]+\)")
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Names of files outside docs/ without their links; CONTRIBUTING is a page."""
     markdown = markdown.replace("](../CONTRIBUTING.md", "](contributing.md")
+    markdown = re.sub(r"\]\(\.\./bench/results/[^)]+\)", "](measured.md)", markdown)
     return _OUTSIDE.sub(lambda match: match.group(1), markdown)
 
 

@@ -20,11 +20,15 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+import hf_zero
 from bench import readme_figure
 from hf_zero.__main__ import main
+from hf_zero.config import ConfigError
 from hf_zero.launch import LaunchError
 from hf_zero.launch.options import parse as parse_launch
+from tests.config.deepspeed_answers import ask_deepspeed
 from tests.support.models import stack, tiny_llama, token_rows
+from tests.support.requirements import requires
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -208,7 +212,42 @@ def test_the_code_of_the_readme_trains_as_it_stands(folder: Path) -> None:
     assert not torch.equal(before, model.lm_head.weight)
 
 
+def the_error_of_the_readme() -> list[str]:
+    """A ds.json, what DeepSpeed says of it, and what we say."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^```(?:jsonc|text)\n(.*?)\n```", readme, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_error_of_the_readme_is_what_its_config_gives(folder: Path) -> None:
+    config, _, error = the_error_of_the_readme()
+    (folder / "ds.json").write_text(config)
+    with pytest.raises(ConfigError, match=f"^{re.escape(error)}$"):
+        hf_zero.initialize(model=torch.nn.Linear(4, 4), config="ds.json")
+
+
+THREE_RUNS = """
+import os, torch, deepspeed
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+answer = []
+for old, new in ("", ""), ("offload_optimiser", "offload_optimizer"), ('"fp16": {"enabled": true}', '"fp16": {}'):
+    given = given.replace(old, new)
+    try:
+        deepspeed.initialize(model=torch.nn.Linear(4, 4), config=json.loads(given))
+    except Exception as error:
+        answer.append(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.oracle
+@requires(oracle=True)
+def test_deepspeed_needs_three_runs_for_it(folder: Path) -> None:
+    """Each with what the run before complained of mended."""
+    config, said, _ = the_error_of_the_readme()
+    answers = [answer.partition(" [type=")[0] for answer in ask_deepspeed(THREE_RUNS, config, folder)]
+    assert answers == re.split(r"\n(?=\S+Error: )", said)
+
+
 def test_the_figures_of_the_readme_are_those_of_its_result() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme_figure.line() in readme
+    assert readme_figure.line() in readme and readme_figure.line() in (ROOT / "docs/index.md").read_text("utf-8")
     assert readme_figure.RESULT.with_suffix(".md").relative_to(ROOT).as_posix() in readme

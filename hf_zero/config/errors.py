@@ -27,7 +27,7 @@ _ANSWERS: tuple[tuple[str, str, type[Exception] | None, str], ...] = (
     (_BATCH, "must be given", AssertionError, f"{_EITHER} needs to be provided: {{rule}}"),
     (_BATCH, "does not hold", AssertionError, f"{_EQUATION}: {{rule}}"),
     (_BATCH, "", AssertionError, ""),
-    (r"fp16\.enabled, bf16\.enabled", "", AssertionError, "fp16 and bf16 modes cannot be simultaneously enabled"),
+    (r"fp16\.enabled, bf16\.enabled", "", AssertionError, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
     (r"fp16\.loss_scale", "at least 0", None, "fp16.loss_scale must be >= 0"),
     (r"(?:fp16|bf16|zero_optimization)\..*", "no such key", None, "Extra inputs are not permitted: {rule}"),
     (r"optimizer\.type", "neither", AssertionError, "is not a supported DeepSpeed Optimizer: it {rule}"),
