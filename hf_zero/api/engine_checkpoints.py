@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hf_zero.api.engine_gradients import MicroBatches
 from hf_zero.checkpoint import service as checkpoint
-from hf_zero.checkpoint.background import BackgroundSave
+from hf_zero.checkpoint.background import Arena, BackgroundSave
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
 
@@ -20,8 +21,8 @@ class EngineCheckpoints:
         background: the save that goes on beside training.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.background = BackgroundSave()
+    def __init__(self, engine: Any, arena: Arena | None = None) -> None:
+        self.background = BackgroundSave(arena)
         self._engine: Any = weakref.proxy(engine)
 
     def save(
@@ -37,7 +38,20 @@ class EngineCheckpoints:
         request = checkpoint.SaveRequest(
             save_dir, tag or f"global_step{engine.global_steps}", save_latest, exclude_frozen
         )
-        run = checkpoint.RunState(
+        with engine.phases.phase("save"):
+            run = self._run_state(client_state or {})
+            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)
+
+    def keep(self, folder: Path, kept: Callable[[], object]) -> None:
+        """In host memory; see `service.keep_checkpoint`. Collective."""
+        subject = self._subject("save_checkpoint")
+        assert isinstance(subject, Subject), "what has no optimizer is not trained"
+        with self._engine.phases.phase("save"):
+            checkpoint.keep_checkpoint(subject, self._run_state({}), folder, self.background, kept)
+
+    def _run_state(self, client_state: Mapping[str, Any]) -> checkpoint.RunState:
+        engine = self._engine
+        return checkpoint.RunState(
             stage=engine.settings.resolved.zero.stage,
             world=engine.groups.shard.size,
             global_steps=engine.global_steps,
@@ -45,12 +59,10 @@ class EngineCheckpoints:
             global_samples=engine.global_samples,
             lr_scheduler=engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
             config=engine.config,
-            client_state=client_state or {},
+            client_state=client_state,
             features=engine.training_features.state_dict(),
             model_size=engine.groups.model_size,
         )
-        with engine.phases.phase("save"):
-            checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)
 
     def load(
         self,

@@ -12,6 +12,7 @@ from one another's memory. An error surfaces at the next step.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import math
 import mmap
@@ -21,7 +22,8 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Record, Streamed
+from hf_zero.checkpoint.files.torch_reader import IN_PIECES
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 from hf_zero.comm import Collectives
 from hf_zero.errors import CheckpointError
@@ -46,19 +49,32 @@ _SMALL_BYTES = 4096  # not worth a place: copied by itself
 class _Segment:
     """Memory that other processes can map."""
 
-    def __init__(self, num_bytes: int) -> None:
-        descriptor = os.memfd_create("hf_zero_save")
-        os.ftruncate(descriptor, num_bytes)
+    def __init__(self, num_bytes: int, path: Path | None = None) -> None:
+        """`path`: a file of a tmpfs, which outlives this process; one that is there is used again.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        if path is None:
+            descriptor = os.memfd_create("hf_zero_save")
+            os.ftruncate(descriptor, num_bytes)
+        else:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            num_bytes = max(num_bytes, os.fstat(descriptor).st_size)
+            os.posix_fallocate(descriptor, 0, num_bytes)  # a page that is missing later would end this process
+        weakref.finalize(self, os.close, descriptor)
         self.used = 0
         self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-        self.name = name_of(descriptor)
-        weakref.finalize(self, os.close, descriptor)
+        self.name = name_of(descriptor) if path is None else str(path)
 
 
 class Arena:
     """A rank's memory for snapshots, and that of other ranks of its host as far as it reads there."""
 
-    def __init__(self) -> None:
+    def __init__(self, stem: Path | None = None) -> None:
+        """`stem`: how the names of its files begin, in a tmpfs; without it the memory ends with this process."""
+        self._stem = stem
+        self._unchanged: dict[int, tuple[int, int]] = {}  # by place: address and version of what is there
         self._segments: list[_Segment] = []
         self._theirs: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}  # by where this process has them
@@ -78,7 +94,8 @@ class Arena:
         num_bytes = numel * dtype.itemsize
         segment = next((each for each in self._segments if each.bytes.numel() - each.used >= num_bytes), None)
         if segment is None:
-            segment = _Segment(max(num_bytes, _SEGMENT_BYTES))
+            path = self._stem and self._stem.with_name(f"{self._stem.name}.{len(self._segments)}")
+            segment = _Segment(max(num_bytes, _SEGMENT_BYTES), path)
             self._segments.append(segment)
             self._names[segment.bytes.data_ptr()] = segment.name
         found = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
@@ -97,6 +114,13 @@ class Arena:
 
     def holds(self, part: Tensor) -> bool:
         return part.untyped_storage().data_ptr() in self._names
+
+    def update(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source` to its place, unless it is what was copied there last."""
+        state = source.data_ptr(), source._version
+        if self._unchanged.get(target.data_ptr()) != state:
+            target.copy_(source)
+            self._unchanged[target.data_ptr()] = state
 
     def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         """What another rank of this host has placed."""
@@ -140,7 +164,7 @@ class Arena:
         """End the process that writes, and give the memory back."""
         if self._writer is not None:
             self._writer.close()
-        self._segments, self._theirs, self._names, self._writer = [], {}, {}, None
+        self._segments, self._theirs, self._names, self._unchanged, self._writer = [], {}, {}, {}, None
 
 
 class Snapshot:
@@ -150,9 +174,14 @@ class Snapshot:
         copied: masters and states may change again.
     """
 
-    def __init__(self, arena: Arena, updater: Updater | None) -> None:
-        """`arena`: holds the snapshot; whatever it held is gone."""
+    def __init__(self, arena: Arena, updater: Updater | None, constant: Iterable[Tensor] = ()) -> None:
+        """
+        Args:
+            arena: holds the snapshot; whatever it held is gone.
+            constant: what is copied again only after somebody has written to it.
+        """
         arena.rewind()
+        self._constant = frozenset(each.untyped_storage().data_ptr() for each in constant)
         self.copied = threading.Event()
         self._arena = arena
         self._known: dict[object, Any] = {}
@@ -186,17 +215,25 @@ class Snapshot:
         return value
 
     def share(self, buffers: Sequence[Tensor], collectives: Collectives) -> list[list[Tensor]]:
-        """The buffers of all ranks, by rank, which `write` may read. Collective, on one host."""
-        own = [self._placed(buffer, buffer.dtype) for buffer in buffers]
-        pieces = [self._arena.piece(each) for each in own]
-        found = []
-        for rank, theirs in enumerate(collectives.gather_objects([*zip(pieces, (each.dtype for each in own))])):
-            if rank == collectives.rank:
-                found.append(own)
-            else:
-                assert isinstance(theirs, list)
-                found.append([self._arena.of_other(piece, dtype) for piece, dtype in theirs])
-        return found
+        """The buffers of all ranks, by rank, which `write` may read. Collective, on one host.
+
+        Raises:
+            OSError: on all ranks, when one has no room.
+        """
+        problem, own = "", []
+        try:
+            own = [self._placed(buffer, buffer.dtype) for buffer in buffers]
+        except OSError as error:
+            problem = str(error)
+        pieces = [(self._arena.piece(each), each.dtype) for each in own]
+        gathered: list[Any] = collectives.gather_objects((problem, pieces))
+        for rank, (theirs, _) in enumerate(gathered):
+            if theirs:
+                raise OSError(errno.ENOSPC, f"rank {rank} has no room for what is saved beside training: {theirs}")
+        return [
+            own if rank == collectives.rank else [self._arena.of_other(piece, dtype) for piece, dtype in theirs]
+            for rank, (_, theirs) in enumerate(gathered)
+        ]
 
     def copy(self) -> None:
         """Copy what has got a place only.
@@ -237,12 +274,33 @@ class Snapshot:
 
     def _placed(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor's place; its values are there now, or will be when `copy` has ended."""
-        target = self._arena.place(source.numel(), dtype)
-        if source.untyped_storage().data_ptr() in self._steady and not source.is_inference():
+        target, storage = self._arena.place(source.numel(), dtype), source.untyped_storage().data_ptr()
+        if storage in self._steady and not source.is_inference():
             self._later.append((target, source.detach(), source._version))
+        elif storage in self._constant and not source.is_inference():
+            self._arena.update(target, source)
         else:
             target.copy_(source)
         return target
+
+
+def described(value: Any, arena: Arena) -> Any:
+    """`value`, which a snapshot has kept in an arena with files, with tensors as pieces of these files
+    (`torch_reader.IN_PIECES`)."""
+    if isinstance(value, (Tensor, Streamed)):
+        parts = (value.reshape(-1),) if isinstance(value, Tensor) else value.parts
+        pieces = [arena.piece(part) if part.numel() else None for part in parts]
+        if None in pieces or not pieces:
+            return value
+        names = [(Path(piece.path).name, piece.start, piece.num_bytes) for piece in pieces if piece is not None]
+        return {IN_PIECES: names, "dtype": str(value.dtype).removeprefix("torch."), "shape": tuple(value.shape)}
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, described(entry, arena)) for key, entry in value.items())
+    if isinstance(value, Mapping):
+        return {key: described(entry, arena) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(described(entry, arena) for entry in value)
+    return value
 
 
 def _is_one_value(part: Tensor) -> bool:
@@ -287,8 +345,8 @@ class BackgroundSave:
     Nobody may ask any more when the last save of a program fails: then the program has failed (`_end_as_failed`).
     """
 
-    def __init__(self) -> None:
-        self.arena = Arena()
+    def __init__(self, arena: Arena | None = None) -> None:
+        self.arena = arena or Arena()
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 

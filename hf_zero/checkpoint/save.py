@@ -63,12 +63,14 @@ def files_of(
     *,
     writes_shared_file: bool,
     exclude_frozen: bool = False,
+    exclude_trained: bool = False,
     snapshot: Snapshot | None = None,
 ) -> dict[str, Any]:
     """This rank's files, name -> content; tensors are still where training keeps them. Collective.
 
     Args:
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
+        exclude_trained: leave trained weights out where their masters are saved, as all loads of ours do with them.
         snapshot: keeps them as they are now, if given.
     """
     subject.assembly.store.sync_masters()
@@ -77,13 +79,13 @@ def files_of(
     share = snapshot.share if snapshot is not None and hosts().num_hosts == 1 else None
     with subject.assembly.optimizer.updater.stager.viewing():
         collected = _Collected.of(subject, share)
-        return _files_of(subject, run, collected, writes_shared_file=writes_shared_file, exclude_frozen=exclude_frozen)
+        weights = _weights(subject, exclude_frozen=exclude_frozen, exclude_trained=exclude_trained)
+        return _files_of(subject, run, collected, weights, writes_shared_file=writes_shared_file)
 
 
 def _files_of(
-    subject: Subject, run: RunState, collected: _Collected, *, writes_shared_file: bool, exclude_frozen: bool
+    subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights, *, writes_shared_file: bool
 ) -> dict[str, Any]:
-    weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage == 0:
         return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
     if subject.stage == 3:
@@ -358,7 +360,7 @@ def model_files_of(
     return {name: model_states(run, weights, [], ours={ds.MANIFEST_KEY: True})}
 
 
-def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
+def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bool = False) -> ModelWeights:
     aliases, left_out = subject.aliases(), subject.excludable() if exclude_frozen else set()
     frozen = {name: parameter for name, parameter in subject.frozen().items() if name not in left_out}
     dropped = left_out | {alias for alias, owner in aliases.items() if owner in left_out}
@@ -366,9 +368,11 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool) -> ModelWeights:
     sharded = subject.stage == 3
     values = {name: _file_value(subject, parameter) for name, parameter in frozen.items()}
     parameters: dict[str, Tensor] = {}
+    trained = {id(parameter) for parameter in subject.store.parameters} if subject.store is not None else set()
     for name, parameter in subject.module.named_parameters(remove_duplicate=False):
         # Of experts no rank has the whole weights, which are in the files of the optimizer.
         is_apart = sharded or subject.groups.of(parameter) is not subject.groups
+        is_apart |= exclude_trained and subject.stage > 0 and id(parameter) in trained
         parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()
         if is_apart and not sharded and name in values:
             parameters[name] = values[name]

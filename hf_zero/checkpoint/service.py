@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot, num_bytes_of
+from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot, described, num_bytes_of
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.deepspeed.states import RunState
 from hf_zero.checkpoint.files.stream import write_records
-from hf_zero.checkpoint.files.torch_file import WriteRecords
+from hf_zero.checkpoint.files.torch_file import WriteRecords, write_torch_file
+from hf_zero.checkpoint.files.torch_reader import IN_PIECES
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
 from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of_part
 from hf_zero.checkpoint.save import files_of, model_files_of
@@ -27,6 +28,7 @@ from hf_zero.config.schema.training import Checkpoint
 from hf_zero.device.limits import host_available
 from hf_zero.errors import CheckpointError, WrongArgument
 from hf_zero.log import logger
+from hf_zero.params.sharded_parameter import of
 
 Directory = str | os.PathLike[str]
 _TAKEN = (ds.LATEST, ds.LATEST_UNIVERSAL, "zero_to_fp32.py")
@@ -88,6 +90,46 @@ def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, 
         else:
             _write(place, files, collectives)
     return place.final
+
+
+def keep_checkpoint(
+    subject: Subject, run: RunState, folder: Path, background: BackgroundSave, kept: Callable[[], object]
+) -> None:
+    """Keep a checkpoint in host memory: what `save_checkpoint` writes, with values in the files of the save's arena.
+    Returns when that is copied which the next update will not wait for. Collective.
+
+    Args:
+        folder: of the tag, in a tmpfs; the arena's files lie beside it.
+        kept: called beside training, when this rank's part is complete.
+
+    Raises:
+        CheckpointError: on all ranks, when one has no room.
+    """
+    background.wait()
+    arena, collectives = background.arena, subject.groups.world
+
+    def keep() -> dict[str, Any]:
+        folder.mkdir(exist_ok=True)
+        return {name: snapshot.keep(content) for name, content in files.items()}
+
+    def describe() -> None:
+        for name, content in contents.items():
+            path = folder / name
+            path.unlink(missing_ok=True)
+            stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # nobody waits for checksums here
+            write_torch_file(path, {IN_PIECES: True, **described({**content, ds.HF_ZERO: stated}, arena)})
+        kept()
+
+    with ledger.phase("checkpoint"):
+        _check_drives(subject)
+        handles = ((of(parameter), parameter) for parameter in subject.frozen().values())
+        frozen = (parameter if handle is None else handle.view() for handle, parameter in handles)
+        snapshot = Snapshot(arena, subject.assembly.optimizer.updater, frozen)
+        groups = subject.groups
+        leads = groups.is_first_beside(per_host=False) if groups.model_size > 1 else collectives.rank == 0
+        files = files_of(subject, run, writes_shared_file=leads, exclude_trained=True, snapshot=snapshot)
+        contents = together(keep, collectives)
+        background.start(describe, snapshot)
 
 
 def _has_room(arena: Arena, num_bytes: int, collectives: Collectives) -> bool:

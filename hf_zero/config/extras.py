@@ -42,6 +42,7 @@ ASKED_BY: dict[str, str] = {
     "hf_zero.distillation": "compression",
     "elasticity": "elasticity",
     "expert_parallel": "experts",
+    "hf_zero.resilience": "resilience",
     "autotuning": "autotuning",
     "optimizer.OneBitAdam": "one_bit",
     "optimizer.OneBitLamb": "one_bit",

@@ -101,11 +101,14 @@ class Failure:
         """The status that a shell would show."""
         return self.code if self.code > 0 else 128 - self.code
 
+    def summary(self) -> str:
+        what = f"exit status {self.code}" if self.code > 0 else f"killed by {_signal_name(-self.code)}"
+        return f"hf-zero launch: rank {self.rank} on {self.host} failed first ({what})"
+
     def message(self) -> str:
         """For the user, as the last thing that is printed."""
-        what = f"exit status {self.code}" if self.code > 0 else f"killed by {_signal_name(-self.code)}"
         last = self.tail.strip("\n")
-        lines = [f"hf-zero launch: rank {self.rank} on {self.host} failed first ({what})"]
+        lines = [self.summary()]
         lines[0] += f"; its whole log is {self.log}" if self.log else ""
         lines[0] += ". Its last output:" if last else ", without any output."
         return "\n".join([lines[0], *(f"  {line}" for line in last.split("\n") if last)]) + "\n"
@@ -185,6 +188,14 @@ def signal_tree(pid: int, number: int) -> None:
             member.send_signal(number)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process (SIGSTOP, or a debugger)."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def signal_group(pid: int, number: int) -> None:

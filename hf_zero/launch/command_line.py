@@ -154,6 +154,8 @@ def _run(options: argparse.Namespace) -> int:
         node_rank=options.node_rank,
         ssh_port=options.ssh_port,
         venv_script=options.venv_script,
+        max_restarts=options.max_restarts,
+        stopped_s=options.stopped_timeout,
     )
     job = _job(options, world, backend, master_address(options, world, backend, has_hosts=listed is not None))
     logger.info("%s", describe(job, backend))
@@ -200,6 +202,11 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
         raise LaunchError(f"--launcher {name} starts ranks on other hosts, and there is no hostfile that names them")
     if name not in ("pdsh", "nossh", "local") and options.venv_script is not None and name not in backend.refuses:
         raise LaunchError(f"--venv_script is for remote shells, and {name} uses none: activate it before you start")
+    if options.max_restarts and name != "local":
+        raise LaunchError(
+            f"--max_restarts is for the ranks of one machine, and --launcher {name} starts others: torchrun does it on "
+            "several (--launcher torchrun --launcher_args '--max-restarts N')"
+        )
     for option, reason in backend.refuses.items():
         if getattr(options, option, None) not in (None, False, ""):
             raise LaunchError(f"--{option} does not go with --launcher {name}: {reason}")

@@ -44,6 +44,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise LaunchError("--bind_core_list has no effect without --bind_cores_to_rank: give both or neither")
     if not 1 <= options.master_port <= 65535:
         raise LaunchError(f"--master_port {options.master_port} is not a valid port: choose one from 1024 to 65535")
+    if options.max_restarts < 0 or options.stopped_timeout <= 0:
+        raise LaunchError("--max_restarts is 0 or more, and --stopped_timeout a number of seconds above 0")
     if options.ssh_port is not None and not 1 <= options.ssh_port <= 65535:
         raise LaunchError(f"--ssh_port {options.ssh_port} is not a valid port")
     if options.quiet:
@@ -90,6 +92,15 @@ def _meeting(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no_ssh", action="store_true", help="start this host's ranks only; do so on every host")
     group.add_argument("--no_ssh_check", action="store_true", help="do not try the first host beforehand")
     group.add_argument("--ssh_port", type=int, help="where the hosts listen for ssh, if not at 22")
+    group.add_argument(
+        "--max_restarts", type=int, default=0, help="start all ranks again when one fails, so often (this machine's)"
+    )
+    group.add_argument(
+        "--stopped_timeout",
+        type=float,
+        default=5.0,
+        help="with --max_restarts: seconds after which a rank that is stopped counts as dead (default: %(default)s)",
+    )
     group.add_argument("--force_multi", action="store_true", help="use --launcher for a single host too")
 
 

@@ -4,7 +4,7 @@ python -m hf_zero.launch.ranks JOB --host NAME     all ranks of this host: what 
 python -m hf_zero.launch.ranks JOB                 one rank, found in the variables of mpirun or srun
 
 `Supervisor` runs the ranks of one node: it passes on what they print and the signals that come, and ends all when one
-fails.
+fails, or starts all again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from hf_zero.launch import LaunchError, shown
-from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, Tail, signal_group
+from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, Tail, is_stopped, signal_group
 from hf_zero.launch.job import Job, RankCommand
+from hf_zero.launch.restarts import ForkedRank, Restarts
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 
@@ -39,18 +40,27 @@ class _Rank:
     """A process and what belongs to it."""
 
     command: RankCommand
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     log: BinaryIO | None
     watch: int | None  # a descriptor that becomes readable when the process ends
     tail: Tail = field(default_factory=Tail)
     open_pipes: int = 2
+    stopped_at: float | None = None  # since when it is seen stopped
 
 
 class Supervisor:
     """The ranks of one node, from start to end."""
 
-    def __init__(self, host: str, *, log_path: Callable[[int], str | None], is_attached: bool = False) -> None:
+    def __init__(
+        self,
+        host: str,
+        *,
+        log_path: Callable[[int], str | None],
+        is_attached: bool = False,
+        restarts: Restarts | None = None,
+    ) -> None:
         """`is_attached`: the reader of our output started us; when it closes the pipe, the ranks are ended too."""
+        self._restarts = restarts
         self._host = host
         self._log_path = log_path
         self._is_attached = is_attached
@@ -67,13 +77,20 @@ class Supervisor:
         with SignalInbox() as inbox:
             self._selector.register(inbox.descriptor, selectors.EVENT_READ, lambda: self._heed(inbox))
             try:
-                for index, command in enumerate(commands):
-                    self._start(index, command)
-                while self._alive:
-                    self._turn()
-                self._drain()
+                self._run_once(commands)
+                while self._restarts is not None and self._first is not None and self._signal is None:
+                    problem = self._restarts.refusal(self._first)
+                    if problem:
+                        sys.stderr.write(f"hf-zero launch: {problem}\n")
+                        break
+                    sys.stderr.write(f"{self._first.summary()}: all ranks start again{self._restarts.described()}\n")
+                    self._kill_all()
+                    self._ranks, self._first, self._kill_at = [], None, None
+                    self._run_once(self._restarts.renewed(commands))
             finally:
                 self._kill_all()
+                if self._restarts is not None:
+                    self._restarts.close()
         if self._signal is not None:
             return 128 + self._signal
         if self._first is None:
@@ -81,10 +98,17 @@ class Supervisor:
         report(self._first)
         return self._first.exit_status
 
+    def _run_once(self, commands: Sequence[RankCommand]) -> None:
+        for index, command in enumerate(commands):
+            self._start(index, command)
+        while self._alive:
+            self._turn()
+        self._drain()
+
     def _start(self, index: int, command: RankCommand) -> None:
         path = self._log_path(command.rank)
         log = _open_log(path) if path else None
-        process = _start(command)
+        process = start(command) if self._restarts is None else self._restarts.start(command)
         rank = _Rank(command, process, log, _watch(process.pid))
         self._ranks.append(rank)
         self._alive.add(index)
@@ -104,6 +128,8 @@ class Supervisor:
         for index in sorted(self._alive):
             if self._ranks[index].watch is None:
                 self._look_at(index)
+        if self._restarts is not None:
+            self._end_stopped(self._restarts.stopped_s)
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._send(signal.SIGKILL)
         if self._is_attached and self._kill_at is None and _is_deserted(1):
@@ -122,10 +148,23 @@ class Supervisor:
             os.close(rank.watch)
         if code == 0 or self._kill_at is not None:
             return
-        self._drain(rank)
+        if self._restarts is None:
+            self._drain(rank)
         log = self._log_path(rank.command.rank)
         self._first = Failure(rank.command.rank, self._host, code, rank.tail.text(), log)
-        self._end(signal.SIGTERM)
+        # Whoever goes on from what others have as well has nothing to finish.
+        self._end(signal.SIGTERM if self._restarts is None else signal.SIGKILL)
+
+    def _end_stopped(self, after_s: float) -> None:
+        """A rank that is stopped (SIGSTOP) for so long counts as dead: others wait for it."""
+        for rank in (self._ranks[index] for index in self._alive):
+            if not is_stopped(rank.process.pid):
+                rank.stopped_at = None
+            elif rank.stopped_at is None:
+                rank.stopped_at = time.monotonic()
+            elif time.monotonic() - rank.stopped_at > after_s:
+                sys.stderr.write(f"hf-zero launch: rank {rank.command.rank} has been stopped for {after_s:g} s\n")
+                signal_group(rank.process.pid, signal.SIGKILL)
 
     def _heed(self, inbox: SignalInbox) -> None:
         for number in inbox.take():
@@ -198,7 +237,12 @@ class _Pump:
         self.supervisor.heard(self.rank, self.pipe, self.stream)
 
 
-def _start(command: RankCommand) -> subprocess.Popen[bytes]:
+def start(command: RankCommand) -> subprocess.Popen[bytes]:
+    """A process that runs it.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
     try:
         with _bound_to(command.cores):
             return subprocess.Popen(
@@ -250,10 +294,18 @@ def _is_deserted(descriptor: int) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
-def run_node(job: Job, node_rank: int, *, report: Callable[[Failure], None], is_attached: bool = False) -> int:
+def run_node(
+    job: Job,
+    node_rank: int,
+    *,
+    report: Callable[[Failure], None],
+    is_attached: bool = False,
+    restarts: Restarts | None = None,
+) -> int:
     """Run all ranks of one node; the exit status."""
     host = job.world.names[node_rank]
-    return run_commands(job, host, job.on_node(node_rank), report=report, is_attached=is_attached)
+    commands = job.on_node(node_rank)
+    return run_commands(job, host, commands, report=report, is_attached=is_attached, restarts=restarts)
 
 
 def run_commands(
@@ -263,12 +315,13 @@ def run_commands(
     *,
     report: Callable[[Failure], None],
     is_attached: bool = False,
+    restarts: Restarts | None = None,
 ) -> int:
     """Run these ranks; the exit status."""
     for command in commands:
         name_gloo_interface(command.environment, [name for name in job.world.names if name != host])
-    supervisor = Supervisor(host, log_path=_log_paths(job.log_folder), is_attached=is_attached)
-    return supervisor.run(commands, report)
+    paths = _log_paths(job.log_folder)
+    return Supervisor(host, log_path=paths, is_attached=is_attached, restarts=restarts).run(commands, report)
 
 
 def report_to_launcher(token: str) -> Callable[[Failure], None]:

@@ -6,10 +6,12 @@ import pickle
 import re
 import zipfile
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import classes
 from hf_zero.errors import CheckpointError
@@ -20,6 +22,12 @@ MAX_RECORDS = 1 << 20
 
 _KNOWN = [(known, f"{home}.{known.__name__}") for known, home in classes.HOMES.items()]
 _RESTORE = "restore it from a copy, or load an older checkpoint"
+IN_PIECES = "hf_zero_in_pieces"
+"""Key of what stands for a tensor of a checkpoint in host memory: (file, first byte, bytes) of its parts, dtype, shape.
+
+The files, with nothing in them but values, lie beside the folder of the tag; without a name they are zeros. As a key of
+the whole content it says that there are such tensors.
+"""
 
 
 def read_torch_file(path: Path) -> Any:
@@ -35,12 +43,37 @@ def read_torch_file(path: Path) -> Any:
         check_container(path)
     try:
         with torch.serialization.safe_globals(list(_KNOWN)):
-            return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+        if isinstance(content, dict) and content.pop(IN_PIECES, False):
+            return _put_together(content, path.parent.parent, {})
+        return content
     except pickle.UnpicklingError as error:
         raise _refusal(path, error, is_zip) from error
     except Exception as error:
         problem = f"cannot be read ({type(error).__name__}: {_first_line(error)})"
         raise CheckpointError(path, problem, _RESTORE) from error
+
+
+def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, _put_together(entry, folder, mapped)) for key, entry in value.items())
+    if isinstance(value, dict) and IN_PIECES not in value:
+        return {key: _put_together(entry, folder, mapped) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_put_together(entry, folder, mapped) for entry in value)
+    if not isinstance(value, dict):
+        return value
+    parts = []
+    for name, start, num_bytes in value[IN_PIECES]:
+        if not name:
+            parts.append(torch.zeros(num_bytes, dtype=torch.uint8))
+            continue
+        if name not in mapped:
+            path = folder / Path(name).name
+            mapped[name] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        parts.append(mapped[name].narrow(0, start, num_bytes))
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.view(getattr(torch, value["dtype"])).view(value["shape"])
 
 
 def check_container(path: Path) -> None:

@@ -240,6 +240,24 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_train_sampler
 
 
+@PATCHES.add(
+    "Trainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)",
+    without="a training does not go on from host memory (hf_zero.resilience)",
+    until="Trainer asks the engine where to resume from",
+)
+def around_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With hf_zero.resilience in ds.json, ranks that were started again go on from what they have kept."""
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        plugin = getattr(self.args, "deepspeed_plugin", None)
+        config = {} if plugin is None else plugin.deepspeed_config
+        for begin in services_for(config, "begin_training"):
+            resume_from_checkpoint = begin(self, config, resume_from_checkpoint)
+        return original(self, resume_from_checkpoint, *args, **options)
+
+    return train
+
+
 @PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)
 def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Trainer asks for the norm after every step, and for most of them never looks at it."""

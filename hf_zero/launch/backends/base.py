@@ -148,6 +148,8 @@ class Request:
     Attributes:
         has_hosts: a hostfile was given, so `world` names other machines.
         launcher_args: the words of `--launcher_args`.
+        max_restarts: how often all ranks are started again when one fails.
+        stopped_s: how long a rank may be stopped then.
     """
 
     has_hosts: bool = False
@@ -155,6 +157,8 @@ class Request:
     node_rank: int = -1
     ssh_port: int | None = None
     venv_script: str | None = None
+    max_restarts: int = 0
+    stopped_s: float = 5.0
 
 
 @dataclass(frozen=True)

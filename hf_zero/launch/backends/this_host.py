@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
 from hf_zero.launch.job import Job
-from hf_zero.launch.ranks import report_to_user, run_node
+from hf_zero.launch.ranks import report_to_user, run_node, start
+from hf_zero.launch.restarts import Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
 
 
@@ -76,4 +77,5 @@ class Local(NoSsh):
                 f"--launcher local starts ranks on this machine only, and the job has {len(job.world.nodes)} hosts: "
                 "choose another launcher, or narrow it with --num_nodes 1"
             )
-        return run_node(job, 0, report=report_to_user)
+        restarts = Restarts(request.max_restarts, request.stopped_s, start) if request.max_restarts else None
+        return run_node(job, 0, report=report_to_user, restarts=restarts)

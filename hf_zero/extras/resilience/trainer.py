@@ -1,0 +1,133 @@
+"""Trainer's part: it keeps a checkpoint in host memory as a step begins, and goes on from the newest.
+
+As a step begins: what follows the update before it (logs, evaluation, a save) has been done, so none of it is left out
+when ranks are started again, and random numbers are those that Trainer will put back at the same place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from hf_zero.comm import collectives_for, local_device
+from hf_zero.errors import CheckpointError
+from hf_zero.extras.resilience import Resilience
+from hf_zero.extras.resilience.memory import MemoryCheckpoints, own_folder, supervisor
+from hf_zero.log import logger
+
+_STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums.json"
+_HISTORY = "log_history.jsonl"
+_LOSS = "_tr_loss"  # an attribute from transformers 5.24 on; before, a log after a restart has its own losses alone
+_trainings = itertools.count(1)  # a script that is started again trains in the same order
+
+
+def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
+    """Called as `Trainer.train` begins. Collective.
+
+    Returns:
+        Where to resume from: the newest checkpoint in host memory, else `resume`.
+    """
+    number = next(_trainings)
+    settings = Resilience.model_validate(config["hf_zero"]["resilience"])
+    if not settings.enabled:
+        return resume
+    process = supervisor(os.environ)
+    if process is None:
+        logger.info(
+            "hf_zero.resilience: nobody starts these ranks again, so nothing is kept in host memory; start them with "
+            "`hf-zero launch --max_restarts N` or `torchrun --max-restarts N`"
+        )
+        return resume
+    memory = MemoryCheckpoints(own_folder(process) / f"training-{number}", collectives_for(local_device()))
+    found = memory.newest()
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [each for each in callbacks if not isinstance(each, KeepInMemory)]
+    keeper = KeepInMemory(trainer, memory, settings.every)
+    callbacks.insert(0, keeper)  # before others draw random numbers
+    if found is None:
+        return resume
+    step, folder = found
+    if trainer.is_world_process_zero():
+        logger.info("training goes on after update %d, from host memory", step)
+    keeper.resume_from(folder)
+    return str(folder)
+
+
+class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Keeps what Trainer needs to go on."""
+
+    def __init__(self, trainer: Any, memory: MemoryCheckpoints, every: int) -> None:
+        self._trainer: Any = weakref.proxy(trainer)
+        self._memory = memory
+        self._every = every
+        self._sums: dict[str, float] = {}
+        self._num_logs = 0  # of those in the history's file
+        self._step = 0  # of the newest checkpoint
+
+    def resume_from(self, folder: Path) -> None:
+        """Make the state whole that Trainer is going to read; on one rank of a host, for all."""
+        self._sums = json.loads((folder / _SUMS).read_text())
+        state = json.loads((folder / _STATE).read_text())
+        self._step = state["global_step"]
+        self._num_logs = int(self._sums.pop("num_logs"))
+        if self._trainer.args.should_save:
+            path = folder.parent / _HISTORY
+            lines = path.read_text().splitlines()[: self._num_logs] if self._num_logs else []
+            path.write_text("".join(f"{line}\n" for line in lines))
+            (folder / _STATE).write_text(json.dumps({**state, "log_history": [*map(json.loads, lines)]}))
+        self._trainer.accelerator.wait_for_everyone()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """What was summed up since the last log goes on; what this call has trained counts from here."""
+        trainer, carried = self._trainer, self._sums.pop("loss", None)
+        if carried is not None and hasattr(trainer, _LOSS):
+            trainer._globalstep_last_logged = int(self._sums["last_logged"])
+            trainer._total_loss_scalar = -carried
+            getattr(trainer, _LOSS).add_(carried)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Keep what is true between two updates."""
+        if state.global_step <= self._step or state.global_step % self._every:
+            return
+        try:
+            self._memory.keep(self._trainer.model_wrapped, state.global_step, self._add)
+            self._step = state.global_step
+        except CheckpointError as error:
+            logger.warning("hf_zero.resilience: nothing more is kept in host memory: %s", error)
+            self._every = sys.maxsize
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Let go of the memory of this process; a rank that fails later finds the end of this training there."""
+        self._memory.close()
+
+    def _add(self, folder: Path) -> None:
+        trainer = self._trainer
+        trainer._save_rng_state(folder)
+        if not trainer.args.should_save:
+            return
+        if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+            torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
+        stateful = [*trainer.callback_handler.callbacks, trainer.control]
+        stateful = [each for each in stateful if isinstance(each, ExportableState)]
+        state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=stateful)
+        state.total_flos += trainer.current_flos * trainer.args.world_size
+        state.save_to_json(folder / _STATE)
+        history = trainer.state.log_history
+        with (folder.parent / _HISTORY).open("a") as file:
+            file.writelines(f"{json.dumps(entry)}\n" for entry in history[self._num_logs :])
+        self._num_logs = len(history)
+        sums = {"num_logs": self._num_logs, "last_logged": trainer._globalstep_last_logged}
+        if hasattr(trainer, _LOSS):
+            sums["loss"] = float(getattr(trainer, _LOSS))
+        (folder / _SUMS).write_text(json.dumps(sums))

@@ -1,0 +1,291 @@
+"""Starting ranks again: how often, and from a process that has imported what their script imports and forks them.
+
+A fresh Python takes seconds to import torch and transformers, which is most of what a restart takes. The process is
+
+    python -m hf_zero.launch.restarts SOCKET script.py ...     the words as Python takes them, also `-m module ...`
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from hf_zero.launch.children import Failure, signal_group
+from hf_zero.launch.job import RankCommand
+from hf_zero.rank_environment import SUPERVISOR, folder_in_memory
+
+# What every training imports, whatever its script says.
+_ALWAYS = (("torch", ""), ("torch._dynamo", ""), ("hf_zero.api.entry", ""), ("transformers", "Trainer"))
+_MESSAGE_BYTES = 1 << 20
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class Restarts:
+    """Starts the ranks of this host, as often as they may be started."""
+
+    def __init__(self, most: int, stopped_s: float, start: Callable[[RankCommand], subprocess.Popen[bytes]]) -> None:
+        """
+        Args:
+            most: restarts in all.
+            stopped_s: how long a rank may be stopped before it counts as dead.
+            start: runs a command in a fresh process.
+        """
+        self.stopped_s = stopped_s
+        self._most, self._left = most, most
+        self._start = start
+        self._nursery: Nursery | None = None
+        self._failed_after: int | None = None
+
+    def start(self, command: RankCommand) -> subprocess.Popen[bytes] | ForkedRank:
+        command = replace(command, environment={**command.environment, SUPERVISOR: str(os.getpid())})
+        if not Nursery.can_run(command):
+            return self._start(command)
+        try:
+            self._nursery = self._nursery or Nursery(command)
+            return self._nursery.start(command)
+        except OSError:  # it has been killed, too; the next one makes another
+            self.close()
+            return self._start(command)
+
+    def refusal(self, failure: Failure) -> str:
+        """Why they are not started again after this failure; empty: they are."""
+        if not self._left:
+            return f"ranks were started again {self._most} times (--max_restarts), which is all they may be"
+        step = newest_update(folder_in_memory(os.getpid()))
+        if failure.code > 0 and step is not None:
+            if step == self._failed_after:
+                return f"a rank has failed by itself twice after update {step}: what goes wrong there will do so again"
+            self._failed_after = step
+        self._left -= 1
+        return ""
+
+    def described(self) -> str:
+        step = newest_update(folder_in_memory(os.getpid()))
+        where = "" if step is None else f", from host memory after update {step}"
+        return f"{where} ({self._left} restarts left)"
+
+    def renewed(self, commands: Sequence[RankCommand]) -> list[RankCommand]:
+        """The commands with a port that nobody of the ranks before still holds."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = str(free.getsockname()[1])
+        return [replace(each, environment={**each.environment, "MASTER_PORT": port}) for each in commands]
+
+    def close(self) -> None:
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
+
+
+def newest_update(folder: Path) -> int | None:
+    """The newest update that some rank has kept there."""
+    found = []
+    for path in folder.glob("training-*/*/rank-*.json"):
+        with suppress(OSError, ValueError):
+            found.append((path.parts[-3], int(json.loads(path.read_text())["step"])))
+    return max(found)[1] if found else None
+
+
+class Nursery:
+    """The process, as the launcher sees it."""
+
+    def __init__(self, command: RankCommand) -> None:
+        """Start it; it imports what `command` will, beside the ranks."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+        with theirs:
+            self._process = subprocess.Popen(
+                [command.command[0], "-u", "-m", __name__, str(theirs.fileno()), *_words(command)],
+                # Asked in the usual way, CUDA could not be used after a fork.
+                env={**os.environ, **command.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._codes: dict[int, int] = {}
+
+    @staticmethod
+    def can_run(command: RankCommand) -> bool:
+        """Whether it is Python that runs it."""
+        return command.command[:2] == (sys.executable, "-u")
+
+    def start(self, command: RankCommand) -> ForkedRank:
+        """A process that runs it.
+
+        Raises:
+            OSError: there is no such process any more.
+        """
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        environment = {**os.environ, **command.environment}
+        request = {"words": _words(command), "environment": environment, "cores": command.cores}
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [out_end, err_end])
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+        self._started = None
+        while self._started is None:  # it may be importing still
+            self._receive()
+        return ForkedRank(self, self._started, open(out, "rb", buffering=0), open(err, "rb", buffering=0))
+
+    def code(self, pid: int, *, waits: bool) -> int | None:
+        """The exit status of a rank, as subprocess has it; None: it has not ended."""
+        while pid not in self._codes:
+            self._socket.setblocking(waits)
+            try:
+                self._receive()
+            except BlockingIOError:
+                return None
+            except OSError:  # its parent is gone, so nobody knows
+                return -signal.SIGKILL
+            finally:
+                self._socket.setblocking(True)
+        return self._codes[pid]
+
+    def _receive(self) -> None:
+        answer = self._socket.recv(_MESSAGE_BYTES)
+        if not answer:
+            raise OSError("the process that forks ranks has ended")
+        pid, code = json.loads(answer)
+        if code is None:
+            self._started = pid
+        else:
+            self._codes[pid] = code
+
+    def close(self) -> None:
+        """End the process; its ranks have ended."""
+        self._socket.close()
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+
+
+class ForkedRank:
+    """What the launcher needs of `subprocess.Popen`."""
+
+    def __init__(self, nursery: Nursery, pid: int, stdout: BinaryIO, stderr: BinaryIO) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        return self._nursery.code(self.pid, waits=False)
+
+    def wait(self) -> int | None:
+        return self._nursery.code(self.pid, waits=True)
+
+
+def _words(command: RankCommand) -> list[str]:
+    return [*command.command[2:]]  # after `python -u`
+
+
+def imports_of(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name in it or "") that a script imports from installed packages when it begins."""
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Import):
+            yield from ((name.name, "") for name in statement.names if _is_installed(name.name))
+        elif isinstance(statement, ast.ImportFrom) and not statement.level and _is_installed(str(statement.module)):
+            yield from ((str(statement.module), name.name) for name in statement.names)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and any(folder in str(spec.origin) for folder in _INSTALLED)
+
+
+def _import_for(words: Sequence[str]) -> None:
+    """Whatever fails here fails in the rank, where somebody reads it."""
+    wanted = list(_ALWAYS)
+    with suppress(Exception):
+        spec = importlib.util.find_spec(words[1]) if words[0] == "-m" else None
+        wanted += imports_of(Path(str(spec.origin) if spec else words[0]).read_text(encoding="utf-8"))
+    for module, name in wanted:
+        with suppress(Exception):
+            getattr(importlib.import_module(module), name or "__name__", None)
+
+
+def main() -> None:
+    """Import, fork ranks as they are asked for, say how each ended, until the launcher closes the socket. A rank
+    returns from `_serve` and runs its script."""
+    link, words = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
+    _import_for(words)
+    gc.collect()
+    gc.freeze()  # so that ranks share these pages
+    _run(_serve(link))
+
+
+def _serve(link: socket.socket) -> list[str]:
+    with selectors.DefaultSelector() as selector:
+        selector.register(link, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not link:
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status = os.waitpid(key.data, 0)
+                    link.send(json.dumps([key.data, os.waitstatus_to_exitcode(status)]).encode())
+                    continue
+                message, outputs, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
+                if not message:  # the launcher has ended; if it was killed, its ranks are still there
+                    for rank in selector.get_map().values():
+                        if rank.fileobj is not link:
+                            signal_group(rank.data, signal.SIGKILL)
+                    sys.exit()
+                pid = os.fork()
+                if pid == 0:
+                    link.close()
+                    atexit.register(gc.unfreeze)  # otherwise libraries report what they could not free
+                    request = json.loads(message)
+                    _become(request["environment"], request["cores"], outputs)
+                    return list(request["words"])
+                for output in outputs:
+                    os.close(output)
+                link.send(json.dumps([pid, None]).encode())
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+
+
+def _become(environment: Mapping[str, str], cores: Sequence[int], outputs: Sequence[int]) -> None:
+    os.setsid()
+    for output, number in zip(outputs, (1, 2), strict=True):
+        os.dup2(output, number)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _run(words: Sequence[str]) -> None:
+    """As `python` runs these words."""
+    if words[0] == "-m":
+        sys.argv = [*words[1:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*words]
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
