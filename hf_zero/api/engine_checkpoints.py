@@ -42,12 +42,12 @@ class EngineCheckpoints:
             run = self._run_state(client_state or {})
             checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)
 
-    def keep(self, folder: Path, kept: Callable[[], object]) -> None:
+    def keep(self, folder: Path, *, add: Callable[[], object], kept: Callable[[], object]) -> None:
         """In host memory; see `service.keep_checkpoint`. Collective."""
         subject = self._subject("save_checkpoint")
         assert isinstance(subject, Subject), "what has no optimizer is not trained"
         with self._engine.phases.phase("save"):
-            checkpoint.keep_checkpoint(subject, self._run_state({}), folder, self.background, kept)
+            checkpoint.keep_checkpoint(subject, self._run_state({}), folder, self.background, add=add, kept=kept)
 
     def _run_state(self, client_state: Mapping[str, Any]) -> checkpoint.RunState:
         engine = self._engine

@@ -178,10 +178,10 @@ class Snapshot:
         """
         Args:
             arena: holds the snapshot; whatever it held is gone.
-            constant: what is copied again only after somebody has written to it.
+            constant: what is copied again only after somebody has written to it; stays where it is.
         """
         arena.rewind()
-        self._constant = frozenset(each.untyped_storage().data_ptr() for each in constant)
+        self._constant = {(each.data_ptr(), each.numel()) for each in constant}  # its storage may hold trained ones, too
         self.copied = threading.Event()
         self._arena = arena
         self._known: dict[object, Any] = {}
@@ -197,8 +197,8 @@ class Snapshot:
                 self._known[key] = self._kept(value)
             return self._known[key]
         if isinstance(value, Arriving):
-            for batch in value.batches:
-                self._known.update((id(awaited), self.keep(content)) for awaited, content in batch)
+            for batch in value.batches:  # ends before the next one, which may get its addresses
+                self._known.update((id(awaited), self._kept_stream(content)) for awaited, content in batch)
             return self.keep(value.content)
         if isinstance(value, Awaited):
             return self._known[id(value)]
@@ -277,7 +277,7 @@ class Snapshot:
         target, storage = self._arena.place(source.numel(), dtype), source.untyped_storage().data_ptr()
         if storage in self._steady and not source.is_inference():
             self._later.append((target, source.detach(), source._version))
-        elif storage in self._constant and not source.is_inference():
+        elif (source.data_ptr(), source.numel()) in self._constant and not source.is_inference():
             self._arena.update(target, source)
         else:
             target.copy_(source)

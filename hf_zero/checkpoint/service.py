@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor, nn
 
 from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot, described, num_bytes_of
 from hf_zero.checkpoint.deepspeed import keys as ds
@@ -93,13 +95,20 @@ def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, 
 
 
 def keep_checkpoint(
-    subject: Subject, run: RunState, folder: Path, background: BackgroundSave, kept: Callable[[], object]
+    subject: Subject,
+    run: RunState,
+    folder: Path,
+    background: BackgroundSave,
+    *,
+    add: Callable[[], object],
+    kept: Callable[[], object],
 ) -> None:
     """Keep a checkpoint in host memory: what `save_checkpoint` writes, with values in the files of the save's arena.
     Returns when that is copied which the next update will not wait for. Collective.
 
     Args:
         folder: of the tag, in a tmpfs; the arena's files lie beside it.
+        add: adds to it what only the caller knows.
         kept: called beside training, when this rank's part is complete.
 
     Raises:
@@ -109,8 +118,12 @@ def keep_checkpoint(
     arena, collectives = background.arena, subject.groups.world
 
     def keep() -> dict[str, Any]:
-        folder.mkdir(exist_ok=True)
-        return {name: snapshot.keep(content) for name, content in files.items()}
+        try:
+            folder.mkdir(exist_ok=True)
+            add()
+            return {name: snapshot.keep(content) for name, content in files.items()}
+        except OSError as error:
+            raise CheckpointError(folder, f"cannot be kept in host memory: {error}") from error
 
     def describe() -> None:
         for name, content in contents.items():
@@ -122,14 +135,21 @@ def keep_checkpoint(
 
     with ledger.phase("checkpoint"):
         _check_drives(subject)
-        handles = ((of(parameter), parameter) for parameter in subject.frozen().values())
-        frozen = (parameter if handle is None else handle.view() for handle, parameter in handles)
-        snapshot = Snapshot(arena, subject.assembly.optimizer.updater, frozen)
+        snapshot = Snapshot(arena, subject.assembly.optimizer.updater, _lasting(subject.frozen().values()))
         groups = subject.groups
         leads = groups.is_first_beside(per_host=False) if groups.model_size > 1 else collectives.rank == 0
         files = files_of(subject, run, writes_shared_file=leads, exclude_trained=True, snapshot=snapshot)
         contents = together(keep, collectives)
         background.start(describe, snapshot)
+
+
+def _lasting(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+    """Of frozen parameters what this rank holds, where it is not made anew whenever it is asked for."""
+    for parameter in parameters:
+        handle = of(parameter)
+        first, second = (parameter, parameter) if handle is None else (handle.view(), handle.view())
+        if first.data_ptr() == second.data_ptr():
+            yield first
 
 
 def _has_room(arena: Arena, num_bytes: int, collectives: Collectives) -> bool:

@@ -25,7 +25,6 @@ from typing import Any
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.background import Arena
 from hf_zero.comm import Collectives
-from hf_zero.errors import CheckpointError
 from hf_zero.rank_environment import SUPERVISOR, folder_in_memory
 
 _TAG = "global_step"  # Trainer looks for a folder whose name begins like this
@@ -116,12 +115,12 @@ class MemoryCheckpoints:
         mark = slot / f"rank-{rank}.json"
         mark.unlink(missing_ok=True)
         content = json.dumps({"step": step, "rank": rank, "world": self._collectives.size})
-        try:
+
+        def add_to_slot() -> None:
             add(slot)
             (slot / "latest").write_text(_TAG)
-            self._savers[self._last].keep(slot / _TAG, lambda: _replace(mark, content))
-        except OSError as error:
-            raise CheckpointError(slot, f"host memory is full ({error})") from error
+
+        self._savers[self._last].keep(slot / _TAG, add=add_to_slot, kept=lambda: _replace(mark, content))
 
     def wait(self) -> None:
         """Return when what was kept last is complete."""

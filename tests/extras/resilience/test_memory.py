@@ -1,0 +1,162 @@
+"""Checkpoints in host memory: what they hold, which one is taken, and what becomes of training without room."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.checkpoint import CheckpointError, background
+from hf_zero.comm import ledger
+from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
+from tests.checkpoint.training import new_engine, train
+from tests.support.ranks import run_ranks
+
+OFFLOAD = {"device": "cpu"}
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (0, {}),
+    "stage 1": (1, {"bf16": {"enabled": True}}),
+    "stage 2": (2, {}),
+    "stage 2, bf16, offload": (2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}}),
+    "stage 3": (3, {}),
+    "stage 3, offload": (3, {"zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}}),
+    "stage 3, 8-bit": (3, {"optimizer": {"type": "Adam8bit", "params": {"lr": 1e-2}}}),
+    "Muon": (2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
+}
+
+
+def everything_mapped() -> Any:
+    """Small tensors are copied into the description; here all lie in the files, as large ones do."""
+    return mock.patch.object(background, "_SMALL_BYTES", 0)
+
+
+def run_keeps(rank: int, kind: str, folder: str, updates: int) -> tuple[list[float], int]:
+    """Keep after each update; losses, and how many elements travelled between ranks for it."""
+    stage, sections = KINDS[kind]
+    world = torch.distributed.get_world_size()
+    engine, losses = new_engine(stage, world, **sections), []
+    memory = MemoryCheckpoints(Path(folder), engine.groups.world)
+    assert memory.newest() is None
+    ledger.reset()
+    with everything_mapped():
+        for update in range(1, updates + 1):
+            losses += train(engine, rank, world, range(update - 1, update))
+            memory.keep(engine, update, lambda folder: (folder / f"added-{rank}").write_text(str(update)))
+    memory.close()
+    numel = sum(t.numel for (phase, name), t in ledger.tallies.items() if "all_to_all" in name)
+    engine.destroy()
+    return losses, numel
+
+
+def run_goes_on(rank: int, kind: str, folder: str, seed: int, updates: range) -> tuple[int, list[float]]:
+    """A new engine with other weights loads what was kept; the update, and losses from there on."""
+    stage, sections = KINDS[kind]
+    world = torch.distributed.get_world_size()
+    engine = new_engine(stage, world, seed=seed, **sections)
+    found = MemoryCheckpoints(Path(folder), engine.groups.world).newest()
+    assert found is not None
+    step, slot = found
+    assert (slot / f"added-{rank}").read_text() == str(step)
+    engine.load_checkpoint(str(slot))
+    assert engine.module.seen[0] == step  # a buffer
+    losses = train(engine, rank, world, range(step, updates.stop))
+    engine.destroy()
+    return step, losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+    """Copied once: below stage 3, where files hold what other ranks own, ranks map one another's memory."""
+    kept = run_ranks(run_keeps, 2, kind, str(tmp_path / "a"), 3)
+    whole = run_ranks(run_keeps, 2, kind, str(tmp_path / "b"), 6)
+    assert [numel for _, numel in kept] == [0, 0]
+    resumed = run_ranks(run_goes_on, 2, kind, str(tmp_path / "a"), 5, range(3, 6))
+    assert resumed == [(3, losses[3:]) for losses, _ in whole]
+
+
+def test_it_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    (losses, _), _ = run_ranks(run_keeps, 2, "stage 3", str(tmp_path / "six"), 6)
+    run_ranks(run_keeps, 2, "stage 3", str(tmp_path / "three"), 3)
+    ((step, alone),) = run_ranks(run_goes_on, 1, "stage 3", str(tmp_path / "three"), 5, range(3, 6))
+    assert step == 3
+    torch.testing.assert_close(alone, losses[3:], rtol=1e-5, atol=0)
+
+
+def run_newest(rank: int, folder: str) -> int | None:
+    engine = new_engine(2, 2)
+    found = MemoryCheckpoints(Path(folder), engine.groups.world).newest()
+    engine.destroy()
+    return None if found is None else found[0]
+
+
+def test_a_checkpoint_counts_when_all_ranks_have_it(tmp_path: Path) -> None:
+    """A rank that is killed while it keeps one has removed its mark in that slot; the other slot is whole."""
+    run_ranks(run_keeps, 2, "stage 2", str(tmp_path), 4)
+    assert run_ranks(run_newest, 2, str(tmp_path)) == [4, 4]
+    marks = {path: json.loads(path.read_text())["step"] for path in tmp_path.glob("*/rank-*.json")}
+    assert sorted(marks.values()) == [3, 3, 4, 4]
+    next(path for path, step in marks.items() if step == 4).unlink()
+    assert run_ranks(run_newest, 2, str(tmp_path)) == [3, 3]
+    next(path for path, step in marks.items() if step == 3).write_text("")
+    assert run_ranks(run_newest, 2, str(tmp_path)) == [None, None]
+
+
+def run_without_room(rank: int, folder: str, stage: int) -> tuple[str, list[float]]:
+    engine = new_engine(stage, 2)
+    train(engine, rank, 2, range(1))
+    memory, real = MemoryCheckpoints(Path(folder), engine.groups.world), os.posix_fallocate
+
+    def full(descriptor: int, start: int, num_bytes: int) -> None:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, start, num_bytes)
+
+    said = ""
+    with everything_mapped(), mock.patch.object(os, "posix_fallocate", full):
+        try:
+            memory.keep(engine, 1, lambda folder: None)
+        except CheckpointError as error:
+            said = str(error)
+    losses = train(engine, rank, 2, range(1, 3))
+    memory.close()
+    engine.destroy()
+    return said, losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_without_room_all_ranks_hear_of_it_and_train_on(stage: int, tmp_path: Path) -> None:
+    """A page that is missing when a mapped file is written to would end the process (SIGBUS)."""
+    (first, losses), (second, _) = run_ranks(run_without_room, 2, str(tmp_path), stage)
+    assert "No space left on device" in first and "No space left on device" in second
+    assert len(losses) == 2
+
+
+def test_frozen_weights_are_copied_once() -> None:
+    """A base below adapters is most of the model, and nobody writes to it; where somebody does, it is copied again."""
+    frozen, arena = nn.Parameter(torch.ones(2000), requires_grad=False), background.Arena()
+
+    def kept() -> torch.Tensor:
+        found = background.Snapshot(arena, None, [frozen]).keep(frozen)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    assert kept().sum() == 2000
+    kept().fill_(3)  # shows whether it is copied
+    assert kept().sum() == 6000
+    with torch.no_grad():
+        frozen.add_(1)
+    assert kept().sum() == 4000
+
+
+def test_who_starts_ranks_again() -> None:
+    assert supervisor({"HF_ZERO_SUPERVISOR": "17"}) == 17
+    assert supervisor({"TORCHELASTIC_MAX_RESTARTS": "3"}) == os.getppid()
+    assert supervisor({"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert supervisor({}) is None

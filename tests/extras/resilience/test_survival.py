@@ -1,0 +1,59 @@
+"""Trainer under `hf-zero launch --max_restarts`, whose ranks are killed and stopped: nothing is lost but an update."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extras.resilience.attacks import Survived, survive
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+OFFLOAD = {"device": "cpu"}
+ZERO: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 2, offload": {"stage": 2, "offload_optimizer": OFFLOAD},
+    "stage 3": {"stage": 3},
+    "stage 3, offload": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD},
+}
+
+
+def config(kind: str, **resilience: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {**ZERO[kind], "stage3_param_persistence_threshold": 0} if "3" in kind else ZERO[kind],
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "hf_zero": {"resilience": {"enabled": True, **resilience}},
+    }
+
+
+def check(survived: Survived, undisturbed: Survived, num_attacks: int) -> None:
+    assert survived.code == 0, survived.output[-6000:]
+    assert survived.wrong(undisturbed.lines) == []
+    assert survived.left == []
+    assert survived.output.count("all ranks start again") == num_attacks == len(survived.recovery_s)
+    # One that was made but not yet kept everywhere, and the one that was under way.
+    assert len(survived.lines) - len(undisturbed.lines) <= 2 * num_attacks
+
+
+def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
+    undisturbed = survive(tmp_path / "undisturbed", config("stage 2"), updates=12)
+    assert undisturbed.code == 0 and len(undisturbed.lines) == 12 and undisturbed.left == []
+    survived = survive(tmp_path / "attacked", config("stage 2"), updates=12, attacks=[KILL, STOP], seed=1)
+    check(survived, undisturbed, 2)
+    assert "has been stopped for 0.5 s" in survived.output and "from host memory after update" in survived.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", ZERO)
+def test_ten_kills(kind: str, tmp_path: Path) -> None:
+    """At all stages, with and without offload: fifty in all, at random moments of a step."""
+    undisturbed = survive(tmp_path / "undisturbed", config(kind), updates=60)
+    survived = survive(tmp_path / "attacked", config(kind), updates=60, attacks=[KILL] * 10, seed=7)
+    check(survived, undisturbed, 10)
+    assert statistics.median(survived.recovery_s) < 60  # what it is on a quiet machine: docs/resilience.md
