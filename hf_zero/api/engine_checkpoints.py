@@ -9,7 +9,8 @@ from typing import Any
 
 from hf_zero.api.engine_gradients import MicroBatches
 from hf_zero.checkpoint import service as checkpoint
-from hf_zero.checkpoint.background import Arena, BackgroundSave
+from hf_zero.checkpoint.arena import Arena
+from hf_zero.checkpoint.background import BackgroundSave
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import CheckpointView
 

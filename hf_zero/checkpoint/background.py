@@ -15,24 +15,20 @@ import atexit
 import errno
 import logging
 import math
-import mmap
 import os
 import signal
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.files import stream
-from hf_zero.checkpoint.files.stream import Arriving, Awaited, Record, Streamed
-from hf_zero.checkpoint.files.torch_reader import IN_PIECES
-from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
 from hf_zero.comm import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.log import logger
@@ -41,130 +37,6 @@ from hf_zero.optim.updater import Updater
 
 _THREAD_NAME = "hf_zero_save"
 _untold: set[BackgroundSave] = set()
-_ALIGN_BYTES = 64
-_SEGMENT_BYTES = 64 << 20
-_SMALL_BYTES = 4096  # not worth a place: copied by itself
-
-
-class _Segment:
-    """Memory that other processes can map."""
-
-    def __init__(self, num_bytes: int, path: Path | None = None) -> None:
-        """`path`: a file of a tmpfs, which outlives this process; one that is there is used again.
-
-        Raises:
-            OSError: there is no room for it.
-        """
-        if path is None:
-            descriptor = os.memfd_create("hf_zero_save")
-            os.ftruncate(descriptor, num_bytes)
-        else:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            num_bytes = max(num_bytes, os.fstat(descriptor).st_size)
-            os.posix_fallocate(descriptor, 0, num_bytes)  # a page that is missing later would end this process
-        weakref.finalize(self, os.close, descriptor)
-        self.used = 0
-        self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-        self.name = name_of(descriptor) if path is None else str(path)
-
-
-class Arena:
-    """A rank's memory for snapshots, and that of other ranks of its host as far as it reads there."""
-
-    def __init__(self, stem: Path | None = None) -> None:
-        """`stem`: how the names of its files begin, in a tmpfs; without it the memory ends with this process."""
-        self._stem = stem
-        self._unchanged: dict[int, tuple[int, int]] = {}  # by place: address and version of what is there
-        self._segments: list[_Segment] = []
-        self._theirs: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}  # by where this process has them
-        self._writer: Writer | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.bytes.numel() for segment in self._segments)
-
-    def rewind(self) -> None:
-        """What was placed so far is not needed any more."""
-        for segment in self._segments:
-            segment.used = 0
-
-    def place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room, 1-D, with any content. In the same order, the same tensors get the same places."""
-        num_bytes = numel * dtype.itemsize
-        segment = next((each for each in self._segments if each.bytes.numel() - each.used >= num_bytes), None)
-        if segment is None:
-            path = self._stem and self._stem.with_name(f"{self._stem.name}.{len(self._segments)}")
-            segment = _Segment(max(num_bytes, _SEGMENT_BYTES), path)
-            self._segments.append(segment)
-            self._names[segment.bytes.data_ptr()] = segment.name
-        found = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
-        segment.used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        segment.used = min(segment.used, segment.bytes.numel())
-        return found
-
-    def piece(self, part: Tensor) -> Piece | None:
-        """A contiguous part as the writer can find it; None where it cannot."""
-        num_bytes = part.numel() * part.element_size()
-        if part.numel() > 1 and part.stride() == (0,) and not part[0]:
-            return Piece("", 0, num_bytes)
-        base = part.untyped_storage().data_ptr()
-        name = self._names.get(base)
-        return None if name is None else Piece(name, part.data_ptr() - base, num_bytes)
-
-    def holds(self, part: Tensor) -> bool:
-        return part.untyped_storage().data_ptr() in self._names
-
-    def update(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source` to its place, unless it is what was copied there last."""
-        state = source.data_ptr(), source._version
-        if self._unchanged.get(target.data_ptr()) != state:
-            target.copy_(source)
-            self._unchanged[target.data_ptr()] = state
-
-    def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """What another rank of this host has placed."""
-        if piece.path not in self._theirs:
-            with open(piece.path, "rb") as file:
-                # Nobody writes to it. torch warns of memory that cannot be written to.
-                pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            memory = torch.frombuffer(pages, dtype=torch.uint8)
-            self._theirs[piece.path] = memory
-            self._names[memory.data_ptr()] = piece.path
-        return self._theirs[piece.path].narrow(0, piece.start, piece.num_bytes).view(dtype)
-
-    def write_records(self, file: int, records: Sequence[Record]) -> list[int]:
-        """As `stream.write_records`, by the other process where it can."""
-        orders: dict[int, Order] = {}
-        for number, record in enumerate(records):
-            pieces = self._pieces(record)
-            if pieces is not None:
-                orders[number] = Order(record.offset, pieces)
-        others = [number for number in range(len(records)) if number not in orders]
-        checksums = dict(zip(others, stream.write_records(file, [records[n] for n in others]), strict=True))
-        if orders:
-            if self._writer is None or not self._writer.is_alive:
-                self._writer = Writer()
-            checksums |= zip(orders, self._writer.write(file, list(orders.values())), strict=True)
-        return [checksums[number] for number in range(len(records))]
-
-    def _pieces(self, record: Record) -> list[Piece] | None:
-        content = record.content
-        if not isinstance(content, Streamed) or not isinstance(content.parts, tuple):
-            return None
-        found = []
-        for part in content.parts:
-            piece = self.piece(part) if part.dtype == content.dtype and part.numel() else None
-            if piece is None:
-                return None
-            found.append(piece)
-        return found if content.num_bytes > _SMALL_BYTES else None
-
-    def close(self) -> None:
-        """End the process that writes, and give the memory back."""
-        if self._writer is not None:
-            self._writer.close()
-        self._segments, self._theirs, self._names, self._unchanged, self._writer = [], {}, {}, {}, None
 
 
 class Snapshot:
@@ -181,7 +53,9 @@ class Snapshot:
             constant: what is copied again only after somebody has written to it; stays where it is.
         """
         arena.rewind()
-        self._constant = {(each.data_ptr(), each.numel()) for each in constant}  # its storage may hold trained ones, too
+        self._constant = {
+            (each.data_ptr(), each.numel()) for each in constant
+        }  # its storage may hold trained ones, too
         self.copied = threading.Event()
         self._arena = arena
         self._known: dict[object, Any] = {}
@@ -257,7 +131,7 @@ class Snapshot:
 
     def _kept(self, value: Tensor) -> Tensor:
         is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
-        if not is_plain or value.is_quantized or value.numel() * value.element_size() < _SMALL_BYTES:
+        if not is_plain or value.is_quantized or value.numel() * value.element_size() < self._arena.SMALL_BYTES:
             return value.detach().to("cpu", copy=True)
         return self._placed(value.detach().reshape(-1), value.dtype).view(value.shape)
 
@@ -282,25 +156,6 @@ class Snapshot:
         else:
             target.copy_(source)
         return target
-
-
-def described(value: Any, arena: Arena) -> Any:
-    """`value`, which a snapshot has kept in an arena with files, with tensors as pieces of these files
-    (`torch_reader.IN_PIECES`)."""
-    if isinstance(value, (Tensor, Streamed)):
-        parts = (value.reshape(-1),) if isinstance(value, Tensor) else value.parts
-        pieces = [arena.piece(part) if part.numel() else None for part in parts]
-        if None in pieces or not pieces:
-            return value
-        names = [(Path(piece.path).name, piece.start, piece.num_bytes) for piece in pieces if piece is not None]
-        return {IN_PIECES: names, "dtype": str(value.dtype).removeprefix("torch."), "shape": tuple(value.shape)}
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, described(entry, arena)) for key, entry in value.items())
-    if isinstance(value, Mapping):
-        return {key: described(entry, arena) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(described(entry, arena) for entry in value)
-    return value
 
 
 def _is_one_value(part: Tensor) -> bool:

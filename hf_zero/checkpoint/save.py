@@ -80,17 +80,11 @@ def files_of(
     with subject.assembly.optimizer.updater.stager.viewing():
         collected = _Collected.of(subject, share)
         weights = _weights(subject, exclude_frozen=exclude_frozen, exclude_trained=exclude_trained)
-        return _files_of(subject, run, collected, weights, writes_shared_file=writes_shared_file)
-
-
-def _files_of(
-    subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights, *, writes_shared_file: bool
-) -> dict[str, Any]:
-    if subject.stage == 0:
-        return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
-    if subject.stage == 3:
-        return _stage_3(subject, run, collected, weights)
-    return _stages_1_2(subject, run, collected, weights, writes_shared_file=writes_shared_file)
+        if subject.stage == 0:
+            return _stage_0(subject, run, collected, weights) if writes_shared_file else {}
+        if subject.stage == 3:
+            return _stage_3(subject, run, collected, weights)
+        return _stages_1_2(subject, run, collected, weights, writes_shared_file=writes_shared_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +300,9 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     groups, arrivals = _group_states(subject, collected, targets, wanted)
     states = optimizer_states_3(run, collected.part(subject), numbers, groups)
     in_order = [{names[m.parameter]: shapes[m.parameter] for m in sub.members} for sub in subs]
-    return {
-        ds.optimizer_file(rank, bf16=subject.bf16, model_rank=subject.model_rank): _arriving(states, arrivals),
-        ds.model_file(rank, 3, subject.model_rank): model_states(run, weights, in_order),
-    }
+    name = ds.optimizer_file(rank, bf16=subject.bf16, model_rank=subject.model_rank)
+    model = model_states(run, weights, in_order)
+    return {name: _arriving(states, arrivals), ds.model_file(rank, 3, subject.model_rank): model}
 
 
 def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
@@ -368,11 +361,11 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
     sharded = subject.stage == 3
     values = {name: _file_value(subject, parameter) for name, parameter in frozen.items()}
     parameters: dict[str, Tensor] = {}
-    trained = {id(parameter) for parameter in subject.store.parameters} if subject.store is not None else set()
+    frozen_ids = {id(parameter) for parameter in subject.frozen().values()}
     for name, parameter in subject.module.named_parameters(remove_duplicate=False):
         # Of experts no rank has the whole weights, which are in the files of the optimizer.
         is_apart = sharded or subject.groups.of(parameter) is not subject.groups
-        is_apart |= exclude_trained and subject.stage > 0 and id(parameter) in trained
+        is_apart |= exclude_trained and subject.stage > 0 and id(parameter) not in frozen_ids
         parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()
         if is_apart and not sharded and name in values:
             parameters[name] = values[name]

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot, described, num_bytes_of
+from hf_zero.checkpoint.arena import Arena, described
+from hf_zero.checkpoint.background import BackgroundSave, Snapshot, num_bytes_of
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.deepspeed.states import RunState

@@ -5,13 +5,19 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import signal
+import subprocess
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
 import psutil
+
+from hf_zero.launch import LaunchError, shown
+from hf_zero.launch.job import RankCommand
 
 CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 15
@@ -188,6 +194,57 @@ def signal_tree(pid: int, number: int) -> None:
             member.send_signal(number)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+
+
+def start(command: RankCommand) -> subprocess.Popen[bytes]:
+    """A process that runs it.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
+    try:
+        with _bound_to(command.cores):
+            return subprocess.Popen(
+                command.command,
+                env={**os.environ, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # so that a signal comes once, from us, and reaches its children
+            )
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{shown(command.command[0])} cannot be started: {error}") from None
+
+
+class _bound_to:
+    """Children started inside are bound to these cores: they inherit it from this thread."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = cores
+
+    def __enter__(self) -> None:
+        if self._cores:
+            self._before = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, self._cores)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._cores:
+            os.sched_setaffinity(0, self._before)
+
+
+def watch(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, or an old one: asked for at every tick instead
+        return None
+
+
+def is_deserted(descriptor: int) -> bool:
+    """Whether the reader of a pipe or socket of ours is gone, as after ssh has been cut off."""
+    poller = select.poll()
+    poller.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
 def is_stopped(pid: int) -> bool:

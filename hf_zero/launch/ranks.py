@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import selectors
 import signal
 import socket
@@ -24,7 +23,18 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from hf_zero.launch import LaunchError, shown
-from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, Tail, is_stopped, signal_group
+from hf_zero.launch.children import (
+    CHUNK_BYTES,
+    Failure,
+    SignalInbox,
+    Stream,
+    Tail,
+    is_deserted,
+    is_stopped,
+    signal_group,
+    start,
+    watch,
+)
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.restarts import ForkedRank, Restarts
 from hf_zero.network import name_gloo_interface
@@ -109,7 +119,7 @@ class Supervisor:
         path = self._log_path(command.rank)
         log = _open_log(path) if path else None
         process = start(command) if self._restarts is None else self._restarts.start(command)
-        rank = _Rank(command, process, log, _watch(process.pid))
+        rank = _Rank(command, process, log, watch(process.pid))
         self._ranks.append(rank)
         self._alive.add(index)
         for pipe, number in ((process.stdout, 1), (process.stderr, 2)):
@@ -132,7 +142,7 @@ class Supervisor:
             self._end_stopped(self._restarts.stopped_s)
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._send(signal.SIGKILL)
-        if self._is_attached and self._kill_at is None and _is_deserted(1):
+        if self._is_attached and self._kill_at is None and is_deserted(1):
             self._signal = signal.SIGHUP
             self._end(signal.SIGTERM)
 
@@ -237,61 +247,11 @@ class _Pump:
         self.supervisor.heard(self.rank, self.pipe, self.stream)
 
 
-def start(command: RankCommand) -> subprocess.Popen[bytes]:
-    """A process that runs it.
-
-    Raises:
-        LaunchError: it cannot be started.
-    """
-    try:
-        with _bound_to(command.cores):
-            return subprocess.Popen(
-                command.command,
-                env={**os.environ, **command.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # so that a signal comes once, from us, and reaches its children
-            )
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"{shown(command.command[0])} cannot be started: {error}") from None
-
-
 def _open_log(path: str) -> BinaryIO:
     try:
         return open(path, "wb", buffering=0)
     except OSError as error:
         raise LaunchError(f"the log {shown(path)} cannot be written: {error}") from None
-
-
-class _bound_to:
-    """Children started inside are bound to these cores: they inherit it from this thread."""
-
-    def __init__(self, cores: Sequence[int]) -> None:
-        self._cores = cores
-
-    def __enter__(self) -> None:
-        if self._cores:
-            self._before = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, self._cores)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._cores:
-            os.sched_setaffinity(0, self._before)
-
-
-def _watch(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux, or an old one: asked for at every tick instead
-        return None
-
-
-def _is_deserted(descriptor: int) -> bool:
-    """Whether the reader of a pipe or socket of ours is gone, as after ssh has been cut off."""
-    poller = select.poll()
-    poller.register(descriptor, 0)
-    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
 def run_node(

@@ -66,7 +66,7 @@ class Restarts:
     def refusal(self, failure: Failure) -> str:
         """Why they are not started again after this failure; empty: they are."""
         if not self._left:
-            return f"ranks were started again {self._most} times (--max_restarts), which is all they may be"
+            return f"ranks have been started again as often as --max_restarts {self._most} allows"
         step = newest_update(folder_in_memory(os.getpid()))
         if failure.code > 0 and step is not None:
             if step == self._failed_after:
@@ -78,7 +78,7 @@ class Restarts:
     def described(self) -> str:
         step = newest_update(folder_in_memory(os.getpid()))
         where = "" if step is None else f", from host memory after update {step}"
-        return f"{where} ({self._left} restarts left)"
+        return f"{where} (restart {self._most - self._left} of {self._most})"
 
     def renewed(self, commands: Sequence[RankCommand]) -> list[RankCommand]:
         """The commands with a port that nobody of the ranks before still holds."""

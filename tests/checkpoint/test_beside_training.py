@@ -18,6 +18,7 @@ import torch
 
 from hf_zero.api.parameter_access import safe_set_full_optimizer_state
 from hf_zero.checkpoint import CheckpointError, background, open_checkpoint, service
+from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 from hf_zero.comm import ledger
 from tests.checkpoint.training import new_engine, train
@@ -38,7 +39,7 @@ def copy_late(taken: background.Snapshot) -> None:
 def run_saves(rank: int, stage: int, root: str, sections: dict[str, Any]) -> tuple[list[float], int]:
     """Two saves with training beside them. Returns losses, and how often elements travelled for the files."""
     engine = new_engine(stage, 2, **sections, **BF16)
-    small = mock.patch.object(background, "_SMALL_BYTES", 0)  # the other process writes all that lies in shared memory
+    small = mock.patch.object(Arena, "SMALL_BYTES", 0)  # the other process writes all that lies in shared memory
     with small, mock.patch.object(background.Snapshot, "copy", copy_late):
         train(engine, rank, 2, range(3))
         ledger.reset()

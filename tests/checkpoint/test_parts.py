@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.background import Arena, BackgroundSave, Snapshot
+from hf_zero.checkpoint.arena import Arena
+from hf_zero.checkpoint.background import BackgroundSave, Snapshot
 from hf_zero.checkpoint.consolidate import save_whole_weights
 from hf_zero.checkpoint.exchange import Exchange, Placed, join
 from hf_zero.checkpoint.files.stream import Written, into_place, streamed, write_small

@@ -140,9 +140,7 @@ def segments_of(numel: int) -> list[tuple[int, int]]:
 
 
 def _lamb(rule: LambRule) -> Update:
-    def run(
-        vectors: Vectors, step: int, scale: Any = 1.0, skip: Tensor | None = None, seed: int | None = None
-    ) -> None:
+    def run(vectors: Vectors, step: int, scale: Any = 1.0, skip: Tensor | None = None, seed: int | None = None) -> None:
         segments = segments_of(vectors.weight.numel())
         squares = lamb_moments(vectors, rule, segments, scale, skip)
         lamb_apply(vectors, rule, rule.rate(step) * rule.trust_ratios(squares), segments, skip, seed)

@@ -256,3 +256,72 @@ def test_the_commands_that_are_installed() -> None:
     for place in places.values():
         module, _, function = place.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
+
+
+FAILS_ONCE = "test -e again && exec touch done; touch again; echo $MASTER_PORT; kill -9 $$"
+
+
+def test_ranks_start_again_with_another_port(tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "--num_gpus", "1", "--max_restarts", "2", "--no_python", "--no_local_rank", "sh", "-c", FAILS_ONCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").exists() and done.stdout == "29500\n"
+    assert "rank 0 on localhost failed first (killed by SIGKILL): all ranks start again (restart 1 of 2)" in done.stderr
+    ports = "test -e again && echo $MASTER_PORT && exit; touch again; exit 1"
+    (tmp_path / "again").unlink()
+    other = run(tmp_path, "--num_gpus", "1", "--max_restarts", "1", "--no_python", "--no_local_rank", "sh", "-c", ports)
+    assert other.returncode == 0 and other.stdout != "29500\n" and other.stdout.strip().isdigit()
+
+
+def test_they_start_no_more_often_than_they_may(tmp_path: Path) -> None:
+    always = "echo . >> starts; exit 3"
+    done = run(tmp_path, "--num_gpus", "1", "--max_restarts", "2", "--no_python", "--no_local_rank", "sh", "-c", always)
+    assert done.returncode == 3 and len((tmp_path / "starts").read_text().splitlines()) == 3
+    assert "ranks have been started again as often as --max_restarts 2 allows" in done.stderr
+
+
+def test_a_rank_that_is_stopped_counts_as_dead(tmp_path: Path) -> None:
+    stops = "test -e again && exit; touch again; kill -STOP $$"
+    words = [
+        "--num_gpus",
+        "1",
+        "--max_restarts",
+        "1",
+        "--stopped_timeout",
+        "0.3",
+        "--no_python",
+        "--no_local_rank",
+        "sh",
+        "-c",
+        stops,
+    ]
+    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 has been stopped for 0.3 s" in done.stderr
+
+
+def test_ctrl_c_ends_what_could_start_again(tmp_path: Path) -> None:
+    words = [
+        "--num_gpus",
+        "1",
+        "--max_restarts",
+        "5",
+        "--no_python",
+        "--no_local_rank",
+        "sh",
+        "-c",
+        "echo begun; exec sleep 100",
+    ]
+    process = subprocess.Popen([*LAUNCH, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and b"start again" not in said
+
+
+def test_restarts_are_for_one_machine(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    done = run(tmp_path, "--hostfile", "hosts", "--launcher", "mpich", "--max_restarts", "1", "script.py")
+    assert done.returncode == 2 and "--launcher torchrun --launcher_args '--max-restarts N'" in done.stderr
+    assert run(tmp_path, "--max_restarts", "-1", "script.py").returncode == 2

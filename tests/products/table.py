@@ -1,6 +1,6 @@
 """Products of features: their configs, which are refused, a small set that has every pair, and how they train.
 
-    python -m tests.products      trains the set on four ranks and writes docs/products.md
+python -m tests.products      trains the set on four ranks and writes docs/products.md
 """
 
 from __future__ import annotations

@@ -20,8 +20,11 @@ MLP = {"intermediate_size": 48}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BART = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
-BART |= {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in
-         (("attention_heads", 4), ("ffn_dim", 48))}
+BART |= {
+    f"{side}_{name}": value
+    for side in ("encoder", "decoder")
+    for name, value in (("attention_heads", 4), ("ffn_dim", 48))
+}
 VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **MLP, "image_size": 16, "patch_size": 4}
 GROUPED = {**SMALL, **MLP, "num_key_value_heads": 2, "max_position_embeddings": 32}
 # Configuration class, its arguments, class of the model.
@@ -31,10 +34,16 @@ ARCHITECTURES = {
     "mistral": ("MistralConfig", {**GROUPED, "sliding_window": None}, "MistralForCausalLM"),
     "gpt2": ("GPT2Config", GPT2, "GPT2LMHeadModel"),
     "gpt_neox": ("GPTNeoXConfig", {**SMALL, **MLP, "max_position_embeddings": 32}, "GPTNeoXForCausalLM"),
-    "opt": ("OPTConfig", {**SMALL, "ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": 32},
-            "OPTForCausalLM"),
-    "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-              "BloomForCausalLM"),
+    "opt": (
+        "OPTConfig",
+        {**SMALL, "ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": 32},
+        "OPTForCausalLM",
+    ),
+    "bloom": (
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "BloomForCausalLM",
+    ),
     "bert": ("BertConfig", {**SMALL, **MLP, "max_position_embeddings": 32}, "BertForMaskedLM"),
     "t5": ("T5Config", T5, "T5ForConditionalGeneration"),
     "bart": ("BartConfig", {**BART, "max_position_embeddings": 32}, "BartForConditionalGeneration"),
@@ -134,7 +143,13 @@ def test_rates_count_all_micro_batches() -> None:
     """DeepSpeed 0.19.8 leaves gradient accumulation out of FLOPS and samples per second."""
     model = ModuleProfile(name="", class_name="Net", depth=0, params=10, flops=1000, macs=500, latency_s=0.5)
     times = EngineTimes(
-        world=2, micro_batch_size=4, accumulation_steps=3, samples=24, forward_s=1.5, backward_s=3.0, step_s=1.0,
+        world=2,
+        micro_batch_size=4,
+        accumulation_steps=3,
+        samples=24,
+        forward_s=1.5,
+        backward_s=3.0,
+        step_s=1.0,
         total_s=6.0,
     )
     text = report([model], 1, times, 0.0, depth=-1, top=1, detailed=False)

@@ -101,9 +101,7 @@ def by_accelerator(rows: list[Batch], *, stage: int, size: int, data_ranks: int 
         losses_per_rank = differentiable.all_gather(own, group=group)
         good_tokens = (labels != -100).view(-1).sum()
         good_tokens_per_rank = differentiable.all_gather(good_tokens, group=group)
-        total = sum(
-            losses_per_rank[r] * good_tokens_per_rank[r] for r in range(world) if good_tokens_per_rank[r] > 0
-        )
+        total = sum(losses_per_rank[r] * good_tokens_per_rank[r] for r in range(world) if good_tokens_per_rank[r] > 0)
         loss = total / max(sum(good_tokens_per_rank), 1)
         accelerator.backward(loss)
         optimizer.step()
@@ -113,6 +111,4 @@ def by_accelerator(rows: list[Batch], *, stage: int, size: int, data_ranks: int 
 
 
 def rows_of(number: int) -> list[Batch]:
-    return [
-        {**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in batches(number)
-    ]
+    return [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in batches(number)]

@@ -10,9 +10,7 @@ class Resilience(Section):
     """Checkpoints in host memory, from which Trainer goes on when ranks are started again (docs/resilience.md)."""
 
     enabled: Flag = supported(False, "Keep them; without a launcher that starts ranks again, nothing is kept.")
-    every: Positive = supported(
-        1, "Updates from one to the next: what is repeated after a failure, at most, and one.", unit="updates"
-    )
+    every: Positive = supported(1, "From one to the next.", unit="updates")
 
 
 EXTRA = Extra(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
-from hf_zero.checkpoint.background import Arena
+from hf_zero.checkpoint.arena import Arena
 from hf_zero.comm import Collectives
 from hf_zero.rank_environment import SUPERVISOR, folder_in_memory
 

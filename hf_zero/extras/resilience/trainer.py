@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import DeepSpeedSchedulerWrapper
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from hf_zero.comm import collectives_for, local_device
+from hf_zero.comm import collectives_for, hosts, local_device
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.resilience import Resilience
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, own_folder, supervisor
@@ -48,6 +48,9 @@ def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
             "hf_zero.resilience: nobody starts these ranks again, so nothing is kept in host memory; start them with "
             "`hf-zero launch --max_restarts N` or `torchrun --max-restarts N`"
         )
+        return resume
+    if hosts().num_hosts > 1:
+        logger.info("hf_zero.resilience: ranks are on several machines, so nothing is kept in host memory")
         return resume
     memory = MemoryCheckpoints(own_folder(process) / f"training-{number}", collectives_for(local_device()))
     found = memory.newest()

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
+from hf_zero.launch.children import start
 from hf_zero.launch.job import Job
-from hf_zero.launch.ranks import report_to_user, run_node, start
+from hf_zero.launch.ranks import report_to_user, run_node
 from hf_zero.launch.restarts import Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import CheckpointError, background
+from hf_zero.checkpoint.arena import Arena
 from hf_zero.comm import ledger
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
 from tests.checkpoint.training import new_engine, train
@@ -24,9 +26,15 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (0, {}),
     "stage 1": (1, {"bf16": {"enabled": True}}),
     "stage 2": (2, {}),
-    "stage 2, bf16, offload": (2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}}),
+    "stage 2, bf16, offload": (
+        2,
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD}},
+    ),
     "stage 3": (3, {}),
-    "stage 3, offload": (3, {"zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}}),
+    "stage 3, offload": (
+        3,
+        {"zero_optimization": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD}},
+    ),
     "stage 3, 8-bit": (3, {"optimizer": {"type": "Adam8bit", "params": {"lr": 1e-2}}}),
     "Muon": (2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
 }
@@ -34,7 +42,11 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def everything_mapped() -> Any:
     """Small tensors are copied into the description; here all lie in the files, as large ones do."""
-    return mock.patch.object(background, "_SMALL_BYTES", 0)
+    return mock.patch.object(Arena, "SMALL_BYTES", 0)
+
+
+def add(rank: int, update: int, folder: Path) -> None:
+    (folder / f"added-{rank}").write_text(str(update))
 
 
 def run_keeps(rank: int, kind: str, folder: str, updates: int) -> tuple[list[float], int]:
@@ -48,7 +60,7 @@ def run_keeps(rank: int, kind: str, folder: str, updates: int) -> tuple[list[flo
     with everything_mapped():
         for update in range(1, updates + 1):
             losses += train(engine, rank, world, range(update - 1, update))
-            memory.keep(engine, update, lambda folder: (folder / f"added-{rank}").write_text(str(update)))
+            memory.keep(engine, update, partial(add, rank, update))
     memory.close()
     numel = sum(t.numel for (phase, name), t in ledger.tallies.items() if "all_to_all" in name)
     engine.destroy()
@@ -140,7 +152,7 @@ def test_without_room_all_ranks_hear_of_it_and_train_on(stage: int, tmp_path: Pa
 
 def test_frozen_weights_are_copied_once() -> None:
     """A base below adapters is most of the model, and nobody writes to it; where somebody does, it is copied again."""
-    frozen, arena = nn.Parameter(torch.ones(2000), requires_grad=False), background.Arena()
+    frozen, arena = nn.Parameter(torch.ones(2000), requires_grad=False), Arena()
 
     def kept() -> torch.Tensor:
         found = background.Snapshot(arena, None, [frozen]).keep(frozen)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.extras.resilience.attacks import Survived, survive
+from bench.chaos import Survived, Training, survive
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OFFLOAD = {"device": "cpu"}
@@ -41,9 +40,10 @@ def check(survived: Survived, undisturbed: Survived, num_attacks: int) -> None:
 
 
 def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
-    undisturbed = survive(tmp_path / "undisturbed", config("stage 2"), updates=12)
-    assert undisturbed.code == 0 and len(undisturbed.lines) == 12 and undisturbed.left == []
-    survived = survive(tmp_path / "attacked", config("stage 2"), updates=12, attacks=[KILL, STOP], seed=1)
+    training = Training(config("stage 2"), updates=12)
+    undisturbed = survive(training, tmp_path / "undisturbed")
+    assert undisturbed.code == 0 and len(undisturbed.lines) == 12 and undisturbed.left == [], undisturbed.output[-6000:]
+    survived = survive(training, tmp_path / "attacked", [KILL, STOP], seed=1)
     check(survived, undisturbed, 2)
     assert "has been stopped for 0.5 s" in survived.output and "from host memory after update" in survived.output
 
@@ -53,7 +53,6 @@ def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ZERO)
 def test_ten_kills(kind: str, tmp_path: Path) -> None:
     """At all stages, with and without offload: fifty in all, at random moments of a step."""
-    undisturbed = survive(tmp_path / "undisturbed", config(kind), updates=60)
-    survived = survive(tmp_path / "attacked", config(kind), updates=60, attacks=[KILL] * 10, seed=7)
-    check(survived, undisturbed, 10)
-    assert statistics.median(survived.recovery_s) < 60  # what it is on a quiet machine: docs/resilience.md
+    training = Training(config(kind), updates=60)
+    undisturbed = survive(training, tmp_path / "undisturbed")
+    check(survive(training, tmp_path / "attacked", [KILL] * 10, seed=7), undisturbed, 10)

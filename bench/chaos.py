@@ -1,0 +1,314 @@
+"""Trains while ranks are killed and stopped: updates that are kept, losses that are wrong, seconds to recover.
+
+    python -m bench.chaos --minutes 30 --every 30 --size 25m --name 25m
+
+A fault each so many seconds strikes a random rank, a kill and a stop in turn. Beside `hf-zero launch --max_restarts`
+with checkpoints in host memory the same training runs under torchrun, from host memory and from files (kills only:
+nothing under torchrun sees a rank that is stopped). Each is compared with a run without faults, to the bit. Kept is
+
+    updates    of those that were made, those that did not have to be made again
+    time       updates in the time, beside those that the run without faults makes in it
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import os
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.surroundings import ROOT, keep, machine, public
+from hf_zero.rank_environment import folder_in_memory
+
+MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
+_MARK = "CHAOS_MARK"  # carried by every process of a launch, whatever session it is in
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_UPDATE_S = 180.0  # for one update to follow
+_SAVE_EVERY = 20
+_MANY = 1_000_000
+log = logging.getLogger("bench")
+
+
+@dataclass
+class Survived:
+    """How a training came out that was attacked.
+
+    Attributes:
+        lines: loss and norm of every update that was made, repeated ones included.
+        recovery_s: from an attack to the next update.
+        left: processes, and folders in host memory, that are still there after it.
+        seconds: from the first update to the last.
+    """
+
+    code: int
+    lines: list[dict[str, Any]]
+    output: str
+    recovery_s: list[float] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.lines[-1]["at"] - self.lines[0]["at"])
+
+    @property
+    def num_kept(self) -> int:
+        return len({line["update"] for line in self.lines})
+
+    def wrong(self, undisturbed: Sequence[dict[str, Any]]) -> list[Any]:
+        """Updates whose loss or norm is another one than without attacks, and those that are missing up to the last."""
+        right = {line["update"]: (line["loss"], line["norm"]) for line in undisturbed}
+        made = {line["update"] for line in self.lines}
+        differ = [line for line in self.lines if (line["loss"], line["norm"]) != right.get(line["update"])]
+        return [*differ, *sorted(set(range(1, max(made, default=0) + 1)) - made)]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is launched, and how."""
+
+    config: dict[str, Any]
+    updates: int
+    world: int = 2
+    way: str = MEMORY
+    size: str | None = None
+
+    def words(self, folder: Path) -> list[str]:
+        config = self.config
+        if self.way == FILES:
+            config = {key: value for key, value in config.items() if key != "hf_zero"}
+        (folder / "ds.json").write_text(json.dumps(config))
+        port = str(random.SystemRandom().randrange(10000, 32000))
+        if self.way == MEMORY:
+            start = ["-m", "hf_zero", "launch", "--num_gpus", str(self.world), "--no_local_rank", "--master_port", port]
+            start += ["--max_restarts", "10000", "--stopped_timeout", "0.5", "--module", "bench.chaos_script"]
+        else:
+            start = ["-m", "torch.distributed.run", f"--nproc-per-node={self.world}", "--max-restarts=10000"]
+            start += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=0.1"]
+            start += ["-m", "bench.chaos_script"]
+        script = [str(folder / "lines"), str(folder / "ds.json"), str(self.updates)]
+        script += ["--size", self.size] if self.size else []
+        return [sys.executable, *start, *script, *(["--save_every", str(_SAVE_EVERY)] if self.way == FILES else [])]
+
+
+class Launch:
+    """A training that is under way."""
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log, self._said, self._mark = folder / "lines", folder / "said", uuid.uuid4().hex
+        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_ZERO": "1", _MARK: self._mark}
+        words, self._is_torchrun = training.words(folder), training.way != MEMORY
+        with self._said.open("wb") as output:
+            self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    def await_update(self) -> bool:
+        """Whether another update is made, before training ends or hangs."""
+        known, deadline = self._size(), time.monotonic() + _UPDATE_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if self._size() > known:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _size(self) -> int:
+        return self._log.stat().st_size if self._log.exists() else 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+
+    def strike(self, attack: signal.Signals, chance: random.Random) -> float | None:
+        """Seconds from a signal to a random rank until the first update of those that are started again; None:
+        training has ended."""
+        ranks = self._ranks()
+        if not ranks:
+            return None
+        struck, rank = time.time(), ranks[chance.randrange(len(ranks))]
+        rank.send_signal(attack)
+        deadline = time.monotonic() + _UPDATE_S
+        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                return None
+            time.sleep(0.005)
+        return float(self.lines()[-1]["at"] - struck) if self.await_update() else None
+
+    def _ranks(self) -> list[psutil.Process]:
+        """Each leads a session of its own; hf-zero launch has a process that forks them."""
+        try:
+            started = psutil.Process(self.process.pid).children()
+            if not self._is_torchrun:
+                started = [rank for process in started for rank in process.children()]
+            return [rank for rank in started if os.getsid(rank.pid) == rank.pid]
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            return []
+
+    def end(self, *, waits_s: float = 0.0) -> Survived:
+        """Let it end by itself for so long, then end it."""
+        try:
+            self.process.wait(timeout=waits_s)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait()
+        finally:
+            self.process.kill()
+        left, deadline = self._left(), time.monotonic() + 5
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = self._left()
+        for pid in (int(each) for each in left if each.isdigit()):
+            os.kill(pid, signal.SIGKILL)
+        return Survived(self.process.returncode, self.lines(), self._said.read_text(errors="replace"), left=left)
+
+    def _left(self) -> list[str]:
+        """What outlives the launcher."""
+        wanted, found = f"{_MARK}={self._mark}".encode(), []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(folder.name)
+            except OSError:  # ended meanwhile, or not ours to read
+                continue
+        memory = folder_in_memory(self.process.pid)
+        return [*found, str(memory)] if memory.exists() else found
+
+
+def survive(
+    training: Training, folder: Path, attacks: Iterable[signal.Signals] = (), *, pause_s: float = 0.3, seed: int = 0
+) -> Survived:
+    """Train to the end; each attack strikes at a random moment of the `pause_s` after an update."""
+    launch, chance, recoveries = Launch(training, folder), random.Random(seed), []
+    try:
+        for attack in attacks:
+            if not launch.await_update():
+                break
+            time.sleep(chance.random() * pause_s)
+            recovery_s = launch.strike(attack, chance)
+            if recovery_s is None:
+                break
+            recoveries.append(recovery_s)
+    finally:
+        survived = launch.end(waits_s=600)
+    survived.recovery_s = recoveries
+    return survived
+
+
+def attacked_for(
+    training: Training, folder: Path, minutes: float, attacks: Sequence[signal.Signals] = (), every_s: float = 30.0
+) -> Survived:
+    """Train for so long with a fault each so many seconds, then end it."""
+    launch, chance, recoveries = Launch(training, folder), random.Random(0), []
+    try:
+        if launch.await_update():
+            begun = time.monotonic()
+            for number in range(1, int(60 * minutes / every_s) + 1) if attacks else ():
+                time.sleep(max(0.0, begun + number * every_s - time.monotonic()))
+                recovery_s = launch.strike(attacks[number % len(attacks)], chance)
+                if recovery_s is None:
+                    break
+                recoveries.append(recovery_s)
+            time.sleep(max(0.0, begun + 60 * minutes - time.monotonic()))
+    finally:
+        survived = launch.end()
+    survived.recovery_s = recoveries
+    return survived
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """The table of one run."""
+    settings = run["settings"]
+    lines = [
+        f"# A fault each {settings['every']:g} s for {settings['minutes']:g} min, model {settings['size']}, stage "
+        f"{settings['stage']}, {settings['ranks']} ranks",
+        "",
+        f"`{run['command']}`, {run['date'][:16]}, {run['machine']['cores']} cores. Without faults: an update each "
+        f"{run['update_s']:.3f} s, {run['plain_s']:.3f} s without anything kept.",
+        "",
+        "| way | faults | updates kept | of the time | wrong losses | to recover, median | longest | left behind |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for way, row in run["ways"].items():
+        figures = [f"{100 * row[key]:.1f}%" for key in ("updates_kept", "time_kept")]
+        seconds = [f"{row[key]:.1f} s" for key in ("recovery_median_s", "recovery_max_s")]
+        cells = [way, str(row["faults"]), *figures, str(row["wrong"]), *seconds, str(row["left"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measure, then write JSON and Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--every", type=float, default=30, help="seconds between faults (default: %(default)s)")
+    parser.add_argument("--size", default="25m", help="a name in bench/models.py (default: %(default)s)")
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--way", action="append", choices=[MEMORY, TORCHRUN, FILES], help="default: all")
+    parser.add_argument("--name", help="keep the result in bench/results under this name")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": options.stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "hf_zero": {"resilience": {"enabled": True}},
+    }
+    plain = {key: value for key, value in config.items() if key != "hf_zero"}
+    folder = Path(tempfile.mkdtemp(prefix="bench-chaos-"))
+    try:
+        sizes: dict[str, Any] = {"world": options.ranks, "size": options.size}
+        # As long as the attacked ones, so that every loss of theirs has one to be compared with.
+        undisturbed = attacked_for(Training(config, _MANY, **sizes), folder / "plain", options.minutes + 1)
+        bare = attacked_for(Training(plain, _MANY, **sizes), folder / "bare", min(2.0, options.minutes))
+        pace = undisturbed.seconds / (len(undisturbed.lines) - 1)
+        ways = {}
+        for way in options.way or [MEMORY, TORCHRUN, FILES]:
+            attacks = [signal.SIGKILL, signal.SIGSTOP] if way == MEMORY else [signal.SIGKILL]
+            survived = attacked_for(
+                Training(config, _MANY, way=way, **sizes), folder / way, options.minutes, attacks, options.every
+            )
+            ways[way] = {
+                "faults": len(survived.recovery_s),
+                "updates_kept": survived.num_kept / len(survived.lines),
+                "time_kept": survived.num_kept * pace / survived.seconds,
+                "wrong": len(survived.wrong(undisturbed.lines)),
+                "recovery_median_s": statistics.median(survived.recovery_s),
+                "recovery_max_s": max(survived.recovery_s),
+                "left": len(survived.left),
+                "recovery_s": survived.recovery_s,
+            }
+            log.info("%s: %s", way, {key: value for key, value in ways[way].items() if key != "recovery_s"})
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    run = {
+        "command": shlex.join(["python", "-m", "bench.chaos", *public(sys.argv[1:])]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "settings": vars(options),
+        "update_s": pace,
+        "plain_s": bare.seconds / (len(bare.lines) - 1),
+        "ways": ways,
+    }
+    log.info(markdown(run))
+    if options.name:
+        keep(run, markdown(run), f"chaos-{options.name}")
+
+
+if __name__ == "__main__":
+    main()
