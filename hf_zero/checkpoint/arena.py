@@ -59,6 +59,10 @@ class Arena:
         self._writer: Writer | None = None
 
     @property
+    def outlives_process(self) -> bool:
+        return self._stem is not None
+
+    @property
     def num_bytes(self) -> int:
         return sum(segment.bytes.numel() for segment in self._segments)
 

@@ -227,7 +227,8 @@ class BackgroundSave:
         self._thread = threading.Thread(target=run, name=_THREAD_NAME, daemon=False)
         if snapshot is not None:
             READERS.add(snapshot.copied)
-        _replace_handler(signal.SIG_DFL, _finish_first)
+        if not self.arena.outlives_process:
+            _replace_handler(signal.SIG_DFL, _finish_first)
         self._thread.start()
 
     def wait(self) -> None:

@@ -113,6 +113,9 @@ class Supervisor:
             self._start(index, command)
         while self._alive:
             self._turn()
+        if self._restarts is not None and self._first is not None:
+            for rank in self._ranks:  # children of theirs would hold the pipes
+                signal_group(rank.process.pid, signal.SIGKILL)
         self._drain()
 
     def _start(self, index: int, command: RankCommand) -> None:
@@ -158,7 +161,7 @@ class Supervisor:
             os.close(rank.watch)
         if code == 0 or self._kill_at is not None:
             return
-        if self._restarts is None:
+        if self._restarts is None or code > 0:  # of what is killed nobody waits for the last output
             self._drain(rank)
         log = self._log_path(rank.command.rank)
         self._first = Failure(rank.command.rank, self._host, code, rank.tail.text(), log)
@@ -249,7 +252,7 @@ class _Pump:
 
 def _open_log(path: str) -> BinaryIO:
     try:
-        return open(path, "wb", buffering=0)
+        return open(path, "ab", buffering=0)  # ranks may start again
     except OSError as error:
         raise LaunchError(f"the log {shown(path)} cannot be written: {error}") from None
 

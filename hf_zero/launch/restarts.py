@@ -98,7 +98,8 @@ def newest_update(folder: Path) -> int | None:
     found = []
     for path in folder.glob("training-*/*/rank-*.json"):
         with suppress(OSError, ValueError):
-            found.append((path.parts[-3], int(json.loads(path.read_text())["step"])))
+            number = int(path.parts[-3].removeprefix("training-"))
+            found.append((number, int(json.loads(path.read_text())["step"])))
     return max(found)[1] if found else None
 
 

@@ -17,6 +17,7 @@ import pytest
 from hf_zero.launch import command_line
 from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, travelling_variables
 from hf_zero.launch.options import parse
+from hf_zero.launch.restarts import newest_update
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "hf_zero", "launch"]
@@ -325,3 +326,28 @@ def test_restarts_are_for_one_machine(tmp_path: Path) -> None:
     done = run(tmp_path, "--hostfile", "hosts", "--launcher", "mpich", "--max_restarts", "1", "script.py")
     assert done.returncode == 2 and "--launcher torchrun --launcher_args '--max-restarts N'" in done.stderr
     assert run(tmp_path, "--max_restarts", "-1", "script.py").returncode == 2
+
+
+def test_the_log_of_a_rank_keeps_what_it_said_before(tmp_path: Path) -> None:
+    words = [
+        "--num_gpus",
+        "1",
+        "--max_restarts",
+        "2",
+        "--enable_each_rank_log",
+        "logs",
+        "--no_python",
+        "--no_local_rank",
+    ]
+    assert run(tmp_path, *words, "sh", "-c", "echo started; " + FAILS_ONCE).returncode == 0
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.read_text().splitlines()[::2] == ["started", "started"]
+
+
+def test_the_newest_update_is_that_of_the_last_training(tmp_path: Path) -> None:
+    assert newest_update(tmp_path) is None
+    for training, step in (("training-9", 70), ("training-10", 3)):
+        (tmp_path / training / "0").mkdir(parents=True)
+        (tmp_path / training / "0" / "rank-0.json").write_text(json.dumps({"step": step}))
+    (tmp_path / "training-10" / "0" / "rank-1.json").write_text("")  # its rank was killed
+    assert newest_update(tmp_path) == 3
