@@ -115,6 +115,8 @@ class Launch:
         self._log, self._said, self._mark = folder / "lines", folder / "said", uuid.uuid4().hex
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_ZERO": "1", _MARK: self._mark}
+        # Otherwise torchrun 2.13 shows ranks that start again the addresses of those before them.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         words, self._is_torchrun = training.words(folder), training.way != MEMORY
         with self._said.open("wb") as output:
             self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
