@@ -35,11 +35,12 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md", "bench/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-PROGRAM = re.compile(r"(\S*/)?(python3?|hf-zero|deepspeed|ds_report|make|torchrun|accelerate|pip|sbatch|trl|swift)$")
+PROGRAM = re.compile(r"(\S*/)?(python3?|hf-zero|deepspeed|ds_report|make|torchrun|accelerate|pip|sbatch|trl|swift|axolotl)$")
 NEITHER = {  # first word, or module: why the command is neither run nor read
     "pip": "installs something",
     "trl": "its parsers are those of TRL's trainers; tests/trl starts it",
     "swift": "ms-swift is not installed; make test-frameworks runs it",
+    "axolotl": "axolotl is not installed; make test-frameworks runs it",
     "llamafactory-cli": "LLaMA-Factory is not installed; make test-frameworks runs it",
     "sbatch": "Slurm is not installed; tests/examples reads the script",
     "./zero_to_fp32.py": "stands in a checkpoint; tests/checkpoint runs it",
