@@ -35,7 +35,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md", "bench/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-PROGRAM = re.compile(r"(\S*/)?(python3?|hf-zero|deepspeed|ds_report|make|torchrun|accelerate|pip|sbatch|trl|swift|axolotl)$")
+PROGRAM = re.compile(r"(\S*/)?(python3?|hf-zero|deepspeed|ds_report|make|torchrun|accelerate|pip|sbatch|trl|swift)$")
 NEITHER = {  # first word, or module: why the command is neither run nor read
     "pip": "installs something",
     "trl": "its parsers are those of TRL's trainers; tests/trl starts it",

@@ -78,7 +78,7 @@ class ModuleView:
         return self._consolidated(keeps=True, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """As `consolidated`: who calls it by this name has asked stage3_gather_16bit_weights_on_model_save (accelerate),
+        """As `consolidated`: who calls it by this name asked stage3_gather_16bit_weights_on_model_save (accelerate)
         or wants the weights whatever it says (Trainer with adapters, OpenRLHF)."""
         return self.consolidated(exclude_frozen_parameters)
 
