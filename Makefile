@@ -7,7 +7,7 @@ TORCH   ?= torch==2.13.0
 # One more than cores: tests wait for processes that they start.
 WORKERS ?= 3
 # What `make test-frameworks` sets up and tests, each in .frameworks/NAME.
-FRAMEWORKS ?= lightning sentence_transformers llamafactory swift ray diffusers
+FRAMEWORKS ?= lightning sentence_transformers llamafactory swift axolotl openrlhf ray diffusers
 ARGS    ?=
 SETS    ?=
 FOLDER  ?= /tmp

@@ -54,6 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
         add_plan_arguments(plan)
         arguments = parse_all(plan, words[1:], MEANT)
         check_at_once(plan, arguments)
+        # Loading torch and transformers takes most of the time; standard output may be read as JSON.
+        sys.stderr.write(f"planning {arguments.model} (loading transformers takes a few seconds)\n")
         with collector_off():
             from hf_zero.planning.command import run as run_plan
 

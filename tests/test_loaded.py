@@ -35,3 +35,14 @@ def test_help_answers_without_torch(command: str) -> None:
     words = [sys.executable, "-c", code, *([command] if command else []), "--help"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "usage: " in done.stdout and done.stderr == "without torch"
+
+
+def test_plan_answers_before_it_loads_torch() -> None:
+    """It said nothing until transformers was loaded, the better part of its time."""
+    code = (
+        "import builtins, sys; from hf_zero.__main__ import main; load = builtins.__import__\n"
+        "def until_torch(name, *rest): return sys.exit('torch') if name == 'torch' else load(name, *rest)\n"
+        "builtins.__import__ = until_torch; main(['plan', '8b', '--gpu', 'h100'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["planning 8b (loading transformers takes a few seconds)", "torch"]

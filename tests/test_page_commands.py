@@ -40,6 +40,7 @@ NEITHER = {  # first word, or module: why the command is neither run nor read
     "pip": "installs something",
     "trl": "its parsers are those of TRL's trainers; tests/trl starts it",
     "swift": "ms-swift is not installed; make test-frameworks runs it",
+    "axolotl": "axolotl is not installed; make test-frameworks runs it",
     "llamafactory-cli": "LLaMA-Factory is not installed; make test-frameworks runs it",
     "sbatch": "Slurm is not installed; tests/examples reads the script",
     "./zero_to_fp32.py": "stands in a checkpoint; tests/checkpoint runs it",

@@ -78,13 +78,8 @@ class ModuleView:
         return self._consolidated(keeps=True, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights in host memory of rank 0; None on the others. Collective. The name is accelerate's.
-
-        Raises:
-            ValueError: when stage3_gather_16bit_weights_on_model_save is false.
-        """
-        if not self.zero_gather_16bit_weights_on_model_save():
-            raise ValueError(WHOLE_WEIGHTS_ARE_OFF)
+        """As `consolidated`: who calls it by this name asked stage3_gather_16bit_weights_on_model_save (accelerate)
+        or wants the weights whatever it says (Trainer with adapters, OpenRLHF)."""
         return self.consolidated(exclude_frozen_parameters)
 
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:

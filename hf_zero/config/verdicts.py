@@ -27,6 +27,8 @@ def _judge(section: Section, around: Path, stage: int, is_written: IsWritten) ->
         value, verdict, path = getattr(section, name), verdict_of(field), (*around, name)
         ignored = not verdict.met and is_written(".".join(path)) and _asks(value, field.default)
         if stage not in verdict.stages:
+            # The name says for which stage it is: a config that serves several stages is not a mistake.
+            ignored = ignored and not name.startswith("stage3_")
             yield _without_effect(path, value, _elsewhere(verdict, stage), ignored)
         elif verdict.kind == "ignored":
             yield _without_effect(path, value, f"no effect, {verdict.why}", ignored)

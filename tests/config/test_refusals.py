@@ -175,6 +175,14 @@ def test_accepted_without_effect_is_noted(path: str, value: Any, stage: int, wor
         assert not notes
 
 
+def test_a_key_that_names_its_stage_is_no_warning_at_another() -> None:
+    """A healthy run at stage 2 with a config that also serves stage 3 began with a warning."""
+    keys = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1e6}
+    resolved = resolve({**BASE, "zero_optimization": {"stage": 2, **keys}}, world_size=1)
+    assert not resolved.warnings
+    assert all(any(key in note for note in resolved.notes) for key in keys)
+
+
 def test_all_problems_come_at_once() -> None:
     config = {
         "train_batch_size": 7,

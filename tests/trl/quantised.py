@@ -73,6 +73,7 @@ CASES = [
     ("bitsandbytes nf4, scales quantised too", "LoRA"),
     ("bitsandbytes nf4, `bnb_4bit_quant_storage` bf16", "LoRA"),
     ("bitsandbytes fp4", "LoRA"),
+    ("bitsandbytes nf4", "DoRA"),
 ]
 WRAPPED = ("torchao int8",)
 WHOLE = ("bitsandbytes 8-bit",)  # on every rank, also at stage 3

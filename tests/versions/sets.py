@@ -33,6 +33,7 @@ SETS = (
     VersionSet("between", "a pair in the middle of them", pins=("transformers==5.17.0", "accelerate==1.15.0")),
     VersionSet("newest", "the newest that pip finds, but for torch, which is TORCH", newest=True),
     # For those who ask for them by name: each downloads a torch of its own.
+    VersionSet("python3.10", "the newest that pip finds there", python="3.10"),
     VersionSet("python3.12", "the newest that pip finds there", python="3.12"),
     VersionSet("python3.13", "the newest that pip finds there", python="3.13"),
     VersionSet("python3.14", "the newest that pip finds there", python="3.14"),

@@ -41,6 +41,7 @@ class Patch:
     make: Maker  # original -> replacement; its docstring says why the patch is there
     without: str  # what does not work where it does not fit: the end of the log line
     until: str  # the change upstream that would make it superfluous
+    older: tuple[str, ...] = ()  # parameters in older versions, which the replacement takes as well
     since: str = FLOOR  # the version of the library from which on the target has looked like this
     importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
     unless: str = ""  # a place of newer versions, which no longer need ours
@@ -57,7 +58,7 @@ class Patch:
         if not callable(original):
             raise Misfit("is not there")
         found = ", ".join(inspect.signature(original).parameters)
-        if found != self.parameters:
+        if found not in (self.parameters, *self.older):
             raise Misfit(f"takes ({found}), not ({self.parameters})")
         return holder, name, original
 

@@ -106,17 +106,17 @@ def around_distributing(original: Callable[..., Any]) -> Callable[..., Any]:
     stage wants them, and initialize() spreads the experts. Upstream makes DTensors, of which `zero.Init` knows nothing,
     and its gathers wait for each other."""
 
-    def prepare_distribute_model(distributed_config: Any, device_map: Any = None) -> Any:
+    def prepare_distribute_model(distributed_config: Any, *rest: Any, **named: Any) -> Any:
         from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.integrations.deepspeed import deepspeed_config
 
         if deepspeed_config() is None or distributed_config is None:
-            return original(distributed_config, device_map)
+            return original(distributed_config, *rest, **named)
         if isinstance(distributed_config, dict):
             distributed_config = DistributedConfig.from_dict(distributed_config)
         if (getattr(distributed_config, "ep_size", None) or 1) > 1:
             distributed_config = left_to_engine(distributed_config)
-        return original(distributed_config, device_map)
+        return original(distributed_config, *rest, **named)
 
     return prepare_distribute_model
 
@@ -127,4 +127,5 @@ if find_spec("transformers.distributed.mixin") is not None:  # before there is n
         without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; "
         "write expert_parallel into the ds.json",
         until="from_pretrained leaves experts to the engine where there is a ds.json (transformers#45548)",
+        older=("distributed_config, device_mesh, device_map",),
     )(around_distributing)
