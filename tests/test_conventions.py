@@ -20,7 +20,7 @@ import pytest
 from tests.test_imports import PACKAGE, ROOT, package_of, sources
 from tests.test_imports import trees as trees_by_module
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600  # at 400, files that are read together had been cut in two
 MAX_BODY_LINES = 60
 MAX_METHODS = 20
 MAX_MODULES = 20
@@ -85,7 +85,7 @@ _HOLDS_BACK = "of a reducer: the opposite of hold_back"
 
 # (file, identifier) -> why it may stay.
 KEPT_WORDS = {
-    ("config/canonical.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
+    ("config/load.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
     ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: what the paper does not have",
 }
 

@@ -12,12 +12,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.inputs import deepspeed_io
+from hf_zero.api.inputs import training_loader
 from hf_zero.api.loading import load_module_state_dict
-from hf_zero.api.training_features import FEATURE_METHODS
 from hf_zero.comm import get_local_rank
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config.objects import ConfigView
@@ -260,6 +260,80 @@ def _offloads(engine: Any, name: str, device: str) -> bool:
     return section is not None and section.device == device
 
 
+# Batches
+
+
+def deepspeed_io(
+    engine: Any,
+    dataset: Any,
+    batch_size: int | None = None,
+    route: str = "train",
+    pin_memory: bool = True,
+    data_sampler: Any = None,
+    collate_fn: Any = None,
+    num_local_io_workers: int | None = None,
+) -> Any:
+    """DeepSpeed's method: a DataLoader over this rank's part of `dataset`, or over what `data_sampler` yields.
+
+    Args:
+        batch_size: default, the micro-batch; without a size and a sampler, the loader is `training_loader`'s.
+        route: "train" shuffles.
+    """
+    size = batch_size or engine.settings.train_micro_batch_size_per_gpu()
+    if data_sampler is None and batch_size is None and route == "train":
+        return training_loader(engine, dataset, collate_fn)
+    if data_sampler is None:
+        ranks = engine.groups.data
+        data_sampler = DistributedSampler(dataset, num_replicas=ranks.size, rank=ranks.rank, shuffle=route == "train")
+    pinned = pin_memory and engine.device.type != "cpu"
+    options = {"num_workers": num_local_io_workers or 0, "pin_memory": pinned, "collate_fn": collate_fn}
+    return DataLoader(dataset, batch_size=size, sampler=data_sampler, **options)
+
+
+# Training features
+
+
+def _has(engine: Any, feature: str) -> bool:
+    return engine.training_features.named(feature) is not None
+
+
+def _tuning(engine: Any, key: str, default: Any) -> Any:
+    return (engine.config.get("autotuning") or {}).get(key, default)
+
+
+def _section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = (engine.config.get("data_efficiency") or {}).get(name) or {}
+    return section
+
+
+def _sampling_section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = _section(engine, "data_sampling").get(name) or {}
+    return section
+
+
+def _sampled_curriculum(engine: Any, caller: str) -> Any:
+    feature = engine.training_features.named("data_sampler")
+    if feature is None:
+        raise RuntimeError(
+            f"engine.{caller}() needs data_efficiency.data_sampling.curriculum_learning to be switched on in the config"
+        )
+    return feature
+
+
+def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
+    """Functions from an update's number to a difficulty, by metric (seqlen: of the section curriculum_learning)."""
+    lengths = engine.training_features.named("curriculum_learning")
+    if lengths is not None and "seqlen" in schedule_func_dict:
+        lengths.set_custom_get_difficulty(schedule_func_dict["seqlen"])
+        return
+    _sampled_curriculum(engine, "set_custom_curriculum_learning_schedule").set_custom(schedule_func_dict)
+
+
+def _set_post_process(engine: Any, post_process_func: Any) -> None:
+    """A function of (batch, {"current_difficulties": {metric: difficulty}}) that makes the batch to train on."""
+    _sampled_curriculum(engine, "set_data_post_process_func").post_process = post_process_func
+
+
 VALUES: dict[str, Callable[[Any], Any]] = {
     "_config": config_of,
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
@@ -307,7 +381,22 @@ METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
     **{f"zero_{name}": _key(f"zero_config.{path}") for name, path in _ZERO_KEYS.items()},
     **dict.fromkeys(_NEVER, _never),
-    **FEATURE_METHODS,
+    "autotuning_enabled": lambda engine: bool(_tuning(engine, "enabled", False)),
+    "autotuning_end_profile_step": lambda engine: _tuning(engine, "end_profile_step", 5),
+    "autotuning_metric": lambda engine: _tuning(engine, "metric", "throughput"),
+    "autotuning_metric_path": lambda engine: _tuning(engine, "metric_path", None),
+    "autotuning_start_profile_step": lambda engine: _tuning(engine, "start_profile_step", 3),
+    "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
+    "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
+    "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},
+    "data_efficiency_enabled": lambda engine: _has(engine, "data_sampler") or _has(engine, "random_ltd"),
+    "data_sampling_config": lambda engine: _section(engine, "data_sampling"),
+    "data_sampling_enabled": lambda engine: _has(engine, "data_sampler"),
+    "random_ltd_config": lambda engine: _section(engine, "data_routing").get("random_ltd") or {},
+    "random_ltd_enabled": lambda engine: _has(engine, "random_ltd"),
+    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is made
+    "set_custom_curriculum_learning_schedule": _set_custom_curriculum,
+    "set_data_post_process_func": _set_post_process,
     "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),

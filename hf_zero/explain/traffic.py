@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hf_zero.config import ConfigError, Findings, Problem
 from hf_zero.config.checks import model_dtype
-from hf_zero.config.choices.shard_groups import gather_size_in, shard_size_in
+from hf_zero.config.choices.groups import gather_size_in, shard_size_in
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero
 from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of, with_same_weights, within_bytes

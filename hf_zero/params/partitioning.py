@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,21 @@ _CALLABLES = (
     "__deepcopy__",
 )
 _ids = itertools.count()
+# What shards modules as they are built, of each open context of `zero.Init`; the outermost alone is at work.
+ACTIVE: list[Any] = []
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Nothing is sharded as it is built; `initialize` puts its own things together in here."""
+    sharders = ACTIVE[:1]
+    for sharder in sharders:
+        sharder.pause()
+    try:
+        yield
+    finally:
+        for sharder in sharders:
+            sharder.resume()
 
 
 @torch.no_grad()

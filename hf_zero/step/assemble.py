@@ -30,7 +30,7 @@ from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_pack
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
-from hf_zero.surface import Surface
+from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
@@ -133,7 +133,7 @@ def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: se
     groups.same_weights.broadcast(alike)
 
 
-def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: Surface | None = None) -> Assembly:
+def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: NamesOf | None = None) -> Assembly:
     """Shard `optimizer`'s trainable parameters by `plan`. Collective.
 
     Args:
