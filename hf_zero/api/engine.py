@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
-from hf_zero.api.engine_module import ModuleView
-from hf_zero.api.engine_settings import EngineSettings
+from hf_zero.api.engine_module import EngineSettings, ModuleView
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero

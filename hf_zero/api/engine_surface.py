@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.api.engine_gradients import EngineGradients
+from hf_zero.api.gathered_parameters import load_module_state_dict
 from hf_zero.api.inputs import training_loader
-from hf_zero.api.loading import load_module_state_dict
 from hf_zero.comm import get_local_rank
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
+from hf_zero.instead import ENGINE
 from hf_zero.sequence.groups import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
@@ -446,37 +447,4 @@ PARTS = {
     "settings": "amp_enabled get_batch_info gradient_accumulation_steps set_train_batch_size "
     "set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
 }
-_REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
-_COMPILER = "engine.compile() runs the model under torch.compile"
-_PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
-_INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
-_EXPERTS = "expert_parallel in the config spreads transformers' packed experts over ranks; there are no others"
-REFUSED = {
-    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
-    "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
-    "sparse_allreduce_no_retain": _REDUCTION,
-    "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info": (
-        "autotuning tries stages and batch sizes, and makes no profile of the model (docs/planning.md)"
-    ),
-    "clip_fp32_gradients": "engine.step() clips by the key gradient_clipping",
-    "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "
-    "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
-    "uses_parallelization_pass_only": _COMPILER,
-    "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
-    "flops flops_profiler": _PROFILER,
-    "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
-    "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _EXPERTS,
-    "tensor_parallel_config": "autotp_size() says how many ranks hold parts of the same matrices",
-    "torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler": "torch_autocast_enabled() and "
-    "torch_autocast_dtype() say how forward runs; loss_scale() is the scale",
-    "engine_timers engine_timers_cache fwd_duration print_forward_breakdown timers": (
-        "engine.get_wall_clock_timers() has the times of the last update, with the key wall_clock_breakdown"
-    ),
-    "checkpoint_engine": "save_checkpoint and load_checkpoint read and write files themselves",
-    "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size": "a checkpoint loads at any number of ranks",
-    "monitor summary_events": "deepspeed.monitor.monitor.MonitorMaster takes events of a program's own",
-    "optimized_linear_base_weight_sharding optimized_linear_lora_enabled": "LoRA comes from PEFT",
-    "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
-    "update_interval warn_unscaled_loss": _INSIDE,
-}
-SURFACE = Surface("engine", VALUES, METHODS, REFUSED, PARTS)
+SURFACE = Surface("engine", VALUES, METHODS, ENGINE, PARTS)

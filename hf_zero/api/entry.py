@@ -22,8 +22,7 @@ from hf_zero.api.run_words import Run, start
 from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.config.extras import extra_named, loaded
-from hf_zero.error_report import listen
-from hf_zero.errors import WrongArgument
+from hf_zero.errors import WrongArgument, listen
 from hf_zero.features import ASKED, EngineTools, Features, TrainingFeature, asked_of
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer

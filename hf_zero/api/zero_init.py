@@ -19,13 +19,10 @@ from torch.nn.modules.module import (
 from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups
 from hf_zero.config import InitPolicy, load_config, resolve_for_init
 from hf_zero.errors import WrongArgument
-from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import store_at_init
-from hf_zero.offload.vector import InMemoryVector
-from hf_zero.params.partitioning import ACTIVE, shard_parameter
-from hf_zero.params.read_hooks import ReadHooks
-from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
-from hf_zero.params.unsharding import reshard, unshard
+from hf_zero.offload.vector import InMemoryVector, stop_if_any
+from hf_zero.params.partitioning import ACTIVE, reshard, shard_parameter, unshard
+from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter, of
 from hf_zero.precision import Precision, precision_from
 
 if TYPE_CHECKING:

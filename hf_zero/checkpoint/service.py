@@ -24,7 +24,7 @@ from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
 from hf_zero.config.schema.root import OurCheckpoints
 from hf_zero.config.schema.training import Checkpoint
-from hf_zero.device.limits import host_available
+from hf_zero.device.host_memory import host_available
 from hf_zero.errors import CheckpointError, WrongArgument
 from hf_zero.log import logger
 

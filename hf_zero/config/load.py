@@ -11,8 +11,7 @@ from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
 from hf_zero.config.schema import Root
-from hf_zero.config.schema.fields import as_whole
-from hf_zero.config.schema.names import subsection
+from hf_zero.config.schema.fields import as_whole, subsection
 from hf_zero.config.sources import ConfigDict
 from hf_zero.config.translate import ZERO_SPELLINGS, translate
 from hf_zero.config.validate import drop_null_sections, validate

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from hf_zero.config.errors import FEATURES_PAGE, Edit, Problem, Remark
 from hf_zero.config.policies import BatchPolicy, Provenance
 from hf_zero.config.schema import Root, Section, Verdict
-from hf_zero.config.schema.fields import ALL_STAGES
-from hf_zero.config.schema.names import verdict_of
+from hf_zero.config.schema.fields import ALL_STAGES, verdict_of
 from hf_zero.config.sources import DEFAULT, Source, source_in
 
 BATCH_FIELDS = {

@@ -23,8 +23,7 @@ from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, s
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-from hf_zero.planning.reasons import sequence_sizes
-from hf_zero.planning.show import config_text
+from hf_zero.planning.show import config_text, sequence_sizes
 from hf_zero.planning.trace import Trace
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile: what is as large as a tile is small beside them

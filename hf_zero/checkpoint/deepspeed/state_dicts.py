@@ -16,7 +16,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.view import Pieces
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
-from hf_zero.optim.stored import COUNTERS
+from hf_zero.optim.stager import COUNTERS
 
 _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from a copy or load another checkpoint"
 

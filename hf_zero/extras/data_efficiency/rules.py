@@ -9,23 +9,21 @@ from pydantic import ValidationError
 
 from hf_zero.config.errors import ABSENT, Problem, Remark, key_path
 from hf_zero.config.features import Examined
-from hf_zero.extras.data_efficiency.policy import (
-    DataPolicy,
-    DifficultyPolicy,
-    MetricPolicy,
-    PackingPolicy,
-    RandomLTDPolicy,
-    SamplingPolicy,
-)
 from hf_zero.extras.data_efficiency.section import (
     CurriculumLearning,
     CurriculumMetric,
     DataEfficiency,
+    DataPolicy,
     DataRouting,
     DataSampling,
+    DifficultyPolicy,
     LtdSchedule,
     LtdScheduleConfig,
+    MetricPolicy,
+    PackingPolicy,
     RandomLTD,
+    RandomLTDPolicy,
+    SamplingPolicy,
     ScheduleConfig,
 )
 

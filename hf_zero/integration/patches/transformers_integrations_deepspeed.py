@@ -24,9 +24,9 @@ from hf_zero.config.errors import ABSENT
 from hf_zero.config.extras import schema_for
 from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.config.load import normalise
-from hf_zero.device.host_heap import trim
+from hf_zero.device.host_memory import trim
+from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.packed_experts import in_one_go
-from hf_zero.integration.huggingface.upstream_errors import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
 from hf_zero.integration.patches import MARK, Patches
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED, behind_parametrizations
