@@ -51,7 +51,7 @@ def _entry(value: Any) -> Any:
     return {_SHAPE: list(value.shape), _START: value.start, _VALUES: value.values.detach().reshape(-1)}
 
 
-def merged(found: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
+def merged(files: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
     """From what the files of all ranks say to the states of whole tensors, by parameter name.
 
     Raises:
@@ -59,7 +59,7 @@ def merged(found: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
     """
     slices: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
     whole: dict[str, dict[str, Any]] = {}
-    for path, named in found:
+    for path, named in files:
         for name, state in _mapping(named, path).items():
             for kind, value in _mapping(state, path).items():
                 if isinstance(value, Mapping) and set(value) == {_SHAPE, _START, _VALUES}:
@@ -114,10 +114,10 @@ def bound_for_file(
     ]
 
 
-def bound_together(found: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[str, Any]]:
+def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[str, Any]]:
     """States of flat shards of all ranks, by what they belong to."""
     by_pieces: dict[ShardKey, Mapping[str, Any]] = {}
-    for path, entries in found:
+    for path, entries in files:
         for entry in entries if isinstance(entries, list) else [None]:
             if not isinstance(entry, Mapping) or not isinstance(entry.get(_PIECES), list):
                 raise CheckpointError(path, "holds no list of states of shards where one belongs", _FIX)
@@ -289,13 +289,13 @@ def buffers_of(
     kind: str, dtype: torch.dtype, sub_groups: Sequence[SubGroup], states: Sequence[ShardState]
 ) -> list[Tensor]:
     """One kind of state of all sub-groups; where there is none yet, zeros without memory."""
-    found = []
+    buffers = []
     for sub_group, state in zip(sub_groups, states, strict=True):
         value = state.values(kind)
         if value is None:
             value = torch.zeros(1, dtype=dtype, device=sub_group.master.device).expand(sub_group.master.numel())
-        found.append(value.to(dtype))
-    return found
+        buffers.append(value.to(dtype))
+    return buffers
 
 
 def errors_for_file(reducer: GradientReducer, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -151,16 +151,16 @@ def _packed(copies: Sequence[Copy], buffers: Sequence[Tensor], start: int, space
 
     They are put together in `space` where they do not lie together already.
     """
-    cursor, found = 0, []
+    cursor, parts = 0, []
     for copy in copies:
         low, high = max(start, cursor), min(start + space.numel(), cursor + copy.numel)
         if low < high:
-            found.append(buffers[copy.source_buffer].narrow(0, copy.source_offset + low - cursor, high - low))
+            parts.append(buffers[copy.source_buffer].narrow(0, copy.source_offset + low - cursor, high - low))
         cursor += copy.numel
-    if len(found) == 1:
-        return found[0]
-    filled = sum(part.numel() for part in found)
-    return torch.cat(found, out=space.narrow(0, 0, filled)) if found else space.narrow(0, 0, 0)
+    if len(parts) == 1:
+        return parts[0]
+    filled = sum(part.numel() for part in parts)
+    return torch.cat(parts, out=space.narrow(0, 0, filled)) if parts else space.narrow(0, 0, 0)
 
 
 def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:
@@ -311,20 +311,24 @@ def _group_states(
     exchange = Exchange(reshard(source, wanted), shard, collected.share)
     states = _target_states(subject, collected, targets)
     comes_later = not exchange.is_local or collected.has_forms
-    found: list[list[Awaited | Streamed]] = []
+    by_kind: list[list[Awaited | Streamed]] = []
     for of_kind in states:
         local = None if comes_later else of_kind.fill(exchange)
-        found.append([Awaited(of_kind.dtype, (numel,)) for numel in of_kind.lengths] if local is None else list(local))
+        by_kind.append(
+            [Awaited(of_kind.dtype, (numel,)) for numel in of_kind.lengths] if local is None else list(local)
+        )
     groups = []
     for number, target in enumerate(targets):
         known = collected.groups[target.group]
         moments = {
-            of_kind.kind: found[i][number] for i, of_kind in enumerate(states) if i and of_kind.kind in known.kinds
+            of_kind.kind: by_kind[i][number] for i, of_kind in enumerate(states) if i and of_kind.kind in known.kinds
         }
-        groups.append(GroupState(found[0][number], moments, _scalars(subject, known.scalars)))
+        groups.append(GroupState(by_kind[0][number], moments, _scalars(subject, known.scalars)))
     if not comes_later:
         return groups, None
-    return groups, (_batch(of_kind, exchange, awaited, groups) for of_kind, awaited in zip(states, found, strict=True))
+    return groups, (
+        _batch(of_kind, exchange, awaited, groups) for of_kind, awaited in zip(states, by_kind, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

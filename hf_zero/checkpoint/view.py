@@ -155,18 +155,18 @@ class CheckpointView:
 
 def by_parameter(extents: Iterable[Extent]) -> dict[int, list[Extent]]:
     """Runs of each parameter, in order."""
-    found: dict[int, list[Extent]] = defaultdict(list)
+    by_index: dict[int, list[Extent]] = defaultdict(list)
     for extent in extents:
-        found[extent.parameter].append(extent)
-    for mine in found.values():
+        by_index[extent.parameter].append(extent)
+    for mine in by_index.values():
         mine.sort(key=lambda extent: extent.start)
-    return dict(found)
+    return dict(by_index)
 
 
 def buffer_sizes(extents: Iterable[Extent]) -> dict[tuple[int, int], int]:
     """How many elements each buffer, by (rank, buffer), has to have."""
-    found: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     for extent in extents:
         place = (extent.rank, extent.buffer)
-        found[place] = max(found.get(place, 0), extent.offset + extent.numel)
-    return found
+        sizes[place] = max(sizes.get(place, 0), extent.offset + extent.numel)
+    return sizes

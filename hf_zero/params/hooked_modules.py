@@ -104,8 +104,8 @@ def hook_modules(gathered_modules: Sequence[GatheredModule], unit_of: Mapping[in
 
 
 def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -> tuple[Unit, ...]:
-    found = {unit.index: unit for unit in (unit_of.get(id(p)) for p in parameters) if unit is not None}
-    return tuple(found[index] for index in sorted(found))
+    by_index = {unit.index: unit for unit in (unit_of.get(id(p)) for p in parameters) if unit is not None}
+    return tuple(by_index[index] for index in sorted(by_index))
 
 
 def _use_of(hooked: HookedModule) -> Use:
@@ -192,19 +192,19 @@ def mark_leaves(model: nn.Module, policy: Zero) -> None:
 def _mark_each(
     model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    found: dict[int, nn.Module] = {}
+    marked: dict[int, nn.Module] = {}
     missing = []
     for word in wanted:
         matches = [module for name, module in model.named_modules() if fits(name, word)]
-        found.update((id(module), module) for module in matches)
+        marked.update((id(module), module) for module in matches)
         if not matches:
             missing.append(word)
     if missing and raise_if_not_found:
         names = [name for name, _ in model.named_modules() if name][:8]
         raise ValueError(f"leaf modules: {missing} match no module of the model, whose names are like {names}")
-    for module in found.values():
+    for module in marked.values():
         set_z3_leaf_module(module, flag)
-    return list(found.values()), missing
+    return list(marked.values()), missing
 
 
 def _of_class(classes: Sequence[type | str]) -> Callable[[str, nn.Module], bool]:
@@ -220,10 +220,10 @@ def _mark(
     raise_if_not_found: bool,
     wanted: Iterable[object],
 ) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if matches(name, module)]
-    if not found and raise_if_not_found:
+    marked = [module for name, module in model.named_modules() if matches(name, module)]
+    if not marked and raise_if_not_found:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(f"leaf modules: {list(wanted)} match nothing in the model, whose classes are {classes}")
-    for module in found:
+    for module in marked:
         set_z3_leaf_module(module, flag)
-    return found
+    return marked

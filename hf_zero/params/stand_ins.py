@@ -178,8 +178,8 @@ def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
 
 
 def _handle_of(tensor: Any) -> ShardedParameter:
-    found: ShardedParameter = tensor.released_from if isinstance(tensor, ReleasedView) else tensor.hf_zero_shard
-    return found
+    handle: ShardedParameter = tensor.released_from if isinstance(tensor, ReleasedView) else tensor.hf_zero_shard
+    return handle
 
 
 def _first_handle(values: Iterable[Any]) -> Any:
@@ -188,25 +188,25 @@ def _first_handle(values: Iterable[Any]) -> Any:
         if isinstance(value, _Released):
             return _handle_of(value)
         if isinstance(value, (list, tuple)):
-            found = _first_handle(value)
-            if found is not None:
-                return found
+            handle = _first_handle(value)
+            if handle is not None:
+                return handle
     return None
 
 
 def _views(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
     """The views that `func` makes; those that it has to copy for would be reads."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         address = handle.stand_in.untyped_storage().data_ptr()
-        several = isinstance(found, (list, tuple))
-        tensors = list(found) if several else [found]
+        several = isinstance(result, (list, tuple))
+        tensors = list(result) if several else [result]
         if any(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
             _refuse(handle, "read", func, READ_FIX)
         views = [tensor.as_subclass(ReleasedView) for tensor in tensors]
     for view in views:
         view.released_from = handle
-    return type(found)(views) if several else views[0]
+    return type(result)(views) if several else views[0]
 
 
 def _converted(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:

@@ -111,10 +111,10 @@ def parse_bytes(text: str, key: str = "") -> float:
     Raises:
         ConfigError: naming `key`.
     """
-    found = bytes_of(text)
-    if found is None:
+    number = bytes_of(text)
+    if number is None:
         raise ConfigError(Problem(key, text, "must be a number of bytes", "write 80G, 1.5T or 24GiB"))
-    return found
+    return number
 
 
 def hardware(given: Mapping[str, object]) -> Hardware:
@@ -127,14 +127,14 @@ def hardware(given: Mapping[str, object]) -> Hardware:
     Raises:
         ConfigError: for a GPU that is not known and has no memory given.
     """
-    found, notes = found_accelerators(), []
-    name = str(given.get("gpu") or (found[0].name if found else CPU)).lower()
-    per_host = _count(given, "gpus_per_node") or len(found) or 1
+    accelerators, notes = found_accelerators(), []
+    name = str(given.get("gpu") or (accelerators[0].name if accelerators else CPU)).lower()
+    per_host = _count(given, "gpus_per_node") or len(accelerators) or 1
     hosts = _count(given, "nodes") or 1
     separate = name != CPU
     gpu = _CORE if not separate else _gpu(name, given)
     host_memory = _bytes(given, "host_memory")
-    is_here = bool(found) and words_of(name) <= words_of(found[0].name)
+    is_here = bool(accelerators) and words_of(name) <= words_of(accelerators[0].name)
     if host_memory is None and separate and not is_here:  # planned on another machine than the one that will train
         host_memory = gpu.host_memory * per_host
         notes.append(f"host memory, as such machines usually have it: {host_memory / 1e9:.0f} GB (--host-memory)")
@@ -143,7 +143,7 @@ def hardware(given: Mapping[str, object]) -> Hardware:
         notes.append(f"host memory of this machine: {host_memory / 1e9:.0f} GB")
     memory = _bytes(given, "device_memory")
     if memory is None:
-        memory = gpu.capacity if given.get("gpu") or not found else float(found[0].num_bytes)
+        memory = gpu.capacity if given.get("gpu") or not accelerators else float(accelerators[0].num_bytes)
         memory = memory if separate else host_memory / per_host
     gpu = replace(gpu, link=_bytes(given, "link") or gpu.link)
     return Hardware(
@@ -259,12 +259,12 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     wait = runtime_of(device).synchronize
     work()
     wait()
-    found = float("inf")
+    best = float("inf")
     for _ in range(_ROUNDS):
         started, calls = time.perf_counter(), 0
         while (spent := time.perf_counter() - started) < _LEAST_S:
             work()
             wait()
             calls += 1
-        found = min(found, spent / calls)
-    return found
+        best = min(best, spent / calls)
+    return best

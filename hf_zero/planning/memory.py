@@ -212,7 +212,7 @@ def _unit(
 
 
 def _uses(model: PlannedModel, units: Sequence[PlannedUnit], unit_of: dict[int, int]) -> list[tuple[str, Use]]:
-    found = []
+    uses = []
     for gathered in model.gathered_modules:
         read = sorted({unit_of[id(p)] for p in gathered.parameters if id(p) in unit_of})
         if read:
@@ -222,8 +222,8 @@ def _uses(model: PlannedModel, units: Sequence[PlannedUnit], unit_of: dict[int, 
                 has_trained=any(layout.trained_numel for index in read for layout, _ in units[index].parts),
                 reads_in_backward=gathered.is_container or not isinstance(gathered.module, nn.Embedding),
             )
-            found.append((gathered.name, use))
-    return found
+            uses.append((gathered.name, use))
+    return uses
 
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"

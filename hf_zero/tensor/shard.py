@@ -89,14 +89,14 @@ def plan_of(model: nn.Module) -> dict[str, str]:
         ValueError: the model has no plan and is of no known shape, or its plan has an unknown style.
     """
     names = names_in(model)
-    found = dict(_by_plan(names, getattr(model, "tp_plan", None) or {}))
-    if not set(found.values()) & {*_OF_BLOCKS}:
-        found |= _by_name(model, names)
-    found |= _left_out(model, names, found)
-    unknown = sorted({style for style in found.values() if style not in (*STYLES, "fused_attention")})
+    styles = dict(_by_plan(names, getattr(model, "tp_plan", None) or {}))
+    if not set(styles.values()) & {*_OF_BLOCKS}:
+        styles |= _by_name(model, names)
+    styles |= _left_out(model, names, styles)
+    unknown = sorted({style for style in styles.values() if style not in (*STYLES, "fused_attention")})
     if unknown:
         raise ValueError(f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}")
-    return found
+    return styles
 
 
 def _by_plan(names: Iterable[str], plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -247,8 +247,8 @@ def _elements(
 ) -> dict[str, StateElements]:
     """By kind of state, where every rank has it for any group (before the first step there is none)."""
     ordered = by_parameter(extents)
-    found = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
-    return {kind: elements for kind, elements in found.items() if any(map(elements.has, ordered))}
+    by_kind = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
+    return {kind: elements for kind, elements in by_kind.items() if any(map(elements.has, ordered))}
 
 
 def _check_count(have: int, wanted: int, path: Path) -> None:
@@ -323,14 +323,14 @@ def _whole_states(
     states: Mapping[int, Any], numbered: Mapping[int, tuple[str, tuple[int, ...]]]
 ) -> dict[str, Mapping[str, Any]]:
     """All states by parameter name, if any of them is a tensor that does not hold one value per element."""
-    found = {numbered[number][0]: state for number, state in states.items() if number in numbered}
+    named = {numbered[number][0]: state for number, state in states.items() if number in numbered}
     shapes = dict(numbered.values())
     has_other_shapes = any(
         isinstance(value, Tensor) and value.ndim and value.numel() != math.prod(shapes[name])
-        for name, state in found.items()
+        for name, state in named.items()
         for value in state.values()
     )
-    return found if has_other_shapes else {}
+    return named if has_other_shapes else {}
 
 
 def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointView:
@@ -434,13 +434,13 @@ def _whole_elements(
     extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
 ) -> dict[str, StateElements]:
     ordered, sizes = by_parameter(extents), buffer_sizes(extents)
-    found = {}
+    by_kind = {}
     for kind, mine in buffers.items():
         there = {place: numel for place, numel in sizes.items() if place[1] in mine}
         if there:
             flats = {place: flat(mine[place[1]], f"{kind} #{place[1]}", path, numel) for place, numel in there.items()}
-            found[kind] = StateElements(ordered, flats)
-    return found
+            by_kind[kind] = StateElements(ordered, flats)
+    return by_kind
 
 
 def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:

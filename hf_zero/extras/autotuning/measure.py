@@ -110,8 +110,8 @@ class MeasuredPlan:
 
 def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
     """`measure`, and what follows from it."""
-    found = measure(plan, number, folder)
-    return MeasuredPlan(ranked(plan, found), found)
+    measured = measure(plan, number, folder)
+    return MeasuredPlan(ranked(plan, measured), measured)
 
 
 def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
@@ -157,20 +157,20 @@ def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
     return Experiment(each.candidate.short, config, tuple(words), place)
 
 
-def ranked(plan: Plan, found: Sequence[Measured]) -> Plan:
+def ranked(plan: Plan, measured: Sequence[Measured]) -> Plan:
     """The plan with the fastest measured one as its choice."""
-    known = [each for each in found if each.tokens_per_s is not None]
+    known = [each for each in measured if each.tokens_per_s is not None]
     if not known:
         return replace(plan, chosen=None, refused=(*plan.refused, "no trial has run to its end"))
     return replace(plan, chosen=max(known, key=lambda each: each.tokens_per_s or 0.0).estimate)
 
 
-def show_measured(plan: Plan, found: Sequence[Measured]) -> None:
+def show_measured(plan: Plan, measured: Sequence[Measured]) -> None:
     """The table, for people."""
     table = Table(title="measured on this machine", title_justify="left")
     for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
         table.add_column(name)
-    for each in found:
+    for each in measured:
         style = "bold green" if each.estimate is plan.chosen else ""
         rate = "" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}"
         said = f"{each.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"

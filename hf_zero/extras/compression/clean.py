@@ -136,7 +136,7 @@ class {name}({base}):
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     """By module, what its class would make otherwise: shapes of its own parameters and whole numbers that it keeps."""
-    found = {}
+    layers = {}
     for name, module in model.named_modules():
         shapes = {key: list(parameter.shape) for key, parameter in module.named_parameters(recurse=False)}
         numbers = {
@@ -144,8 +144,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             for key, value in vars(module).items()
             if type(value) is int and not key.startswith("_")  # flags are no sizes
         }
-        found[name] = {"shapes": shapes, "attributes": numbers}
-    return found
+        layers[name] = {"shapes": shapes, "attributes": numbers}
+    return layers
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -273,11 +273,11 @@ def _drop_ignored(compressed: CompressedModel) -> None:
 
 def _packed_bits(compressed: CompressedModel) -> dict[int, tuple[int, int]]:
     """Of every quantised weight its bits and scales; empty for those that are cut afterwards, which are new tensors."""
-    found = {}
+    bits_of = {}
     for layer in compressed.layers:
         if layer.weight_bits is not None:
-            found[id(layer.layer.parameter)] = (layer.weight_bits.rule.bits, layer.weight_bits.num_groups)
-    return found
+            bits_of[id(layer.layer.parameter)] = (layer.weight_bits.rule.bits, layer.weight_bits.num_groups)
+    return bits_of
 
 
 def _cut(model: nn.Module, technique: str, match: Match, mask: torch.Tensor) -> Change:

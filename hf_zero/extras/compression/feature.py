@@ -119,15 +119,15 @@ def _reading(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _list_of_layers(model: nn.Module, section: LayerReduction, *, checks_length: bool = True) -> nn.ModuleList:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     prefix = str(section.module_name_prefix)
-    found = lists.get(prefix)
-    if found is None:
+    layers = lists.get(prefix)
+    if layers is None:
         near = ", ".join(nearest(prefix, list(lists))) or "none"
         rule = "the model has no list of layers of this name"
         raise ConfigError(Problem(f"{_PATH}.module_name_prefix", prefix, rule, f"lists of layers: {near}"))
-    if checks_length and section.teacher_layer[-1] >= len(found):
-        rule = f"{prefix} has the layers 0 to {len(found) - 1}"
+    if checks_length and section.teacher_layer[-1] >= len(layers):
+        rule = f"{prefix} has the layers 0 to {len(layers) - 1}"
         raise ConfigError(Problem(f"{_PATH}.teacher_layer", list(section.teacher_layer), rule, "name these only"))
-    return found
+    return layers
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

@@ -87,8 +87,8 @@ def elastic_batch(rule: ElasticRule, ranks: int | None = None) -> ElasticBatch:
             f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}",
         )
     if not rule.by_nodes:
-        found = _best(rule, rule.max_batch, rule.min_ranks, rule.max_ranks)
-        return found if ranks is None else ElasticBatch(found.batch, found.counts, _micro(rule, found, ranks))
+        chosen = _best(rule, rule.max_batch, rule.min_ranks, rule.max_ranks)
+        return chosen if ranks is None else ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, ranks))
     if rule.per_node % rule.model_ranks:
         raise ElasticProblem(
             "model_parallel_size", f"num_gpus_per_node = {rule.per_node} is not a multiple of {rule.model_ranks}"
@@ -106,12 +106,12 @@ def _by_nodes(rule: ElasticRule, ranks: int | None) -> ElasticBatch:
             f"max_train_batch_size = {rule.max_batch}",
         )
     nodes = _best(rule, of_node, rule.min_ranks // rule.per_node, rule.max_ranks // rule.per_node)
-    found = ElasticBatch(nodes.batch * data_ranks, tuple(count * data_ranks for count in nodes.counts))
+    chosen = ElasticBatch(nodes.batch * data_ranks, tuple(count * data_ranks for count in nodes.counts))
     if ranks is None:
-        return found
+        return chosen
     mine = ranks // rule.model_ranks
-    if mine in found.counts:
-        return ElasticBatch(found.batch, found.counts, _micro(rule, found, mine))
+    if mine in chosen.counts:
+        return ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, mine))
     # A job of another size keeps going with the batch nearest to the largest that its own number divides.
     mine = ranks * data_ranks // rule.per_node
     batches = [rule.max_batch // (micro * mine) * micro * mine for micro in rule.micro_batches] if mine else [0]
@@ -131,10 +131,10 @@ def _best(rule: ElasticRule, max_batch: int, min_count: int, max_count: int) -> 
     # Among equals the order of the candidates decides nothing: a larger (smaller) batch always replaces.
     best, counts = least, tuple[int, ...]()
     for batch in sorted({_grown(base, max_batch) for base in bases if base <= max_batch}):
-        found = valid_counts(batch, micros, low, high)
+        dividing = valid_counts(batch, micros, low, high)
         better = batch > best if rule.prefers_larger else batch < best
-        if len(found) > len(counts) or (len(found) == len(counts) and better):
-            best, counts = batch, found
+        if len(dividing) > len(counts) or (len(dividing) == len(counts) and better):
+            best, counts = batch, dividing
     return ElasticBatch(best, counts)
 
 
@@ -145,11 +145,11 @@ def _grown(base: int, max_batch: int) -> int:
 
 def valid_counts(batch: int, micros: Iterable[int], low: int, high: int) -> tuple[int, ...]:
     """All numbers of ranks from `low` to `high` that a batch can be spread over evenly, in micro-batches."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for micro in micros:
         if batch % micro == 0:
-            found |= _divisors(batch // micro)
-    return tuple(sorted(count for count in found if low <= count <= high))
+            numbers |= _divisors(batch // micro)
+    return tuple(sorted(count for count in numbers if low <= count <= high))
 
 
 def _divisors(number: int) -> set[int]:
@@ -157,14 +157,14 @@ def _divisors(number: int) -> set[int]:
     return {*small, *(number // divisor for divisor in small)}
 
 
-def _micro(rule: ElasticRule, found: ElasticBatch, count: int) -> int:
+def _micro(rule: ElasticRule, chosen: ElasticBatch, count: int) -> int:
     """The largest micro-batch for one of the valid numbers of ranks."""
-    if count not in found.counts:
+    if count not in chosen.counts:
         raise ElasticProblem(
             "elasticity",
-            f"{count} ranks do not go with the batch of {found.batch}; these numbers do: {_shown(found.counts)}",
+            f"{count} ranks do not go with the batch of {chosen.batch}; these numbers do: {_shown(chosen.counts)}",
         )
-    fitting = [micro for micro in rule.micro_batches if found.batch // count % micro == 0]
+    fitting = [micro for micro in rule.micro_batches if chosen.batch // count % micro == 0]
     return max(fitting)
 
 
@@ -218,17 +218,17 @@ def compute_elastic_config(
     ranks = world_size or (_world_size() if rule.by_nodes else None)
     try:
         if rule.by_nodes or not world_size:
-            found = elastic_batch(rule, ranks)
+            chosen = elastic_batch(rule, ranks)
         else:
-            found = elastic_batch(rule, world_size)
+            chosen = elastic_batch(rule, world_size)
     except ElasticProblem as error:
         raise _raised(error) from None
     if not world_size and not return_microbatch:
-        return found.batch, list(found.counts)
-    micro = found.micro
+        return chosen.batch, list(chosen.counts)
+    micro = chosen.micro
     if micro is None:  # no number of ranks is known: the largest that goes with any
-        micro = max((m for m in rule.micro_batches if found.batch % m == 0), default=None)
-    return found.batch, list(found.counts), micro
+        micro = max((m for m in rule.micro_batches if chosen.batch % m == 0), default=None)
+    return chosen.batch, list(chosen.counts), micro
 
 
 def _raised(error: ElasticProblem) -> Exception:
@@ -248,8 +248,8 @@ def _rule(ds_config: object) -> ElasticRule:
 
 
 def _checked(section: object) -> ElasticRule:
-    config, found = validate({"elasticity": section})
-    problems = [finding for finding in found if isinstance(finding, Problem)]
+    config, findings = validate({"elasticity": section})
+    problems = [finding for finding in findings if isinstance(finding, Problem)]
     rule = None
     if not problems:
         rule, problems = rule_of(vars(config)["elasticity"])
@@ -386,16 +386,16 @@ def elastic_sizes(
     if rule is None or problems:
         return Sizes(problems=tuple(problems))
     try:
-        found = elastic_batch(rule, data_ranks)
+        chosen = elastic_batch(rule, data_ranks)
     except ElasticProblem as error:
         paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
         fix = "start a number of ranks that goes with it, or change the section"
         return Sizes(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),))
-    assert found.micro is not None, "asked for a number of ranks"
+    assert chosen.micro is not None, "asked for a number of ranks"
     sizes = BatchPolicy(
-        train_batch_size=found.batch * tensor_size,
-        micro_batch_size=found.micro,
-        accumulation_steps=found.batch // (found.micro * data_ranks),
+        train_batch_size=chosen.batch * tensor_size,
+        micro_batch_size=chosen.micro,
+        accumulation_steps=chosen.batch // (chosen.micro * data_ranks),
     )
     if section.ignore_non_elastic_batch_info:
         return Sizes(sizes)

@@ -134,10 +134,10 @@ def gathered_attention(query: Tensor, key: Tensor, value: Tensor, plan: BlockPla
         rules=rules,
     )
     heads = [head for part in plan.parts for head in part.heads]
-    found = torch.cat([_heads(blocks, part) for part in plan.parts], dim=1)
+    attended = torch.cat([_heads(blocks, part) for part in plan.parts], dim=1)
     if heads != sorted(heads):
-        found = found.index_select(1, _inverse(heads, found.device))
-    whole: Tensor = found.flatten(2, 3)[:, :, :length]
+        attended = attended.index_select(1, _inverse(heads, attended.device))
+    whole: Tensor = attended.flatten(2, 3)[:, :, :length]
     return whole
 
 
@@ -163,11 +163,11 @@ def _heads(blocks: _Blocks, part: HeadGroup) -> Tensor:
     per_key_head = blocks.query.shape[1] // blocks.key.shape[1]
     query = _take(blocks.query, part.heads)
     key, value = (_take(t, tuple(h // per_key_head for h in part.heads)) for t in (blocks.key, blocks.value))
-    found = [_rows(query, key, value, group, part.heads, blocks) for group in part.groups]
-    if len(found) == 1:
-        return found[0]
+    attended = [_rows(query, key, value, group, part.heads, blocks) for group in part.groups]
+    if len(attended) == 1:
+        return attended[0]
     rows = [row for group in part.groups for row in group.rows]
-    return torch.cat(found, dim=2).index_select(2, _inverse(rows, device))
+    return torch.cat(attended, dim=2).index_select(2, _inverse(rows, device))
 
 
 def _rows(
@@ -198,13 +198,13 @@ def _rows(
             kept[id(group)] = mask
     else:
         mask = kept[id(group)]
-    found = functional.scaled_dot_product_attention(
+    attended = functional.scaled_dot_product_attention(
         mine, their_keys, their_values, attn_mask=mask, dropout_p=blocks.rules.dropout, scale=blocks.rules.scale
     )
     if mask is not None:
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        found = found.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    by_row: Tensor = found.unflatten(0, (batch, num_rows)).transpose(1, 2)
+        attended = attended.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    by_row: Tensor = attended.unflatten(0, (batch, num_rows)).transpose(1, 2)
     return by_row
 
 
@@ -313,11 +313,11 @@ def _tables(layouts: Sequence[Layout], at: torch.device) -> tuple[Tensor, Tensor
 
 def _present(layouts: Sequence[Layout], at: torch.device) -> Tensor:
     n = len(layouts[0])
-    found = torch.zeros((len(layouts), n, n), dtype=torch.bool)
+    present = torch.zeros((len(layouts), n, n), dtype=torch.bool)
     for number, layout in enumerate(layouts):
         for row, seen in enumerate(layout):
-            found[number, row, list(seen)] = True
-    return found.to(at)
+            present[number, row, list(seen)] = True
+    return present.to(at)
 
 
 @functools.cache
@@ -333,5 +333,5 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | No
     from torch.nn.attention.flex_attention import flex_attention
 
     call: Any = _compiled() if compiles else flex_attention
-    found: Tensor = call(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
-    return found
+    attended: Tensor = call(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return attended

@@ -87,8 +87,8 @@ _PREPARED: weakref.WeakKeyDictionary[Any, weakref.ref[PreparedEngine]] = weakref
 
 def prepared_by(optimizer: Any) -> PreparedEngine | None:
     """The optimizer inside accelerate's wrapper."""
-    found = _PREPARED.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    return found() if found is not None else None
+    reference = _PREPARED.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return reference() if reference is not None else None
 
 
 class EngineChoice:
