@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_zero
 from hf_zero.api.zero_init import Init
 from hf_zero.comm import local_device
-from hf_zero.device.limits import host_available
+from hf_zero.device.host_memory import host_available
 
 VOCABULARY = 32_000
 HOST_BYTES = 16  # per parameter: bf16 shard and gradient, fp32 master and two moments

@@ -30,8 +30,8 @@ from torch import Tensor
 from bench.gpu_offload import VOCABULARY, Llama
 from bench.roofline import MACHINES
 from bench.surroundings import ROOT
+from hf_zero.planning.arguments import known_gpu
 from hf_zero.planning.event_model import Machine, Setup, Shape, device_bytes, simulate
-from hf_zero.planning.gpus import known_gpu
 
 # name -> hidden, heads, layers, sequences, length
 SIZES = {

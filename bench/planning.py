@@ -105,9 +105,8 @@ def model_of(folder: str) -> Any:
 
 def predictions(folder: str, size: Size, nvme: str | None) -> dict[str, Any]:
     """`plan` for this size on ranks of a host that share its memory: candidate -> estimate."""
-    from hf_zero.planning.calibrate import calibrated
     from hf_zero.planning.choose import plan
-    from hf_zero.planning.machine import hardware
+    from hf_zero.planning.machine import calibrated, hardware
     from hf_zero.planning.model import load_model
 
     config_of(size, folder)
@@ -134,7 +133,7 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     import hf_zero
     from bench.states import state_bytes
     from hf_zero.comm import collectives_for
-    from hf_zero.device.host_heap import trim
+    from hf_zero.device.host_memory import trim
 
     torch.set_num_threads(1)
     hf_zero.install()

@@ -22,8 +22,7 @@ from torch.nn import functional
 
 from bench.meters import most_allocated
 from bench.surroundings import keep, machine, public
-from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
-from hf_zero.extras.sparse_attention.plan import make_plan
+from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention, make_plan
 from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
     from hf_zero.api.engine import ZeroEngine
     from hf_zero.api.entry import initialize
-    from hf_zero.api.gathered_parameters import gathered
-    from hf_zero.api.gathered_weights import gathered_weights
+    from hf_zero.api.gathered_parameters import gathered, gathered_weights
     from hf_zero.comm import init_distributed
     from hf_zero.config import ConfigError
 
@@ -36,7 +35,7 @@ _HOMES = {
     "DummyScheduler": "accelerate.utils",
     "ZeroEngine": "hf_zero.api.engine",
     "gathered": "hf_zero.api.gathered_parameters",
-    "gathered_weights": "hf_zero.api.gathered_weights",
+    "gathered_weights": "hf_zero.api.gathered_parameters",
     "init_distributed": "hf_zero.comm",
     "initialize": "hf_zero.api.entry",
 }

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 
 class WrongArgument(ValueError, AssertionError):
@@ -25,3 +32,59 @@ class CheckpointError(RuntimeError):
     def __reduce__(self) -> tuple[type[CheckpointError], tuple[str, str, str]]:
         # Errors travel between ranks; the default would hand the finished text back to __init__.
         return (type(self), (self.path, self.problem, self.fix))
+
+
+# The error that ended a rank is the last thing that torchrun prints, and is printed once instead of once per rank.
+#
+# torchrun ends with a box about the rank that failed first. It says nothing about the error itself unless the program
+# has written it to the file that TORCHELASTIC_ERROR_FILE names, which this module does. An error of hf_zero's own is
+# usually the same on all ranks, so ranks other than the first of a machine print one line.
+
+
+_FILE = "TORCHELASTIC_ERROR_FILE"
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def listen() -> None:
+    """Write the error that ends this process for torchrun, if that has started it. Further calls change nothing."""
+    if os.environ.get(_FILE) and not getattr(sys.excepthook, "writes_error_report", False):
+        sys.excepthook = _before(sys.excepthook)
+
+
+def _before(hook: _Hook) -> _Hook:
+    def leave(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if issubclass(kind, Exception):
+            _write(os.environ.get(_FILE, ""), error, where)
+        if _is_ours(kind) and os.environ.get("LOCAL_RANK", "0") != "0":
+            rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
+            sys.stderr.write(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the full error: first rank)\n")
+            return
+        hook(kind, error, where)
+
+    leave.writes_error_report = True  # type: ignore[attr-defined]
+    return leave
+
+
+def _is_ours(kind: type[BaseException]) -> bool:
+    return kind.__module__.partition(".")[0] == __package__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _write(file: str, error: BaseException, where: TracebackType | None) -> None:
+    """In the form that torchrun reads; what somebody else has written there stays."""
+    path = Path(file)
+    text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else _with_trace(error, where)
+    told = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        if not (path.is_file() and path.stat().st_size):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"message": told}))
+    except OSError:
+        return  # the error itself is printed all the same
+
+
+def _with_trace(error: BaseException, where: TracebackType | None) -> str:
+    return "".join(traceback.format_exception(type(error), error, where)).rstrip()

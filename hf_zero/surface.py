@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from typing import Any
 
+NamesOf = Callable[[], "Surface"]
+"""Gives the tables; they are imported when the first such name is asked for."""
+
 
 class Surface:
     """Tables of names.

@@ -28,9 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console  # not before the arguments have been read: torch takes seconds
 
     from hf_zero.checkpoint import CheckpointError, open_checkpoint
-    from hf_zero.checkpoint.consolidate import DTYPES, weights_of
-    from hf_zero.checkpoint.fp32 import target_for
-    from hf_zero.checkpoint.manifest import check_folder
+    from hf_zero.checkpoint.consolidate import DTYPES, target_for, weights_of
+    from hf_zero.checkpoint.transaction import check_folder
 
     say = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     try:

@@ -20,12 +20,12 @@ import pytest
 from tests.test_imports import PACKAGE, ROOT, package_of, sources
 from tests.test_imports import trees as trees_by_module
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600  # at 400, files that are read together had been cut in two
 MAX_BODY_LINES = 60
 MAX_METHODS = 20
 MAX_MODULES = 20
 MIN_FILE_LINES = 40
-MAX_SMALL_FILES = 14
+MAX_SMALL_FILES = 12
 
 # File -> the most lines it may have, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {}
@@ -39,7 +39,6 @@ _LEAF = "imported from below by what cannot know each other"
 
 # File -> why it is one.
 SMALL_FILES = {
-    "errors.py": _LEAF,
     "integration/names/distribution.py": "what importlib.metadata asks alone",
     "integration/patches/accelerate_commands_config_config_args.py": _PER_MODULE,
     "integration/patches/peft_utils_other.py": _PER_MODULE,
@@ -85,7 +84,7 @@ _HOLDS_BACK = "of a reducer: the opposite of hold_back"
 
 # (file, identifier) -> why it may stay.
 KEPT_WORDS = {
-    ("config/canonical.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
+    ("config/load.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
     ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: what the paper does not have",
 }
 
@@ -102,24 +101,20 @@ _BY_CONFIG = "examined with a whole config: its extra's test_config.py"
 
 # Module that only tests of something larger run -> which.
 UNTESTED = {
-    "hf_zero.checkpoint.deepspeed.read_sharded": _SAVED_AND_LOADED,
-    "hf_zero.checkpoint.deepspeed.read_whole": _SAVED_AND_LOADED,
+    "hf_zero.checkpoint.deepspeed.read": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.deepspeed.state_dicts": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.load": _SAVED_AND_LOADED,
-    "hf_zero.checkpoint.save": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
     "hf_zero.extras.autotuning.trial_run": "the script of a trial: tests/extras/autotuning/test_tuning.py",
     "hf_zero.extras.compression.explain": "run by `explain`: tests/extras/compression/test_explain.py",
     "hf_zero.extras.compression.rules": _BY_CONFIG,
     "hf_zero.extras.data_efficiency.rules": _BY_CONFIG,
-    "hf_zero.extras.elasticity.rules": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
     "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,
     "hf_zero.extras.one_bit.compressing": "the base of three optimizers: tests/extras/one_bit/test_one_bit.py",
-    "hf_zero.optim.stager": "needs an updater with offload: tests/offload",
     "hf_zero.params.sharded": "needs ranks: tests/end_to_end/test_stage3_*.py",
 }
 

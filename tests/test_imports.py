@@ -19,7 +19,7 @@ PACKAGE = "hf_zero"
 # Low to high. A package imports from lower layers and from itself; packages in one layer do not import each other.
 LAYERS = (
     (
-        *("errors", "error_report", "log", "rank_environment", "network", "versions", "surface", "features", "spans"),
+        *("errors", "log", "rank_environment", "network", "versions", "surface", "instead", "features", "spans"),
         *("quantities", "staging"),
     ),
     ("kernels", "config"),
@@ -59,7 +59,7 @@ MAY_NAME_CUDA = {
     "hf_zero.launch.restarts": "PyTorch's variable for programs that fork",
     "hf_zero.extras.one_bit": _DEEPSPEEDS_WORD,
     "hf_zero.extras.one_bit.compressing": _DEEPSPEEDS_WORD,
-    "hf_zero.params.released": "lists the conversions of a tensor",
+    "hf_zero.params.stand_ins": "lists the conversions of a tensor",
 }
 # Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are
 # sharded over fewer ranks than all.

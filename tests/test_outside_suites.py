@@ -19,7 +19,11 @@ from hf_zero.api.parameter_access import (
     safe_update_full_grad_vectorized,
 )
 from hf_zero.api.zero_init import Init
-from hf_zero.params.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from hf_zero.params.hooked_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from tests.support.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from hf_zero.activations.calls import CONFIGURED, CheckpointedCalls
+from hf_zero.activations.kept import CONFIGURED, CheckpointedCalls
 from hf_zero.comm import uncompiled
 from hf_zero.config import Resolved
 from hf_zero.config.features.long_sequences import ActivationCheckpointing as Section

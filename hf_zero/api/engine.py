@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
-from hf_zero.api.engine_module import ModuleView
-from hf_zero.api.engine_settings import EngineSettings
+from hf_zero.api.engine_module import EngineSettings, ModuleView
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
@@ -26,7 +25,7 @@ from hf_zero.schedules.base import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
-from hf_zero.surface import Surface
+from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.api.engine_checkpoints import EngineCheckpoints
@@ -51,7 +50,7 @@ class EngineParts:
     lr_scheduler: Any | None
     client_optimizer: torch.optim.Optimizer | None
     features: Features
-    names: Surface | None = None
+    names: NamesOf | None = None
 
 
 class ZeroEngine(nn.Module):
@@ -266,7 +265,7 @@ class ZeroEngine(nn.Module):
         except AttributeError:
             if "_modules" not in self.__dict__ or "module" not in self._modules:
                 raise
-        names = self._names
+        names = self._names() if self._names is not None else None
         if names is not None and name in names:
             return names.get(self, name)
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hf_zero.api.engine_settings import EngineSettings
+from hf_zero.api.engine_module import EngineSettings
 from hf_zero.comm import ledger
 from hf_zero.device.phases import Phases
 from hf_zero.errors import WrongMoment

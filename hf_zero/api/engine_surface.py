@@ -12,16 +12,17 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from hf_zero.api.engine_gradients import EngineGradients
-from hf_zero.api.inputs import deepspeed_io
-from hf_zero.api.loading import load_module_state_dict
-from hf_zero.api.training_features import FEATURE_METHODS
+from hf_zero.api.gathered_parameters import load_module_state_dict
+from hf_zero.api.inputs import training_loader
 from hf_zero.comm import get_local_rank
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
+from hf_zero.instead import ENGINE
 from hf_zero.sequence.groups import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
@@ -260,6 +261,80 @@ def _offloads(engine: Any, name: str, device: str) -> bool:
     return section is not None and section.device == device
 
 
+# Batches
+
+
+def deepspeed_io(
+    engine: Any,
+    dataset: Any,
+    batch_size: int | None = None,
+    route: str = "train",
+    pin_memory: bool = True,
+    data_sampler: Any = None,
+    collate_fn: Any = None,
+    num_local_io_workers: int | None = None,
+) -> Any:
+    """DeepSpeed's method: a DataLoader over this rank's part of `dataset`, or over what `data_sampler` yields.
+
+    Args:
+        batch_size: default, the micro-batch; without a size and a sampler, the loader is `training_loader`'s.
+        route: "train" shuffles.
+    """
+    size = batch_size or engine.settings.train_micro_batch_size_per_gpu()
+    if data_sampler is None and batch_size is None and route == "train":
+        return training_loader(engine, dataset, collate_fn)
+    if data_sampler is None:
+        ranks = engine.groups.data
+        data_sampler = DistributedSampler(dataset, num_replicas=ranks.size, rank=ranks.rank, shuffle=route == "train")
+    pinned = pin_memory and engine.device.type != "cpu"
+    options = {"num_workers": num_local_io_workers or 0, "pin_memory": pinned, "collate_fn": collate_fn}
+    return DataLoader(dataset, batch_size=size, sampler=data_sampler, **options)
+
+
+# Training features
+
+
+def _has(engine: Any, feature: str) -> bool:
+    return engine.training_features.named(feature) is not None
+
+
+def _tuning(engine: Any, key: str, default: Any) -> Any:
+    return (engine.config.get("autotuning") or {}).get(key, default)
+
+
+def _section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = (engine.config.get("data_efficiency") or {}).get(name) or {}
+    return section
+
+
+def _sampling_section(engine: Any, name: str) -> dict[str, Any]:
+    section: dict[str, Any] = _section(engine, "data_sampling").get(name) or {}
+    return section
+
+
+def _sampled_curriculum(engine: Any, caller: str) -> Any:
+    feature = engine.training_features.named("data_sampler")
+    if feature is None:
+        raise RuntimeError(
+            f"engine.{caller}() needs data_efficiency.data_sampling.curriculum_learning to be switched on in the config"
+        )
+    return feature
+
+
+def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
+    """Functions from an update's number to a difficulty, by metric (seqlen: of the section curriculum_learning)."""
+    lengths = engine.training_features.named("curriculum_learning")
+    if lengths is not None and "seqlen" in schedule_func_dict:
+        lengths.set_custom_get_difficulty(schedule_func_dict["seqlen"])
+        return
+    _sampled_curriculum(engine, "set_custom_curriculum_learning_schedule").set_custom(schedule_func_dict)
+
+
+def _set_post_process(engine: Any, post_process_func: Any) -> None:
+    """A function of (batch, {"current_difficulties": {metric: difficulty}}) that makes the batch to train on."""
+    _sampled_curriculum(engine, "set_data_post_process_func").post_process = post_process_func
+
+
 VALUES: dict[str, Callable[[Any], Any]] = {
     "_config": config_of,
     "_global_grad_norm": lambda engine: engine.get_global_grad_norm(),
@@ -307,7 +382,22 @@ METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
     **{f"zero_{name}": _key(f"zero_config.{path}") for name, path in _ZERO_KEYS.items()},
     **dict.fromkeys(_NEVER, _never),
-    **FEATURE_METHODS,
+    "autotuning_enabled": lambda engine: bool(_tuning(engine, "enabled", False)),
+    "autotuning_end_profile_step": lambda engine: _tuning(engine, "end_profile_step", 5),
+    "autotuning_metric": lambda engine: _tuning(engine, "metric", "throughput"),
+    "autotuning_metric_path": lambda engine: _tuning(engine, "metric_path", None),
+    "autotuning_start_profile_step": lambda engine: _tuning(engine, "start_profile_step", 3),
+    "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
+    "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
+    "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},
+    "data_efficiency_enabled": lambda engine: _has(engine, "data_sampler") or _has(engine, "random_ltd"),
+    "data_sampling_config": lambda engine: _section(engine, "data_sampling"),
+    "data_sampling_enabled": lambda engine: _has(engine, "data_sampler"),
+    "random_ltd_config": lambda engine: _section(engine, "data_routing").get("random_ltd") or {},
+    "random_ltd_enabled": lambda engine: _has(engine, "random_ltd"),
+    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is made
+    "set_custom_curriculum_learning_schedule": _set_custom_curriculum,
+    "set_data_post_process_func": _set_post_process,
     "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,
     "_get_ckpt_name": _get_ckpt_name,
     "_get_optimizer_ckpt_name": lambda engine, path, tag, expp_rank=0: _get_zero_ckpt_name(engine, path, tag),
@@ -357,37 +447,4 @@ PARTS = {
     "settings": "amp_enabled get_batch_info gradient_accumulation_steps set_train_batch_size "
     "set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu",
 }
-_REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
-_COMPILER = "engine.compile() runs the model under torch.compile"
-_PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
-_INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
-_EXPERTS = "expert_parallel in the config spreads transformers' packed experts over ranks; there are no others"
-REFUSED = {
-    "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
-    "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
-    "sparse_allreduce_no_retain": _REDUCTION,
-    "autotuning_model_info autotuning_model_info_path autotuning_profile_model_info": (
-        "autotuning tries stages and batch sizes, and makes no profile of the model (docs/planning.md)"
-    ),
-    "clip_fp32_gradients": "engine.step() clips by the key gradient_clipping",
-    "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "
-    "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
-    "uses_parallelization_pass_only": _COMPILER,
-    "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
-    "flops flops_profiler": _PROFILER,
-    "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
-    "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _EXPERTS,
-    "tensor_parallel_config": "autotp_size() says how many ranks hold parts of the same matrices",
-    "torch_autocast_lower_precision_safe_modules torch_autocast_z0_gradscaler": "torch_autocast_enabled() and "
-    "torch_autocast_dtype() say how forward runs; loss_scale() is the scale",
-    "engine_timers engine_timers_cache fwd_duration print_forward_breakdown timers": (
-        "engine.get_wall_clock_timers() has the times of the last update, with the key wall_clock_breakdown"
-    ),
-    "checkpoint_engine": "save_checkpoint and load_checkpoint read and write files themselves",
-    "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size": "a checkpoint loads at any number of ranks",
-    "monitor summary_events": "deepspeed.monitor.monitor.MonitorMaster takes events of a program's own",
-    "optimized_linear_base_weight_sharding optimized_linear_lora_enabled": "LoRA comes from PEFT",
-    "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
-    "update_interval warn_unscaled_loss": _INSIDE,
-}
-SURFACE = Surface("engine", VALUES, METHODS, REFUSED, PARTS)
+SURFACE = Surface("engine", VALUES, METHODS, ENGINE, PARTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from logging import WARNING
 from typing import TYPE_CHECKING, Any
@@ -15,22 +15,18 @@ from torch import nn
 
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
-from hf_zero.api.engine_surface import SURFACE as ENGINE_NAMES
 from hf_zero.api.inputs import model_view, training_loader
-from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER_NAMES
 from hf_zero.api.parallelism import Parallelism
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.run_words import Run, start
-from hf_zero.api.training_features import features_of
-from hf_zero.api.zero_init import suspended
 from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, this_process
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
-from hf_zero.error_report import listen
-from hf_zero.errors import WrongArgument
-from hf_zero.features import EngineTools, Features
+from hf_zero.config.extras import extra_named, loaded
+from hf_zero.errors import WrongArgument, listen
+from hf_zero.features import ASKED, EngineTools, Features, TrainingFeature, asked_of
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
-from hf_zero.params.partitioning import describe_unsharded, unpartition
+from hf_zero.params.partitioning import describe_unsharded, suspended, unpartition
 from hf_zero.precision import can_be_cut, precision_from
 from hf_zero.step.assemble import (
     Assembly,
@@ -45,6 +41,8 @@ from hf_zero.step.sharded_step import StepRules
 
 if TYPE_CHECKING:
     from hf_zero.api.parameter_offload import ParameterOffload
+    from hf_zero.surface import Surface
+
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -134,7 +132,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     plan = _plan(resolved, device, groups)
     base = _base_optimizer(resolved, given, features)
     _prepare_model(model, base, plan, device)
-    assembly = assemble(model, base, plan, OPTIMIZER_NAMES) if base is not None else None
+    assembly = assemble(model, base, plan, optimizer_names) if base is not None else None
     store = assembly.store if assembly is not None else None
     if assembly is not None:
         attach_fragments(assembly, groups)
@@ -159,11 +157,25 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
             lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
             client_optimizer=base if given.optimizer is not None else None,
             features=features,
-            names=ENGINE_NAMES,
+            names=engine_names,
         )
     )
     Run(engine)
     return engine
+
+
+def engine_names() -> Surface:
+    """DeepSpeed's names on an engine, which a training loop of one's own asks for none of."""
+    from hf_zero.api.engine_surface import SURFACE
+
+    return SURFACE
+
+
+def optimizer_names() -> Surface:
+    """The same on its optimizer."""
+    from hf_zero.api.optimizer_surface import SURFACE
+
+    return SURFACE
 
 
 def _parameter_offload(model: nn.Module, store: Any) -> ParameterOffload:
@@ -265,3 +277,25 @@ def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any)
 
         return build_scheduler(resolved.scheduler, assembly.optimizer)
     return None
+
+
+# Asked for by a program, too (`deepspeed.comm.configure`).
+_PROFILING = "hf_zero.profiling.feature:profiling_of"
+
+
+def features_of(model: nn.Module, resolved: Resolved) -> Features:
+    """The features that are switched on. Each may change the model: what it adds is there before the optimizer.
+
+    Raises:
+        ConfigError: a feature does not fit the model.
+    """
+    return Features(feature for feature in _made_features(model, resolved) if feature is not None)
+
+
+def _made_features(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFeature | None]:
+    of_model = (target for name in sorted(asked_of(model)) for target in extra_named(name).features)
+    targets = dict.fromkeys((*of_model, *resolved.features))
+    if ASKED.get("comms") is not None:
+        targets[_PROFILING] = None
+    for target in targets:
+        yield loaded(target)(model, resolved)  # what nobody asks for is not even imported

@@ -1,16 +1,21 @@
-"""Whole values of sharded parameters, for a while: for generation, surgery and reading."""
+"""Whole values of sharded parameters, for a while: for generation, surgery, reading and loading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from hf_zero.params.consolidation import unsharded_values
+from hf_zero.params.partitioning import TOGETHER_NUMEL, reshard, unshard
 from hf_zero.params.sharded_parameter import ShardedParameter, of
-from hf_zero.params.unsharding import reshard, unshard
+from hf_zero.precision import is_packed
 
 
 class GatheredParameters:
@@ -76,3 +81,145 @@ def handles_of(params: Any) -> list[ShardedParameter]:
 
 def _is_tensor(candidate: Any) -> bool:
     return isinstance(candidate, Tensor)
+
+
+# Weights for an engine that generates: whole, by the model's own names, never all of them at once.
+
+
+def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights of `model` (an engine gives its own), one after the other: what an inference engine is given.
+
+    Names are those of the Hugging Face model. Adapters of PEFT are merged into what is given, layer by layer, and so
+    the whole model is never in memory: beside the shards, one parameter is (or small ones, 4 MB in fp32), and its sum
+    with its adapter. Values are not to be written to, and are right until the next one is asked for. Collective: every
+    rank goes through to the end. Tied weights come under each of their names.
+
+        for name, values in hf_zero.gathered_weights(trainer.model_wrapped):
+            inference_model.load_weights([(name, values)])
+
+    Raises:
+        ValueError: for adapters whose weights are no sum of two: DoRA and its kin, and those of quantised weights.
+    """
+    inner = getattr(model, "module", model)
+    names, adapted = _names_without_adapters(inner), _adapters(inner)
+    for parameter, values in unsharded_values(inner, together_numel=TOGETHER_NUMEL):
+        for layer in adapted.get(id(parameter), ()):
+            own = [each for name, each in layer.named_parameters() if "base_layer" not in name.split(".")]
+            with torch.no_grad(), GatheredParameters(own):
+                for adapter in layer.active_adapters:
+                    values = values + layer.get_delta_weight(adapter).to(values)
+        for name in names.get(id(parameter), ()):
+            yield name, values
+        del values  # before the next ones are gathered
+
+
+def _adapters(model: nn.Module) -> dict[int, list[Any]]:
+    """Layers of PEFT's around each parameter, by its id."""
+    found: dict[int, list[Any]] = {}
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "get_base_layer") or getattr(layer, "merged", False) or layer.disable_adapters:
+            continue
+        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"), None)
+        is_sum = hasattr(layer, "get_delta_weight") and not any((getattr(layer, "use_dora", None) or {}).values())
+        if not is_sum or base is None or is_packed(base) or not base.is_floating_point():
+            raise ValueError(
+                f"gathered_weights: the adapter of {name} is not added to a weight; call merge_adapter() inside "
+                "hf_zero.gathered(model), which needs memory for the whole model"
+            )
+        found.setdefault(id(base), []).append(layer)
+    return found
+
+
+def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
+    """By the parameter's id; without those that only PEFT has."""
+    prefix = getattr(model, "prefix", None)  # "lora_" and so on
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if prefix is not None:
+            if prefix in name or "original_module" in name:
+                continue
+            name = re.sub(r"\.base_layer|\.modules_to_save\.[^.]+", "", name.removeprefix("base_model.model."))
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+# Whole weights into a model that an engine has, parameter by parameter, whether sharded or not.
+
+
+@torch.no_grad()
+def load_whole(
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> _IncompatibleKeys:
+    """As torch's method, with nothing gathered: of each tensor a rank takes its shard, and masters follow.
+
+    Args:
+        state_dict: the same values on all ranks; tensors may be memory-mapped, each is looked at once.
+        assign: without effect; parameters stay the objects that the engine knows.
+
+    Raises:
+        RuntimeError: for tensors of other shapes, and with `strict` for names that are missing or too many; nothing
+            has been written then.
+    """
+    places: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    places |= {name: place for name, place in module.state_dict().items() if name not in places}
+    missing = [name for name in module.state_dict() if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in places]
+    common = [name for name in state_dict if name in places]
+    problems = [
+        f"{name} has the shape {tuple(state_dict[name].shape)}, the model's {tuple(places[name].shape)}"
+        for name in common
+        if state_dict[name].shape != places[name].shape
+    ]
+    if strict:
+        problems += [f"missing: {', '.join(missing)}"] * bool(missing)
+        problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+    if problems:
+        raise RuntimeError(f"these weights do not fit {type(module).__name__}: {'; '.join(problems)}")
+    for name in common:
+        handle = of(places[name])
+        if handle is None:
+            places[name].copy_(state_dict[name])
+        else:
+            handle.write(state_dict[name])
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def load_module_state_dict(
+    engine: Any,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,
+    custom_load_fn: Callable[..., Any] | None = None,
+    fetch_z3_params: bool = False,
+) -> None:
+    """Put `checkpoint["module"]` (whole weights, the same on all ranks) into the model; masters follow. Collective.
+
+    At stage 3 parameters are gathered module by module, whatever `fetch_z3_params` says.
+    """
+    weights, module = checkpoint["module"], engine.module
+    if custom_load_fn is not None:
+        custom_load_fn(src=weights, dst=module)
+        return
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= set(dict(module.named_buffers(remove_duplicate=False)))
+    missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known)
+    needed = [name for name in missing if name not in _unsaved(module)]
+    if strict and (needed or unexpected):
+        raise RuntimeError(
+            f"load_module_state_dict(strict=True): missing {needed or 'nothing'}, unexpected {unexpected or 'nothing'}"
+        )
+    for prefix, inner in module.named_modules():
+        own = list(inner.parameters(recurse=False))
+        with GatheredParameters(own, modifier_rank=0), torch.no_grad():
+            for name, target in [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]:
+                value = weights.get(f"{prefix}.{name}" if prefix else name)
+                if value is not None:
+                    target.copy_(value)
+
+
+def _unsaved(module: torch.nn.Module) -> set[str]:
+    """Buffers that no state dict holds."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for name in inner._non_persistent_buffers_set
+    }

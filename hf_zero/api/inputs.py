@@ -76,30 +76,3 @@ def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLo
         loader = TrainingLoader(dataset, batch_size=size, sampler=sampler, drop_last=drop_last, **options)
     loader.engine = engine
     return loader
-
-
-def deepspeed_io(
-    engine: Any,
-    dataset: Any,
-    batch_size: int | None = None,
-    route: str = "train",
-    pin_memory: bool = True,
-    data_sampler: Any = None,
-    collate_fn: Any = None,
-    num_local_io_workers: int | None = None,
-) -> Any:
-    """DeepSpeed's method: a DataLoader over this rank's part of `dataset`, or over what `data_sampler` yields.
-
-    Args:
-        batch_size: default, the micro-batch; without a size and a sampler, the loader is `training_loader`'s.
-        route: "train" shuffles.
-    """
-    size = batch_size or engine.settings.train_micro_batch_size_per_gpu()
-    if data_sampler is None and batch_size is None and route == "train":
-        return training_loader(engine, dataset, collate_fn)
-    if data_sampler is None:
-        ranks = engine.groups.data
-        data_sampler = DistributedSampler(dataset, num_replicas=ranks.size, rank=ranks.rank, shuffle=route == "train")
-    pinned = pin_memory and engine.device.type != "cpu"
-    options = {"num_workers": num_local_io_workers or 0, "pin_memory": pinned, "collate_fn": collate_fn}
-    return DataLoader(dataset, batch_size=size, sampler=data_sampler, **options)

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from hf_zero.device.pinned import host_empty
+from hf_zero.device.host_memory import host_empty
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.step.optimizer import ZeroOptimizer
 

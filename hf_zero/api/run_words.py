@@ -83,23 +83,23 @@ def _explain(engine: Any, phase: str, error: Exception) -> None:
 def expected_sizes(engine: ZeroEngine) -> Sizes:
     """What one rank takes beside activations: by the rules of `hf_zero.planning.memory`, from the layout that is there.
     Of what passes, the most."""
-    assembly, found = engine.gradients.assembly, Sizes()
+    assembly, sizes = engine.gradients.assembly, Sizes()
     zero, precision = engine.settings.resolved.zero, precision_from(engine.settings.resolved.precision)
     units: Any = getattr(engine.module_view.store, "units", ())
     if not units:
-        found[WEIGHTS, "device"] = sum(parameter.nbytes for parameter in engine.module.parameters())
+        sizes[WEIGHTS, "device"] = sum(parameter.nbytes for parameter in engine.module.parameters())
     whole = longest = itemsize = 0
     for unit in units:
         num_bytes = sum(part.layout.full_numel * part.dtype.itemsize for part in unit.parts)
         whole, longest = whole + num_bytes, max(longest, num_bytes)
         itemsize = max(itemsize, *(part.dtype.itemsize for part in unit.parts))
         place = "device" if zero.offload_param is None else _PLACES[zero.offload_param.device]
-        found[WEIGHTS, place] += sum(part.stored.num_bytes for part in unit.parts)
-        found[WEIGHTS, "device"] += num_bytes if unit.is_persistent else 0
+        sizes[WEIGHTS, place] += sum(part.stored.num_bytes for part in unit.parts)
+        sizes[WEIGHTS, "device"] += num_bytes if unit.is_persistent else 0
     kept = zero.keys.stage3_max_live_parameters + zero.keys.stage3_prefetch_bucket_size
-    found[PASSING, "device"] = min(whole, 2 * longest + kept * itemsize)  # the unit at work, the next, and others
+    sizes[PASSING, "device"] = min(whole, 2 * longest + kept * itemsize)  # the unit at work, the next, and others
     if assembly is None:
-        return +found
+        return +sizes
     optimizer, sharding = assembly.optimizer.optimizer, assembly.optimizer.sharding
     per_state = 2 if precision.low_precision_states else 4
     states = states_per_element(optimizer) * per_state + stored_bytes_per_element(optimizer)
@@ -109,13 +109,13 @@ def expected_sizes(engine: ZeroEngine) -> Sizes:
         is_far = bucket.placement.work != runtime_of(engine.device).own or bucket.placement.gradients.can_fail
         place = _PLACES[zero.offload_optimizer.device] if is_far and zero.offload_optimizer is not None else "device"
         master = precision.master_dtype(bucket.dtype).itemsize if bucket.has_masters else 0
-        found[STATES, place] += round(bucket.owned.numel * (master + states))
+        sizes[STATES, place] += round(bucket.owned.numel * (master + states))
         summed, owned = precision.accumulation_dtype(bucket.dtype).itemsize, bucket.owned.numel
-        found[GRADIENTS, "device" if is_whole else place] += summed * (bucket.bucket.numel if is_whole else owned)
+        sizes[GRADIENTS, "device" if is_whole else place] += summed * (bucket.bucket.numel if is_whole else owned)
         largest = max(largest, bucket.bucket.numel * precision.communication_dtype(bucket.dtype).itemsize)
     if engine.groups.shard.size > 1:
-        found[PASSING, "device"] += MAX_SEND_BUFFERS * largest
-    return +found
+        sizes[PASSING, "device"] += MAX_SEND_BUFFERS * largest
+    return +sizes
 
 
 def size(num_bytes: float) -> str:

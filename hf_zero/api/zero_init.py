@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,13 +19,10 @@ from torch.nn.modules.module import (
 from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, parallel_groups
 from hf_zero.config import InitPolicy, load_config, resolve_for_init
 from hf_zero.errors import WrongArgument
-from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import store_at_init
-from hf_zero.offload.vector import InMemoryVector
-from hf_zero.params.partitioning import shard_parameter
-from hf_zero.params.read_hooks import ReadHooks
-from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of
-from hf_zero.params.unsharding import reshard, unshard
+from hf_zero.offload.vector import InMemoryVector, stop_if_any
+from hf_zero.params.partitioning import ACTIVE, reshard, shard_parameter, unshard
+from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter, of
 from hf_zero.precision import Precision, precision_from
 
 if TYPE_CHECKING:
@@ -56,8 +53,6 @@ class Init(AbstractContextManager[Any]):
             but an mpu of sequence parallelism is fine.
         The other arguments of DeepSpeed are accepted and change nothing.
     """
-
-    _active: list[Init] = []
 
     def __init__(
         self,
@@ -103,22 +98,22 @@ class Init(AbstractContextManager[Any]):
 
     def __enter__(self) -> Init:
         if self._enabled:
-            Init._active.append(self)
-            if len(Init._active) == 1:  # nested contexts are one
+            ACTIVE.append(self._init_rules)
+            if len(ACTIVE) == 1:  # nested contexts are one
                 self._init_rules.begin()
-            self._before = Init._active[0]._init_rules.unattached()
+            self._before = ACTIVE[0].unattached()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._enabled:
-            first = Init._active[0]
-            Init._active.remove(self)
-            if not Init._active:
-                first._init_rules.end(shard=kind is None)
+            first = ACTIVE[0]
+            ACTIVE.remove(self._init_rules)
+            if not ACTIVE:
+                first.end(shard=kind is None)
             elif kind is None:
-                first._init_rules.shard_since(self._before)
+                first.shard_since(self._before)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -143,19 +138,6 @@ class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
                 "MiCS_Init(config_dict_or_path=...): it needs a config at stage 3 with "
                 "zero_optimization.mics_shard_size, or hf_zero.shard_group; zero.Init does without"
             )
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """An active Init lets modules be; `initialize` puts its own things together in here."""
-    inits = [init._init_rules for init in Init._active[:1]]
-    for init_rules in inits:
-        init_rules.pause()
-    try:
-        yield
-    finally:
-        for init_rules in inits:
-            init_rules.resume()
 
 
 class _InitRules:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Record, Streamed
-from hf_zero.checkpoint.files.torch_reader import IN_PIECES
+from hf_zero.checkpoint.files.torch_file import IN_PIECES
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 
 _ALIGN_BYTES = 64
@@ -151,7 +151,7 @@ class Arena:
 
 def described(value: Any, arena: Arena) -> Any:
     """`value`, which a snapshot has kept in an arena with files, with tensors as pieces of these files
-    (`torch_reader.IN_PIECES`)."""
+    (`torch_file.IN_PIECES`)."""
     if isinstance(value, (Tensor, Streamed)):
         parts = (value.reshape(-1),) if isinstance(value, Tensor) else value.parts
         pieces = [arena.piece(part) if part.numel() else None for part in parts]

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.extra_states import pieces_of, restore_errors
 from hf_zero.checkpoint.files.stream import fill, span
-from hf_zero.checkpoint.shard_states import restore_errors
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group
-from hf_zero.checkpoint.whole_states import pieces_of
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.log import logger, tracked

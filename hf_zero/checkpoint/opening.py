@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 from hf_zero.checkpoint.deepspeed.folder import Folder, find
 from hf_zero.checkpoint.deepspeed.keys import UNIVERSAL_FOLDER
-from hf_zero.checkpoint.deepspeed.read_sharded import read_sharded
-from hf_zero.checkpoint.deepspeed.read_whole import Shapes, read_stage_0, read_universal
+from hf_zero.checkpoint.deepspeed.read import Shapes, read_sharded, read_stage_0, read_universal
 from hf_zero.checkpoint.files.stream import Written
-from hf_zero.checkpoint.manifest import check_content, files_to_check, intact_alternatives
 from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
+from hf_zero.checkpoint.transaction import check_content, files_to_check, intact_alternatives
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives
 from hf_zero.errors import CheckpointError

@@ -16,8 +16,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder, list_files, tag_in_latest
 from hf_zero.checkpoint.deepspeed.states import RunState
 from hf_zero.checkpoint.files.stream import write_records
-from hf_zero.checkpoint.files.torch_file import WriteRecords, write_torch_file
-from hf_zero.checkpoint.files.torch_reader import IN_PIECES
+from hf_zero.checkpoint.files.torch_file import IN_PIECES, WriteRecords, write_torch_file
 from hf_zero.checkpoint.load import LoadPlan, apply, plan_load
 from hf_zero.checkpoint.opening import check_together, name_alternative, together, view_of_part
 from hf_zero.checkpoint.save import files_of, model_files_of
@@ -28,7 +27,7 @@ from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
 from hf_zero.config.schema.root import OurCheckpoints
 from hf_zero.config.schema.training import Checkpoint
-from hf_zero.device.limits import host_available
+from hf_zero.device.host_memory import host_available
 from hf_zero.errors import CheckpointError, WrongArgument
 from hf_zero.log import logger
 from hf_zero.params.sharded_parameter import of

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder
+from hf_zero.checkpoint.extra_states import ShardKey
 from hf_zero.checkpoint.files.stream import Parts, Streamed, fill
-from hf_zero.checkpoint.whole_states import ShardKey
 from hf_zero.layout.reshard import Extent
 
 MASTER = "fp32"
@@ -100,8 +100,8 @@ class CheckpointView:
         scaler: state of the loss scaler as plain values; empty when there was none.
         whole_states: by parameter name those of its optimizer states that are not in `elements`; at stage 0 all, if
             any does not hold one value per element. A parameter without an entry has seen no update then.
-        shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.whole_states`.
-        gradient_errors: by rank; see `hf_zero.checkpoint.shard_states`.
+        shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.extra_states`.
+        gradient_errors: by rank; see `hf_zero.checkpoint.extra_states`.
     """
 
     folder: Folder
@@ -155,18 +155,18 @@ class CheckpointView:
 
 def by_parameter(extents: Iterable[Extent]) -> dict[int, list[Extent]]:
     """Runs of each parameter, in order."""
-    found: dict[int, list[Extent]] = defaultdict(list)
+    by_index: dict[int, list[Extent]] = defaultdict(list)
     for extent in extents:
-        found[extent.parameter].append(extent)
-    for mine in found.values():
+        by_index[extent.parameter].append(extent)
+    for mine in by_index.values():
         mine.sort(key=lambda extent: extent.start)
-    return dict(found)
+    return dict(by_index)
 
 
 def buffer_sizes(extents: Iterable[Extent]) -> dict[tuple[int, int], int]:
     """How many elements each buffer, by (rank, buffer), has to have."""
-    found: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     for extent in extents:
         place = (extent.rank, extent.buffer)
-        found[place] = max(found.get(place, 0), extent.offset + extent.numel)
-    return found
+        sizes[place] = max(sizes.get(place, 0), extent.offset + extent.numel)
+    return sizes

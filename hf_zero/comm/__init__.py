@@ -11,8 +11,7 @@ from hf_zero.comm.channels import (
     watching_collectives,
 )
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, uncompiled
-from hf_zero.comm.groups import ParallelGroups, ProgramGroups, parallel_groups
-from hf_zero.comm.hops import in_hops
+from hf_zero.comm.groups import ParallelGroups, ProgramGroups, in_hops, parallel_groups
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, consecutive, group_of
 from hf_zero.comm.negotiation import Gathering, Negotiation

@@ -224,6 +224,16 @@ def parallel_groups(
 Self = TypeVar("Self", bound="ProgramGroups")
 
 
+def in_hops(groups: ParallelGroups, hops: Literal["auto", 1, 2], device: torch.device) -> ParallelGroups:
+    """`groups`, whose `shard` takes as many hops as are wanted; "auto": on CPUs as many as are faster, else one."""
+    if hops == 1 or groups.host.size == 1 or groups.across_hosts.size == 1 or (hops == "auto" and device.type != "cpu"):
+        return groups
+    from hf_zero.comm.hops import Links, TwoHops  # for several hosts alone
+
+    links = None if hops == 2 else Links()
+    return replace(groups, shard=TwoHops(groups.shard, groups.host, groups.across_hosts, links))
+
+
 class ProgramGroups(ABC):
     """Ranks along one dimension of a mesh, as programs ask for them and query them; registered in
     `hf_zero.features.DIMENSIONS`. An engine with several has one object of each.

@@ -12,17 +12,12 @@ and a copy in shared memory. NCCL finds its own way through a cluster. Sums of 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.groups import ParallelGroups
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
-
-Hops = Literal["auto", 1, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +36,6 @@ class Links:
         """Whether a buffer of so many bytes is there sooner in two hops."""
         leaves = payload * (hosts - 1) / hosts / self.across
         return self.within_s + 2 * payload / self.within + leaves < per_host * leaves
-
-
-def in_hops(groups: ParallelGroups, hops: Hops, device: torch.device) -> ParallelGroups:
-    """`groups`, whose `shard` takes as many hops as are wanted; "auto": on CPUs as many as are faster, else one."""
-    if hops == 1 or groups.host.size == 1 or groups.across_hosts.size == 1 or (hops == "auto" and device.type != "cpu"):
-        return groups
-    links = None if hops == 2 else Links()
-    return replace(groups, shard=TwoHops(groups.shard, groups.host, groups.across_hosts, links))
 
 
 class TwoHops(Collectives):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from hf_zero.config.errors import ConfigError, Other, Problem
+from hf_zero.config.load import load_config
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
@@ -18,7 +19,6 @@ from hf_zero.config.policies import (
     SchedulerPolicy,
     ZeroPolicy,
 )
-from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import (
     Findings,
     examine,

@@ -8,7 +8,7 @@ from hf_zero.config.choices.optimizer import stage_problem
 from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root
-from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.training import Amp, Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 
 MAX_SCALE_POWER = 127

@@ -13,12 +13,11 @@ from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
+from hf_zero.config.load import load_config
 from hf_zero.config.policies import Resolved
-from hf_zero.config.reading.load import load_config
 from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
-from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.training import Aio, Checkpoint
+from hf_zero.config.schema.training import Aio, Bf16, Checkpoint, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.zero import Zero
 from hf_zero.config.translate import translate
 from hf_zero.config.validate import validate

@@ -10,8 +10,7 @@ from pydantic.fields import FieldInfo
 
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema import Section, Verdict
-from hf_zero.config.schema.fields import ALL_STAGES
-from hf_zero.config.schema.names import subsection, verdict_of
+from hf_zero.config.schema.fields import ALL_STAGES, subsection, verdict_of
 from hf_zero.config.schema.root import HfZero, Root
 
 _HEAD = """\

@@ -11,23 +11,28 @@ from typing import Any, TypeVar, cast
 from hf_zero.config import policies
 from hf_zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from hf_zero.config.checks import SEQUENCE, advice, autocast_of, contradictions, model_dtype
+from hf_zero.config.choices.groups import (
+    GROUP_KEYS,
+    TENSOR,
+    gather_size_in,
+    group_problems,
+    shard_size_in,
+    tensor_problems,
+    tensor_size_in,
+)
 from hf_zero.config.choices.optimizer import resolve_optimizer
 from hf_zero.config.choices.scheduler import resolve_scheduler
-from hf_zero.config.choices.shard_groups import GROUP_KEYS, gather_size_in, group_problems, shard_size_in
-from hf_zero.config.choices.tensor_groups import TENSOR, tensor_problems, tensor_size_in
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.extras import extra_named
 from hf_zero.config.features import Sizes
 from hf_zero.config.fill import fill, filled
-from hf_zero.config.provenance import Origins, record, with_origins
+from hf_zero.config.provenance import Origins, judge, record, with_origins
 from hf_zero.config.schema import Root
-from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.training import Aio
+from hf_zero.config.schema.training import Aio, Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
-from hf_zero.config.verdicts import judge
 from hf_zero.config.views import AcceleratorView, ModelView, TrainingView, Views
 
 Place = TypeVar("Place", OffloadOptimizer, OffloadParam)

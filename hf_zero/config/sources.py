@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_zero.config.errors import key_path
-from hf_zero.config.reading.jsonc import MAX_DEPTH, Place
 
 Kind = Literal[
     "file", "text", "dict", "training", "flag", "environment", "accelerator", "script", "model", "derived", "default"
 ]
 Path = tuple["str | int", ...]
+MAX_DEPTH = 24  # deeper than any real config; keeps recursion shallow
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something stands in the text, counted from 1."""
+
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}, column {self.column}"
 
 
 @dataclass(frozen=True, slots=True)

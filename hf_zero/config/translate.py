@@ -8,9 +8,9 @@ from typing import Any
 
 from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
 from hf_zero.config.extras import is_section, whole_schema
-from hf_zero.config.reading.jsonc import MAX_DEPTH
 from hf_zero.config.schema import Root
-from hf_zero.config.schema.names import section_of
+from hf_zero.config.schema.fields import section_of
+from hf_zero.config.sources import MAX_DEPTH
 
 _REMARK_MARKS = ("_", "//", "#", "$")
 # DeepSpeed reads these keys of zero_optimization by the names of its fields as well as by their aliases.

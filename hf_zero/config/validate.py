@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.extras import schema_for, sections_in, whole_schema
 from hf_zero.config.schema import Root, Section
-from hf_zero.config.schema.names import Resemblance, leading_paths, resemblance, section_of, subsection
+from hf_zero.config.schema.fields import Resemblance, leading_paths, resemblance, section_of, subsection
 from hf_zero.config.sources import dotted
 
 # Where programs leave notes of their own, which DeepSpeed passes over. Its other sections have known keys, whether it

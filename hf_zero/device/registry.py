@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.device.clocks import Clock
+from hf_zero.device.host_memory import host_available
 from hf_zero.device.kinds import accelerator_kind, current_device
-from hf_zero.device.limits import host_available
-from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Event, Lane, Memory, Runtime
+from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Clock, Event, Lane, Memory, Runtime
 from hf_zero.spans import SPANS
 
 

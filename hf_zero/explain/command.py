@@ -19,8 +19,15 @@ from hf_zero.config import ConfigDict, ConfigError, Findings, Problem, Views, ex
 from hf_zero.config.errors import ABSENT, Edit, Remark
 from hf_zero.config.extras import loaded
 from hf_zero.explain.report import Report, as_json, report_on, show
-from hf_zero.explain.traffic import Links, Sent, number_of, traffic_rows
-from hf_zero.explain.views import left_aside, model_view_by_name, training_view_from_flags
+from hf_zero.explain.views import (
+    Links,
+    Sent,
+    left_aside,
+    model_view_by_name,
+    number_of,
+    traffic_rows,
+    training_view_from_flags,
+)
 from hf_zero.integration.huggingface.views import launch_view
 
 _ROUNDS = 5  # a key that was renamed may be wrong under its right name, too

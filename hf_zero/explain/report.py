@@ -21,8 +21,8 @@ from hf_zero.config.errors import ABSENT
 from hf_zero.config.errors import show as short
 from hf_zero.config.offers import SIZED_BY_MODEL
 from hf_zero.config.schema import Verdict
-from hf_zero.config.schema.names import all_paths, section_of, verdict_of
-from hf_zero.explain.traffic import Sent
+from hf_zero.config.schema.fields import all_paths, section_of, verdict_of
+from hf_zero.explain.views import Sent
 
 LATER = "filled when training starts"
 WIDTH_IN_FILES = 150

@@ -22,7 +22,6 @@ from hf_zero.comm import ParallelGroups
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
 from hf_zero.grads.reductions import Reductions
-from hf_zero.grads.replicas import ReplicaSums
 from hf_zero.grads.sparse_rows import sparse_row_sum
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
@@ -30,6 +29,7 @@ from hf_zero.precision import Precision
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
+    from hf_zero.grads.replicas import ReplicaSums
 
 
 class Mode(Enum):
@@ -92,6 +92,8 @@ class GradientReducer:
         self._asks_for_local = wants_local
         self._replicas: ReplicaSums | None = None
         if groups.replicate.size > 1:
+            from hf_zero.grads.replicas import ReplicaSums  # for copies of the states alone
+
             self._replicas = ReplicaSums(self.buckets, groups.replicate, is_first=groups.replica == 0)
         self._reductions = Reductions(
             self.buckets,

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, Pending
 from hf_zero.grads.bucket import BucketGradients
-from hf_zero.grads.replicas import ReplicaSums
 from hf_zero.spans import SPANS
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedWire
+    from hf_zero.grads.replicas import ReplicaSums
 
 MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 

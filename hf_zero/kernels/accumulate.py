@@ -1,4 +1,4 @@
-"""Sums of flat vectors that are accumulated in fp32 whatever the dtype of the parts."""
+"""Sums of flat vectors that are accumulated in fp32 whatever the dtype of the parts; chunks of one in rows and back."""
 
 from __future__ import annotations
 
@@ -61,3 +61,32 @@ def add_into(total: Tensor, part: Tensor) -> None:
     rounded = torch.empty(scratch_like(total.device, total.numel()).shape, dtype=total.dtype, device=total.device)
     for start, length in chunks(total.numel(), total.device):
         total.narrow(0, start, length).add_(rounded[:length].copy_(part.narrow(0, start, length)))
+
+
+def write_rows(rows: Tensor, values: Tensor) -> None:
+    """Copy `values` into `rows`; padding becomes zero."""
+    num_full, rest = divmod(values.numel(), rows.shape[1])
+    if num_full:
+        rows[:num_full].copy_(values[: num_full * rows.shape[1]].view(num_full, -1))
+    if rest:
+        rows[num_full, :rest].copy_(values[num_full * rows.shape[1] :])
+    if num_full < rows.shape[0]:
+        rows[num_full, rest:].zero_()
+        rows[num_full + 1 :].zero_()
+
+
+def add_rows(rows: Tensor, values: Tensor) -> None:
+    """Add `values` to `rows`; padding is left alone."""
+    chunk = rows.shape[1]
+    for row, start in enumerate(range(0, values.numel(), chunk)):
+        part = values[start : start + chunk]
+        add_into(rows[row, : part.numel()], part)
+
+
+def read_rows(values: Tensor, rows: Tensor) -> None:
+    """Copy `rows` back into `values`, without the padding."""
+    num_full, rest = divmod(values.numel(), rows.shape[1])
+    if num_full:
+        values[: num_full * rows.shape[1]].view(num_full, -1).copy_(rows[:num_full])
+    if rest:
+        values[num_full * rows.shape[1] :].copy_(rows[num_full, :rest])

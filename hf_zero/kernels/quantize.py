@@ -105,8 +105,8 @@ def read_messages(messages: Tensor, values: Tensor, bits: int) -> None:
     codes, scales = split_message(messages, numel, bits)
     for row in _rows(values):
         for piece in _pieces(numel, values.device):
-            found = _decode(codes[row], scales[row], piece, bits)
-            values[row, piece.start : piece.stop].copy_(found.view(-1)[: piece.numel])
+            decoded = _decode(codes[row], scales[row], piece, bits)
+            values[row, piece.start : piece.stop].copy_(decoded.view(-1)[: piece.numel])
 
 
 def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) -> None:
@@ -127,8 +127,8 @@ def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) ->
         for piece in _pieces(numel, values.device):
             total = None
             for codes, scales in opened:
-                found = _decode(codes[row], scales[row], piece, bits)
-                total = found if total is None else total.add_(found)
+                decoded = _decode(codes[row], scales[row], piece, bits)
+                total = decoded if total is None else total.add_(decoded)
             assert total is not None, "at least one part"
             values[row, piece.start : piece.stop].copy_(total.view(-1)[: piece.numel])
 
@@ -167,10 +167,10 @@ def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: 
     """Quantise `blocks` (fp32, which are overwritten) into a row's codes and scales; returns what they say."""
     low, high = torch.aminmax(blocks, dim=1)
     largest = torch.maximum(high, low.neg_())
-    found = largest.div(LIMIT[bits]).bfloat16()
-    found.masked_fill_(found < _LEAST_SCALE, 0.0).masked_fill_(~torch.isfinite(largest), float("nan"))
-    scales[piece.of_scales] = found
-    steps = found.float()
+    scale = largest.div(LIMIT[bits]).bfloat16()
+    scale.masked_fill_(scale < _LEAST_SCALE, 0.0).masked_fill_(~torch.isfinite(largest), float("nan"))
+    scales[piece.of_scales] = scale
+    steps = scale.float()
     blocks.div_(torch.where(steps > 0, steps, torch.inf).unsqueeze(1)).round_()
     packed = blocks.to(torch.int8).view(-1)
     target = codes[piece.of_codes(bits)]

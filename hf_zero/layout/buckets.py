@@ -133,35 +133,35 @@ class Bucket:
         """Which parts of which parameters lie in `owned`, in order. In a bucket of rows `owned` is one row."""
         if self.by_rows:
             return self._pieces_of_row(owned.start // self.shard_numel)
-        found = []
+        parts = []
         for slot in self.slots:
             common = slot.interval.intersect(owned)
             if common is not None:
-                found.append(
+                parts.append(
                     Piece(slot.parameter, common.start - owned.start, common.start - slot.offset, common.numel)
                 )
-        return tuple(found)
+        return tuple(parts)
 
     def _pieces_of_row(self, row: int) -> tuple[Piece, ...]:
-        found = []
+        chunks = []
         for slot in self.slots:
             chunk = self.chunk(slot)
             numel = min(chunk, slot.numel - row * chunk)
             if numel > 0:
-                found.append(Piece(slot.parameter, slot.offset, row * chunk, numel))
-        return tuple(found)
+                chunks.append(Piece(slot.parameter, slot.offset, row * chunk, numel))
+        return tuple(chunks)
 
     def gaps(self) -> tuple[Interval, ...]:
         """The padding between parameters: intervals of the buffer, or of every row, that belong to none."""
-        found, cursor = [], 0
+        between, cursor = [], 0
         for slot in self.slots:
             if cursor < slot.offset:
-                found.append(Interval(cursor, slot.offset))
+                between.append(Interval(cursor, slot.offset))
             cursor = slot.offset + self.chunk(slot)
         end = self.shard_numel if self.by_rows else self.numel
         if cursor < end:
-            found.append(Interval(cursor, end))
-        return tuple(found)
+            between.append(Interval(cursor, end))
+        return tuple(between)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,21 +259,21 @@ def cut_sub_groups(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[
     Args:
         limit: none has more elements than this, rounded up to a multiple of `CUT_NUMEL`; None: one for each run.
     """
-    found = []
+    parts = []
     for number, run in enumerate(bucket.runs):
         stop = bucket.runs[number + 1].start if number + 1 < len(bucket.runs) else owned.numel
         step = stop - run.start if limit is None else round_up(max(1, limit), CUT_NUMEL)
         for start in range(run.start, stop, max(1, step)):
-            found.append((run.group, Interval(start, min(start + step, stop))))
-    return tuple(found)
+            parts.append((run.group, Interval(start, min(start + step, stop))))
+    return tuple(parts)
 
 
 def pieces_of_sub_group(bucket: Bucket, owned: Interval, part: Interval) -> tuple[Piece, ...]:
     """Which parts of which parameters lie in elements `part` of `owned`; `in_shard` counts from where `part` begins."""
-    found = []
+    inside = []
     for piece in bucket.pieces(owned):
         common = Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(part)
         if common is not None:
             skipped = common.start - piece.in_shard
-            found.append(Piece(piece.parameter, common.start - part.start, piece.in_parameter + skipped, common.numel))
-    return tuple(found)
+            inside.append(Piece(piece.parameter, common.start - part.start, piece.in_parameter + skipped, common.numel))
+    return tuple(inside)

@@ -70,18 +70,18 @@ def reshard(source: Iterable[Extent], target: Iterable[Extent]) -> list[Copy]:
 def _fill(wanted: Extent, own: _Index, everywhere: _Index) -> Iterator[Copy]:
     cursor = wanted.start
     while cursor < wanted.stop:
-        found = own.covering(wanted.parameter, cursor)
+        source = own.covering(wanted.parameter, cursor)
         limit = wanted.stop
-        if found is None:
-            found = everywhere.covering(wanted.parameter, cursor)
+        if source is None:
+            source = everywhere.covering(wanted.parameter, cursor)
             limit = min(limit, own.next_start(wanted.parameter, cursor))
-        if found is None:
+        if source is None:
             raise ValueError(f"parameter {wanted.parameter}: element {cursor} lies on no rank of the source")
-        numel = min(found.stop, limit) - cursor
+        numel = min(source.stop, limit) - cursor
         yield Copy(
-            source_rank=found.rank,
-            source_buffer=found.buffer,
-            source_offset=found.offset + cursor - found.start,
+            source_rank=source.rank,
+            source_buffer=source.buffer,
+            source_offset=source.offset + cursor - source.start,
             target_rank=wanted.rank,
             target_buffer=wanted.buffer,
             target_offset=wanted.offset + cursor - wanted.start,

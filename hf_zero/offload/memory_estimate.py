@@ -10,7 +10,7 @@ import torch
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ZeroPolicy
-from hf_zero.device.limits import disk_available, host_available
+from hf_zero.device.host_memory import disk_available, host_available
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding

@@ -8,9 +8,7 @@ from torch import Tensor
 from hf_zero.device.runtime import Memory
 from hf_zero.kernels.message import BLOCK
 from hf_zero.kernels.quantize import new_messages, read_messages, split_message, write_messages
-from hf_zero.offload.failures import StorageError
-from hf_zero.offload.store import Store
-from hf_zero.offload.vector import Vector
+from hf_zero.offload.vector import StorageError, Store, Vector
 
 BITS = 8
 

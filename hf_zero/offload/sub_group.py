@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hf_zero.layout import Bucket, Interval, Piece
 from hf_zero.layout.buckets import pieces_of_sub_group
-from hf_zero.offload.store import Store
-from hf_zero.offload.vector import Vector, at_hand_or_absent
+from hf_zero.offload.vector import Store, Vector, at_hand_or_absent
 
 READERS: set[Event] = set()  # each is set when somebody beside training has read masters and states
 

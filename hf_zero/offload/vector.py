@@ -10,15 +10,17 @@ flush     the host waits for that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from hf_zero.comm import Collectives
+from hf_zero.device.host_memory import host_empty
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import HOST_MEMORY, Memory
-from hf_zero.offload.failures import StorageError
+from hf_zero.device.runtime import HOST, HOST_MEMORY, Memory
 
 
 class Vector(ABC):
@@ -191,3 +193,113 @@ def absent(numel: int, dtype: torch.dtype) -> Tensor:
     """
     fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
     return torch.full((), fill, dtype=dtype).expand(numel)
+
+
+# Where vectors are kept: here the memory that the work is done in; files are in `swap_store`.
+
+
+class Store(ABC):
+    """Makes vectors that stay in one place.
+
+    Attributes:
+        can_fail: whether that is a drive, see `Vector.failure`.
+    """
+
+    can_fail = False
+
+    @abstractmethod
+    def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
+        """A new vector, of zeros or of anything. `name` appears in messages."""
+
+    @abstractmethod
+    def adopt(self, name: str, values: Tensor) -> Vector:
+        """A vector with these values (1-D), which are moved there."""
+
+
+class MemoryStore(Store):
+    """Memory that the work is done in: nothing ever moves."""
+
+    def __init__(self, memory: Memory = HOST_MEMORY, *, pinned: bool = False) -> None:
+        self._memory = memory
+        self._pinned = pinned
+
+    def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
+        values = empty_in(self._memory, numel, dtype, pinned=self._pinned)
+        return InMemoryVector(values.zero_() if zeros else values, self._memory)
+
+    def adopt(self, name: str, values: Tensor) -> Vector:
+        is_part = values.untyped_storage().nbytes() > values.numel() * values.element_size()
+        is_elsewhere = values.device != self._memory.device
+        if self._memory.is_host and runtime_of(HOST).has_own_memory:
+            is_elsewhere = True  # on the late device a tensor does not say which memory it is in
+        if is_elsewhere or is_part:  # a part would keep the whole alive
+            home = empty_in(self._memory, values.numel(), values.dtype, pinned=self._pinned)
+            values = home.copy_(values)
+        return InMemoryVector(values, self._memory)
+
+
+class CappedStore(Store):
+    """Takes the first `numel` elements that come, or a little less; the rest goes to another store."""
+
+    can_fail = True
+
+    def __init__(self, first: Store, numel: int, rest: Store) -> None:
+        self._first = first
+        self._left = numel
+        self._rest = rest
+
+    def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
+        return self._choose(numel).keep(name, numel, dtype, zeros=zeros)
+
+    def adopt(self, name: str, values: Tensor) -> Vector:
+        return self._choose(values.numel()).adopt(name, values)
+
+    def _choose(self, numel: int) -> Store:
+        if numel > self._left:
+            return self._rest
+        self._left -= numel
+        return self._first
+
+
+def empty_in(memory: Memory, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """1-D, uninitialised; page-locked ones in pages of their own."""
+    if memory.is_host and pinned:
+        return host_empty(numel, dtype, pinned=True)
+    return torch.empty(numel, dtype=dtype, device=memory.device)
+
+
+# A drive that fails on one rank stops all of them, with the reason, where they meet the next time.
+
+
+T = TypeVar("T")
+
+
+class StorageError(RuntimeError):
+    """A file that training lives on cannot be read or written."""
+
+
+def all_or_none(act: Callable[[], T], collectives: Collectives) -> T:
+    """Call `act` on every rank; if it raises StorageError on any, all raise it. Collective."""
+    problem, found = None, list[T]()
+    try:
+        found.append(act())
+    except StorageError as error:
+        problem = error
+    stop_if_any(problem, collectives)
+    return found[0]
+
+
+def stop_if_any(problem: StorageError | None, collectives: Collectives) -> None:
+    """All ranks raise StorageError if any has a problem. Collective."""
+    problems = collectives.gather_objects(None if problem is None else str(problem))
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    if found:
+        raise StorageError("; ".join(found))
+
+
+def sync_failures(problem: StorageError | None, collectives: Collectives, device: torch.device) -> None:
+    """`stop_if_any` for where it is called often: one number travels while all is well. Collective."""
+    failed = torch.tensor([float(problem is not None)], dtype=torch.float64, device=device)
+    collectives.sum_small(failed)
+    if failed.item():
+        stop_if_any(problem, collectives)

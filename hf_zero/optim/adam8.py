@@ -13,7 +13,7 @@ from hf_zero.kernels.dynamic8 import BLOCK, dequantize, packed_bytes, quantize
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.optim.adam import AdamFamily, FusedAdam, rule_of
 from hf_zero.optim.elementwise import Applied
-from hf_zero.optim.stored import StateForm
+from hf_zero.optim.stager import StateForm
 
 
 class Dynamic8(StateForm):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
-from hf_zero.optim.stored import StateForm
+from hf_zero.optim.stager import StateForm
 from hf_zero.optim.updater import StepGradients, SubGroup, Updater
 
 

@@ -86,11 +86,11 @@ def _refuse_used(optimizer: torch.optim.Optimizer) -> bool:
 
 def keepers(spread: Sequence[Spread], world: int) -> list[int]:
     """The rank that updates each parameter: large ones first, each to the rank that has least so far."""
-    loads, found = [0] * world, [0] * len(spread)
+    loads, keeper_of = [0] * world, [0] * len(spread)
     for index in sorted(range(len(spread)), key=lambda index: (-spread[index].numel, index)):
-        found[index] = min(range(world), key=lambda rank: (loads[rank], rank))
-        loads[found[index]] += spread[index].numel
-    return found
+        keeper_of[index] = min(range(world), key=lambda rank: (loads[rank], rank))
+        loads[keeper_of[index]] += spread[index].numel
+    return keeper_of
 
 
 class WholeTensorUpdater(Updater):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives
 from hf_zero.layout import Bucket, Interval
 from hf_zero.offload.sub_group import MasterTensor, SubGroup
-from hf_zero.optim.stager import StateStager
-from hf_zero.optim.stored import StateForm
+from hf_zero.optim.stager import StateForm, StateStager
 
 
 @dataclass(frozen=True, slots=True)

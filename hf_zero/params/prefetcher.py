@@ -9,12 +9,11 @@ from torch import Tensor
 from hf_zero.comm import Collectives, Rows, gather_lane, ledger
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
-from hf_zero.offload.failures import stop_if_any
 from hf_zero.offload.placement import Placements
-from hf_zero.params.gather_buffers import GatherBuffers
+from hf_zero.offload.vector import stop_if_any
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE
 from hf_zero.params.hooked_modules import ExecutionOrder
-from hf_zero.params.unit import Unit, UnitState
+from hf_zero.params.unit import GatherBuffers, Unit, UnitState
 from hf_zero.spans import SPANS
 
 

@@ -12,17 +12,14 @@ from hf_zero.config import Zero
 from hf_zero.offload.placement import Placements
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
-from hf_zero.params.gather_buffers import GatherBuffers
 from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
 from hf_zero.params.gathered_modules import find_gathered_modules
-from hf_zero.params.hooked_modules import ExecutionOrder, hook_modules
-from hf_zero.params.leaf_modules import mark_leaves
+from hf_zero.params.hooked_modules import ExecutionOrder, hook_modules, mark_leaves
 from hf_zero.params.prefetcher import Prefetcher
-from hf_zero.params.read_hooks import ReadHooks
-from hf_zero.params.sharded_parameter import ShardedParameter, of
+from hf_zero.params.sharded_parameter import ReadHooks, ShardedParameter, of
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import ParameterStore, Trained
-from hf_zero.params.unit import Unit, UnitState
+from hf_zero.params.unit import GatherBuffers, Unit, UnitState
 from hf_zero.params.unit_builder import UnitBuilder, in_reduce_order
 from hf_zero.precision import Precision
 

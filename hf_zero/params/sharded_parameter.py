@@ -1,13 +1,14 @@
 """One parameter of which every rank holds a chunk, and its stand-in while it is not gathered.
 
 Released means: `parameter.data` is a broadcast scalar NaN of the logical shape (one that can be told from others, see
-`stand_ins.py`), and the parameter's class refuses reads and writes (`released.py`). It takes no memory, its shape,
+`stand_ins.py`), and the parameter's class refuses reads and writes. It takes no memory, its shape,
 ndim and numel are true, and what is computed from it where the class is not asked is unmistakable.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -17,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import ParallelGroups
-from hf_zero.device.host_heap import HostHeap
+from hf_zero.device.host_memory import HostHeap
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
-from hf_zero.params.released import READ_FIX, REPLACE_FIX, refusal, released_class
-from hf_zero.params.stand_ins import signature, signature_of, signed_nan
+from hf_zero.params.stand_ins import READ_FIX, REPLACE_FIX, refusal, released_class, signature, signature_of, signed_nan
 
 HANDLE = "hf_zero_shard"  # name of the attribute
 HEAP = HostHeap()
@@ -272,3 +272,53 @@ def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
 
 def refuse_read(handle: ShardedParameter, verb: str) -> NoReturn:
     raise RuntimeError(refusal(handle.name, handle.shape, verb, "", READ_FIX))
+
+
+# Notices when a module's parameter is read although it is not gathered.
+
+
+class ReadHookedParameters(dict[str, Any]):
+    """A module's `_parameters`. `module.weight` looks a name up here, which is where a read can be seen.
+
+    Iterating (`parameters()`, `state_dict()`) is not reading: it does not come through `__getitem__`.
+    """
+
+    on_read: Callable[[ShardedParameter], None]
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = dict.__getitem__(self, name)
+        if parameter is not None:
+            handle = of(parameter)
+            if handle is not None and handle.unsharded is None and not handle.unshard_count:
+                self.on_read(handle)
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        import copy
+
+        return {name: copy.deepcopy(parameter, memo) for name, parameter in self.items()}
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class ReadHooks:
+    """Watches modules, for one reader."""
+
+    def __init__(self, on_read: Callable[[ShardedParameter], None]) -> None:
+        self._on_read = on_read
+        self._watched: list[weakref.ref[nn.Module]] = []
+
+    def watch(self, module: nn.Module) -> None:
+        """Report reads of `module`'s own parameters; replaces an earlier watcher."""
+        read_hooked = ReadHookedParameters(module._parameters)
+        read_hooked.on_read = self._on_read
+        module.__dict__["_parameters"] = read_hooked
+        self._watched.append(weakref.ref(module))
+
+    def unwatch(self) -> None:
+        """Leave all of them alone."""
+        for module in [reference() for reference in self._watched]:
+            if module is not None and isinstance(module._parameters, ReadHookedParameters):
+                module.__dict__["_parameters"] = dict(module._parameters)
+        self._watched = []

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from types import GetSetDescriptorType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero.device.registry import HostCopy, host_runs_ahead
 from hf_zero.log import logger
@@ -20,6 +22,244 @@ from hf_zero.log import logger
 if TYPE_CHECKING:
     from hf_zero.params.sharded_parameter import ShardedParameter
     from hf_zero.params.store import ParameterStore
+
+
+# What class a parameter and its views have while this rank holds only a shard: it describes them and refuses reads.
+#
+# A parameter is of class `ReleasedParameter` between its uses and of its own class while it has values; it stays the
+# same object. torch asks the class before it runs a function from Python (`__torch_function__`):
+#
+#     shape, device, grad, hooks, data_ptr, empty_like, ...    answered: no values are needed
+#     data, detach(), view(), slices, ...                      a view of the stand-in that behaves the same
+#     to(), float(), ... that change nothing                   the tensor itself
+#     everything else                                          RuntimeError with the parameter, the call and what to do
+#
+# So `state_dict()` gives stand-ins, of which names and shapes may be taken and nothing else: PEFT asks for names alone,
+# and ranks that write nothing make one when `save_pretrained(state_dict=None)` is called.
+#
+# C++ code, and Python code that takes an address or a storage, is not asked; it finds NaN.
+
+
+_Arguments = Sequence[Any]
+_Options = Mapping[str, Any]
+
+
+class _Released:
+    """Asked by torch before it runs a function on the tensor."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, kwargs or {})
+
+
+class ReleasedParameter(_Released, nn.Parameter):
+    """A released parameter whose own class is nn.Parameter."""
+
+
+class ReleasedView(_Released, Tensor):
+    """What views of a released parameter, and its `data`, are."""
+
+    released_from: ShardedParameter
+
+
+@cache
+def released_class(kind: type) -> type | None:
+    """The class that a parameter of class `kind` takes while released; None where `kind` wraps other tensors."""
+    if kind is nn.Parameter:
+        return ReleasedParameter
+    if getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl:
+        return None
+    # Others know a class of parameters, such as Params4bit, by its name.
+    return type(kind.__name__, (_Released, kind), {"__slots__": ()} if "__slots__" in vars(kind) else {})
+
+
+def refusal(name: str, shape: torch.Size, verb: str, call: str, fix: str) -> str:
+    """The message for a use of a released parameter; `call` may be empty."""
+    label = repr(name) if name else f"of shape {tuple(shape)}"
+    return (
+        f"parameter {label} cannot be {verb} here{f' ({call})' if call else ''}: between its uses ZeRO stage 3 holds "
+        f"it in shards, and this rank has only its own. {fix}"
+    )
+
+
+READ_FIX = (
+    "Do it on every rank inside `with deepspeed.zero.GatheredParameters([parameter]):` (hf_zero.gathered(model) for "
+    "all of a model), or take the fp32 values of one from deepspeed.utils.safe_get_full_fp32_param(parameter), and "
+    "whole weights from accelerator.get_state_dict(model) or trainer.save_model()."
+)
+WRITE_FIX = (
+    "Write on every rank inside `with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, which keeps "
+    "what rank 0 has written."
+)
+REPLACE_FIX = (
+    "Choose dtype and device in the config, before training; new values go in place inside "
+    "`with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, on every rank."
+)
+
+# --- what works without values ----------------------------------------------------------------------------------------
+
+_VIEW_ATTRIBUTES = ("data", "T", "H", "mT", "mH", "real")
+_VIEW_METHODS = """
+    __getitem__ alias as_strided chunk detach diagonal expand expand_as flatten hsplit movedim moveaxis narrow permute
+    ravel reshape reshape_as select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind
+    unflatten unfold unsqueeze view view_as vsplit
+""".split()
+_FACT_METHODS = """
+    __len__ __dir__ const_data_ptr data_ptr dim dim_order element_size get_device is_coalesced is_complex
+    is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned is_same_size is_set_to
+    is_shared is_signed has_names ndimension nelement new_empty new_empty_strided new_full new_ones new_tensor
+    new_zeros numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage
+    storage_offset storage_type stride untyped_storage _is_view _is_zerotensor _typed_storage
+""".split()
+_FACT_FUNCTIONS = """
+    empty_like full_like ones_like rand_like randint_like randn_like zeros_like can_cast is_complex is_conj
+    is_distributed is_floating_point is_inference is_neg is_same_size is_signed is_tensor numel result_type
+    _has_compatible_shallow_copy_type
+""".split()
+_CONVERSIONS = "to float half bfloat16 double cpu cuda xpu type type_as contiguous".split()
+
+
+def _methods(names: Iterable[str]) -> Iterator[Any]:
+    return (getattr(Tensor, name) for name in names if hasattr(Tensor, name))
+
+
+def _accessors(excluded: Sequence[str]) -> Iterator[Any]:
+    """Of the attributes that C++ keeps: shape, device, grad, requires_grad, ..."""
+    for name in dir(Tensor):
+        attribute = getattr(Tensor, name, None)
+        if isinstance(attribute, GetSetDescriptorType) and name not in (*excluded, "imag"):
+            yield from (attribute.__get__, attribute.__set__)
+
+
+_FACTS: frozenset[Any] = frozenset(
+    [
+        *_accessors(_VIEW_ATTRIBUTES),
+        *_methods(_FACT_METHODS),
+        *(getattr(torch, name) for name in _FACT_FUNCTIONS),
+        torch.autograd.grad,  # with respect to it: a use in the graph has seen the values
+    ]
+)
+_VIEWS: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _VIEW_ATTRIBUTES),
+        *_methods(_VIEW_METHODS),
+        *(getattr(torch, name) for name in _VIEW_METHODS if hasattr(torch, name)),
+    ]
+)
+_CONVERTS = frozenset(_methods(_CONVERSIONS))
+_DESCRIBES = frozenset((Tensor.__repr__, Tensor.__format__))
+_TAKES_SHAPE = frozenset((Tensor.view_as, Tensor.reshape_as, Tensor.expand_as, Tensor.type_as))
+_COMPARES = frozenset((Tensor.__eq__, Tensor.__ne__))
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
+    if func in _FACTS or func in _TAKES_SHAPE and not isinstance(args[0], _Released):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in _DESCRIBES:
+        return _description(args[0])
+    handle = _first_handle([*args, *kwargs.values()])
+    if func in _VIEWS:
+        return _views(func, args, kwargs, handle)
+    if func in _CONVERTS and _first_handle(args[:1]) is not None:
+        return _converted(func, args, kwargs, handle)
+    if func is torch.nn.functional.pad and not any(args[1]):
+        return args[0]  # transformers pads the bias of every tied head to the length that it has
+    if func == _SET_DATA:
+        return _set_data(args, handle)
+    if func in _COMPARES and any(value is None for value in args):
+        return NotImplemented
+    if _writes(func, args, kwargs):
+        _refuse(handle, "written to", func, WRITE_FIX)
+    _refuse(handle, "read", func, READ_FIX)
+
+
+def _handle_of(tensor: Any) -> ShardedParameter:
+    handle: ShardedParameter = tensor.released_from if isinstance(tensor, ReleasedView) else tensor.hf_zero_shard
+    return handle
+
+
+def _first_handle(values: Iterable[Any]) -> Any:
+    """The handle of the first released tensor among `values`, or in a list of them; None where there is none."""
+    for value in values:
+        if isinstance(value, _Released):
+            return _handle_of(value)
+        if isinstance(value, (list, tuple)):
+            handle = _first_handle(value)
+            if handle is not None:
+                return handle
+    return None
+
+
+def _views(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
+    """The views that `func` makes; those that it has to copy for would be reads."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        address = handle.stand_in.untyped_storage().data_ptr()
+        several = isinstance(result, (list, tuple))
+        tensors = list(result) if several else [result]
+        if any(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
+            _refuse(handle, "read", func, READ_FIX)
+        views = [tensor.as_subclass(ReleasedView) for tensor in tensors]
+    for view in views:
+        view.released_from = handle
+    return type(result)(views) if several else views[0]
+
+
+def _converted(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
+    """The tensor itself, where it is what it is to become."""
+    tensor = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        # On a tensor without elements the same call tells what would come out of it.
+        probe = tensor.detach().as_strided((0,), (1,))
+        result = func(
+            probe, *map(_without_number, args[1:]), **{key: _without_number(value) for key, value in kwargs.items()}
+        )
+    if result is probe and func is not Tensor.contiguous:
+        return tensor
+    if isinstance(result, str):
+        return result  # type() without arguments
+    read = func is Tensor.contiguous or result.dtype == tensor.dtype and result.device == tensor.device
+    _refuse(handle, "read" if read else "converted", func, READ_FIX if read else REPLACE_FIX)
+
+
+def _without_number(value: Any) -> Any:
+    """There is one CPU; yet asked for number 0 of it, `Tensor.to` copies what is there already."""
+    if isinstance(value, torch.device) and value.type == "cpu" or value == "cpu:0":
+        return torch.device("cpu")
+    return value
+
+
+def _set_data(args: _Arguments, handle: Any) -> None:
+    target, values = args
+    if isinstance(values, _Released) and _handle_of(values) is _handle_of(target):
+        return  # Module.to() to where it is already
+    _refuse(handle, "given other data", _SET_DATA, REPLACE_FIX)
+
+
+def _writes(func: Any, args: _Arguments, kwargs: _Options) -> bool:
+    name: str = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__"))
+    target = next(iter([*args, *kwargs.values()])) if in_place else kwargs.get("out")
+    return _first_handle([target]) is not None
+
+
+def _description(tensor: Any) -> str:
+    handle = _handle_of(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+    name = f"{handle.name}: " if handle.name else ""
+    return f"<{name}released, in shards; shape={shape}, dtype={dtype}, device={device}>"
+
+
+def _refuse(handle: Any, verb: str, func: Callable[..., Any], fix: str) -> NoReturn:
+    call = torch.overrides.resolve_name(func) or getattr(func, "__name__", repr(func))
+    raise RuntimeError(refusal(handle.name, handle.shape, verb, call, fix))
+
 
 _MAX_NAMES = 4
 _FIX = "read them on every rank inside `with deepspeed.zero.GatheredParameters([parameter]):`."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import ParallelGroups
-from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages
+from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import (
@@ -22,9 +22,8 @@ from hf_zero.layout import (
     stay_gathered,
 )
 from hf_zero.offload.placement import Placement, Placements
-from hf_zero.offload.store import MemoryStore, Store
 from hf_zero.offload.sub_group import StoredSubGroup, sub_group
-from hf_zero.offload.vector import InMemoryVector, part_of
+from hf_zero.offload.vector import InMemoryVector, MemoryStore, Store, part_of
 from hf_zero.params.gathered_modules import GatheredModule, assign_units
 from hf_zero.params.partitioning import shard_anew, shard_parameter
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter, of

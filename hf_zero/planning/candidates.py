@@ -231,39 +231,39 @@ def training_of(config: ConfigDict, training: Training, ranks: int) -> Training:
         sequence_size=training.sequence_parallel if training.sequence_parallel > 1 else None,
         tensor_size=training.tensor_parallel if training.tensor_parallel > 1 else None,
     )
-    found = examine(config, views, complete=False)
-    if found.problems:
-        raise ConfigError(found.problems)
-    micro, steps = found.config.train_micro_batch_size_per_gpu, found.config.gradient_accumulation_steps
-    if found.batch is not None and not {MICRO, STEPS} & found.autos:
-        micro, steps = found.batch.micro_batch_size, found.batch.accumulation_steps
-    is_open = bool({"bf16.enabled", "fp16.enabled"} & found.autos)
-    clips = "gradient_clipping" in config and "gradient_clipping" not in found.autos
+    examined = examine(config, views, complete=False)
+    if examined.problems:
+        raise ConfigError(examined.problems)
+    micro, steps = examined.config.train_micro_batch_size_per_gpu, examined.config.gradient_accumulation_steps
+    if examined.batch is not None and not {MICRO, STEPS} & examined.autos:
+        micro, steps = examined.batch.micro_batch_size, examined.batch.accumulation_steps
+    is_open = bool({"bf16.enabled", "fp16.enabled"} & examined.autos)
+    clips = "gradient_clipping" in config and "gradient_clipping" not in examined.autos
     return replace(
         training,
         micro_batch=micro or training.micro_batch,
         accumulation=steps or training.accumulation,
-        precision=training.precision if is_open else model_dtype(found.config),
-        optimizer=training.optimizer if found.optimizer is None else found.optimizer.type,
-        clip=found.config.gradient_clipping if clips else training.clip,
-        sequence_parallel=found.sequence_size,
-        tensor_parallel=found.tensor_size,
+        precision=training.precision if is_open else model_dtype(examined.config),
+        optimizer=training.optimizer if examined.optimizer is None else examined.optimizer.type,
+        clip=examined.config.gradient_clipping if clips else training.clip,
+        sequence_parallel=examined.sequence_size,
+        tensor_parallel=examined.tensor_size,
     )
 
 
 def given_config(config: ConfigDict, training: Training) -> ConfigDict:
     """A ds.json whose "auto" are filled in where `training` knows them, as a Trainer would."""
-    found = load_config(config)
-    found.update({MICRO: training.micro_batch, STEPS: training.accumulation})
-    if is_auto(found.get(TRAIN)):
-        del found[TRAIN]
-    if is_auto(found.get("gradient_clipping")):
-        found["gradient_clipping"] = training.clip
+    filled = load_config(config)
+    filled.update({MICRO: training.micro_batch, STEPS: training.accumulation})
+    if is_auto(filled.get(TRAIN)):
+        del filled[TRAIN]
+    if is_auto(filled.get("gradient_clipping")):
+        filled["gradient_clipping"] = training.clip
     for name in ("bf16", "fp16"):
-        section = found.get(name)
+        section = filled.get(name)
         if isinstance(section, dict) and is_auto(section.get("enabled")):
-            found[name] = {**section, "enabled": training.precision == name}
-    return found
+            filled[name] = {**section, "enabled": training.precision == name}
+    return filled
 
 
 def _place_of(section: OffloadOptimizer | OffloadParam | None) -> Literal["cpu", "nvme"] | None:

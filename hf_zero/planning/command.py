@@ -9,12 +9,11 @@ from pathlib import Path
 
 from hf_zero.config import ConfigDict, ConfigError, Problem, load_config
 from hf_zero.config.extras import ExtraMissing, service
-from hf_zero.planning.calibrate import calibrated
 from hf_zero.planning.candidates import Training, check_sizes, training_of
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
-from hf_zero.planning.machine import Hardware, hardware
+from hf_zero.planning.machine import Hardware, calibrated, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, config_text, show

@@ -23,8 +23,7 @@ from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, s
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-from hf_zero.planning.reasons import sequence_sizes
-from hf_zero.planning.show import config_text
+from hf_zero.planning.show import config_text, sequence_sizes
 from hf_zero.planning.trace import Trace
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile: what is as large as a tile is small beside them
@@ -94,7 +93,7 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
         traced(model, replace(training, length=length * shared), checkpointing=True, tiling=tiling, on_cpu=on_cpu)
         for length in tracked(lengths, "tracing the model")
     ]
-    found: list[Reach] = []
+    reaches: list[Reach] = []
     refused: list[ConfigError] = []
     alike = hardware.ranks // training.tensor_parallel
     for candidate in tracked(list(candidates(training, ranks=alike, separate=hardware.separate)), "estimating"):
@@ -107,10 +106,10 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
                 continue
             length, device, host, bound = _reach(model, hardware, training, lines, on_host)
             if length:
-                found.append(Reach(candidate, on_host, config, length * shared, shared, device, host, bound))
-    if not found and refused:
+                reaches.append(Reach(candidate, on_host, config, length * shared, shared, device, host, bound))
+    if not reaches and refused:
         raise refused[0]
-    return sorted(found, key=lambda each: -each.length)
+    return sorted(reaches, key=lambda each: -each.length)
 
 
 def most_sharing(model: PlannedModel, hardware: Hardware, training: Training) -> Training:
@@ -174,35 +173,35 @@ def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
         yield f"{place}: {gigabytes(line.fixed)} + {growing} = {gigabytes(line.at(tokens))} of {gigabytes(limit)}"
 
 
-def show_longest(found: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
+def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
     """The table, the sums of the longest, and its config."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    shared = f", {found[0].ranks} ranks per sequence" if found and found[0].ranks > 1 else ""
+    shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
     title = f"{model.name}: longest sequence on {hardware.name}{shared}, layers checkpointed, MLPs and loss in tiles"
     table = Table(title=escape(title), title_justify="left")
     table.add_column("candidate", no_wrap=True)
     for name in ("tokens", "device", "per token", "host", "per token"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
-    for each in found:
+    for each in reaches:
         cells = [f"{each.length:,}"]
         for line in (each.device, each.host):
             cells += [gigabytes(line.fixed) if line.fixed else "-", f"{line.per_token / 1e3:,.1f} KB"]
-        table.add_row(each.name, *cells, each.bound, style="bold green" if each is found[0] else "")
-    if not found:
+        table.add_row(each.name, *cells, each.bound, style="bold green" if each is reaches[0] else "")
+    if not reaches:
         console.print("nothing fits, of any length: name a drive with --nvme-path, or more devices")
         return
     console.print(table)
-    for text in sums(found[0], hardware):
+    for text in sums(reaches[0], hardware):
         console.print(escape(text), soft_wrap=True)
-    console.print(f"\n[bold]{found[0].name}[/], ds.json:")
-    console.print(escape(config_text(found[0])), soft_wrap=True)
-    console.print(f"start the script with {escape(training.flags(found[0].candidate))}", soft_wrap=True)
-    for words in training.more_words(found[0].candidate, hardware.ranks):
+    console.print(f"\n[bold]{reaches[0].name}[/], ds.json:")
+    console.print(escape(config_text(reaches[0])), soft_wrap=True)
+    console.print(f"start the script with {escape(training.flags(reaches[0].candidate))}", soft_wrap=True)
+    for words in training.more_words(reaches[0].candidate, hardware.ranks):
         console.print(escape(words), soft_wrap=True)
 
 
-def reaches_as_dict(found: Sequence[Reach]) -> list[dict[str, Any]]:
+def reaches_as_dict(reaches: Sequence[Reach]) -> list[dict[str, Any]]:
     """For programs: bytes, tokens."""
     return [
         {
@@ -216,5 +215,5 @@ def reaches_as_dict(found: Sequence[Reach]) -> list[dict[str, Any]]:
             "bound_by": each.bound,
             "config": each.config,
         }
-        for each in found
+        for each in reaches
     ]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+import torch
+from torch import nn
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.device.kinds import found_accelerators
-from hf_zero.device.limits import disk_available
-from hf_zero.planning.arguments import unknown_gpu
+from hf_zero.device.host_memory import disk_available
+from hf_zero.device.kinds import current_device, found_accelerators
+from hf_zero.device.registry import runtime_of
+from hf_zero.planning.arguments import Gpu, known_gpu, unknown_gpu, words_of
 from hf_zero.planning.event_model import Machine
-from hf_zero.planning.gpus import Gpu, known_gpu, words_of
 from hf_zero.quantities import bytes_of
 
 CPU = "cpu"
@@ -107,10 +111,10 @@ def parse_bytes(text: str, key: str = "") -> float:
     Raises:
         ConfigError: naming `key`.
     """
-    found = bytes_of(text)
-    if found is None:
+    number = bytes_of(text)
+    if number is None:
         raise ConfigError(Problem(key, text, "must be a number of bytes", "write 80G, 1.5T or 24GiB"))
-    return found
+    return number
 
 
 def hardware(given: Mapping[str, object]) -> Hardware:
@@ -123,14 +127,14 @@ def hardware(given: Mapping[str, object]) -> Hardware:
     Raises:
         ConfigError: for a GPU that is not known and has no memory given.
     """
-    found, notes = found_accelerators(), []
-    name = str(given.get("gpu") or (found[0].name if found else CPU)).lower()
-    per_host = _count(given, "gpus_per_node") or len(found) or 1
+    accelerators, notes = found_accelerators(), []
+    name = str(given.get("gpu") or (accelerators[0].name if accelerators else CPU)).lower()
+    per_host = _count(given, "gpus_per_node") or len(accelerators) or 1
     hosts = _count(given, "nodes") or 1
     separate = name != CPU
     gpu = _CORE if not separate else _gpu(name, given)
     host_memory = _bytes(given, "host_memory")
-    is_here = bool(found) and words_of(name) <= words_of(found[0].name)
+    is_here = bool(accelerators) and words_of(name) <= words_of(accelerators[0].name)
     if host_memory is None and separate and not is_here:  # planned on another machine than the one that will train
         host_memory = gpu.host_memory * per_host
         notes.append(f"host memory, as such machines usually have it: {host_memory / 1e9:.0f} GB (--host-memory)")
@@ -139,7 +143,7 @@ def hardware(given: Mapping[str, object]) -> Hardware:
         notes.append(f"host memory of this machine: {host_memory / 1e9:.0f} GB")
     memory = _bytes(given, "device_memory")
     if memory is None:
-        memory = gpu.capacity if given.get("gpu") or not found else float(found[0].num_bytes)
+        memory = gpu.capacity if given.get("gpu") or not accelerators else float(accelerators[0].num_bytes)
         memory = memory if separate else host_memory / per_host
     gpu = replace(gpu, link=_bytes(given, "link") or gpu.link)
     return Hardware(
@@ -186,3 +190,81 @@ def _count(given: Mapping[str, object], key: str) -> int | None:
 def _bytes(given: Mapping[str, object], key: str) -> float | None:
     value = given.get(key)
     return None if value is None else parse_bytes(str(value), f"--{key.replace('_', '-')}")
+
+
+# Speeds of this machine, measured in about a second: matrix products, memory, and what ranks of a host exchange.
+#
+# Processors differ by a factor of thirty in 16-bit products, which some can and some only imitate; and a container's
+# share of a host is in no data sheet.
+
+
+_ROWS, _INNER, _COLUMNS = (1024, 1024, 4096)  # of a product: tokens, hidden units, those of an MLP
+_LARGER = 16  # on an accelerator, in the first two extents, and copies
+_COPIED_BYTES = 1 << 26
+_LEAST_S = 0.1
+_ROUNDS = 3
+_COPIES = 2  # on a CPU a byte is copied into memory that ranks share, and out of it
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def calibrated(hardware: Hardware, precision: str) -> Hardware:
+    """`hardware` with the speeds of this machine's own device (or processor) in place of assumed ones.
+
+    Args:
+        precision: that is trained in: "bf16", "fp16" or "fp32".
+    """
+    device = current_device() if hardware.separate else torch.device("cpu")
+    if hardware.separate and device.type == "cpu":
+        return replace(hardware, notes=(*hardware.notes, "--calibrate: no device is here, speeds stay assumed ones"))
+    with _threads_of_a_rank(hardware):
+        flops, memory = _flops(device, _DTYPES[precision]), _bytes_per_s(device)
+    gpu = replace(hardware.gpu, flops=flops, memory=memory)
+    if not hardware.separate:
+        gpu = replace(gpu, link=memory / 2 / _COPIES)
+    return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {_words(gpu)}"))
+
+
+def _words(gpu: Gpu) -> str:
+    return f"{gpu.flops / 1e9:,.0f} GFLOP/s, {gpu.memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
+
+
+@contextmanager
+def _threads_of_a_rank(hardware: Hardware) -> Iterator[None]:
+    """As many as one of a host's ranks has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) // hardware.per_host)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    factor = 1 if device.type == "cpu" else _LARGER
+    left = torch.ones(_ROWS * factor, _INNER * factor, dtype=dtype, device=device)
+    weight = torch.ones(_COLUMNS, _INNER * factor, dtype=dtype, device=device)
+    products = 2.0 * left.shape[0] * weight.numel()
+    return products / _seconds(device, lambda: nn.functional.linear(left, weight))
+
+
+def _bytes_per_s(device: torch.device) -> float:
+    """Read and written, by a copy."""
+    source = torch.ones(_COPIED_BYTES * (1 if device.type == "cpu" else _LARGER), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() / _seconds(device, lambda: target.copy_(source))
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Of one call: the best of a few rounds, since others may use the machine."""
+    wait = runtime_of(device).synchronize
+    work()
+    wait()
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        started, calls = time.perf_counter(), 0
+        while (spent := time.perf_counter() - started) < _LEAST_S:
+            work()
+            wait()
+            calls += 1
+        best = min(best, spent / calls)
+    return best

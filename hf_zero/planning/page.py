@@ -7,8 +7,7 @@ from html import escape
 
 from hf_zero.planning.choose import Estimate, Plan, gigabytes
 from hf_zero.planning.memory import KINDS
-from hf_zero.planning.reasons import reasoning
-from hf_zero.planning.show import config_text, or_none, title
+from hf_zero.planning.show import config_text, or_none, reasoning, title
 
 COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#999999", "#009e73")))
 _STYLE = """

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Call, Pending, Rows
-from hf_zero.device.clocks import Clock
-from hf_zero.device.runtime import Event
+from hf_zero.device.runtime import Clock, Event
 
 # Which part of an update a collective belongs to.
 _KINDS = {"all_gather": "gather", "broadcast": "gather"}

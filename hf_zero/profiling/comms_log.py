@@ -14,7 +14,7 @@ from typing import Any
 from hf_zero.config.features.profiling import CommsLogger
 from hf_zero.log import log_dist
 from hf_zero.profiling.calls import FinishedCall
-from hf_zero.profiling.numbers import amount, trim_mean
+from hf_zero.profiling.flops import amount, trim_mean
 from hf_zero.profiling.recorder import Update
 
 _SHARED = ("all_gather", "reduce_scatter", "all_to_all")

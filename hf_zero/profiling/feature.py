@@ -29,20 +29,17 @@ from hf_zero.comm import local_device, watching_collectives
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import Resolved
 from hf_zero.config.features import profiling as sections
-from hf_zero.device.clocks import Clock
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import HostCopy, clock_of, forget_peaks, reserved, runtime_of
+from hf_zero.device.runtime import Clock
 from hf_zero.device.runtime import Event as Mark
 from hf_zero.features import ASKED, EngineTools, Progress, TrainingFeature
 from hf_zero.log import log_dist
 from hf_zero.profiling.breakdown import Breakdown, WallClock
 from hf_zero.profiling.comms_log import CommsLog
-from hf_zero.profiling.flops import FlopsProfiler
-from hf_zero.profiling.flops_report import EngineTimes
+from hf_zero.profiling.flops import GIB, EngineTimes, FlopsProfiler
 from hf_zero.profiling.monitors import Event, Monitors
-from hf_zero.profiling.numbers import GIB
-from hf_zero.profiling.recorder import Recorder, Update
-from hf_zero.profiling.trace import TraceFile
+from hf_zero.profiling.recorder import Recorder, TraceFile, Update
 
 _ROOT = "Train/Samples"
 _TIMES = {"fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce"}

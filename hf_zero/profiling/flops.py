@@ -8,10 +8,11 @@ Names and arguments are those of DeepSpeed's profiler.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,8 +22,60 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.device.registry import clock_of
 from hf_zero.device.runtime import HOST, Event
-from hf_zero.profiling.flops_report import EngineTimes, ModuleProfile, aggregated, report
-from hf_zero.profiling.numbers import scaled
+
+# Numbers as people read them, and means that leave out what is far off.
+
+
+GIB = 1024**3
+_SIZES = {"T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "K": 1e3, "m": 1e-3, "u": 1e-6}
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """The mean without the smallest and the largest part of the values; 0.0 of nothing."""
+    assert 0.0 <= trim_percent <= 1.0
+    cut = int(trim_percent * len(data))
+    kept = sorted(data)[cut : len(data) - cut] or list(data)
+    return fmean(kept) if kept else 0.0
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes in the largest unit of which there is at least one: 1.5 MB is 1024 * 1024 * 1.5 bytes, as in DeepSpeed."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(num_bytes) < 1024 or unit == "TB":
+            return f"{num_bytes:.2f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """In the largest of T, G, M, K, 1, m, u that leaves at least one, or in the one given."""
+    if units is None:
+        return scaled(num, "", precision=precision)
+    return f"{round(num / _SIZES.get(units, 1.0), precision):g} {units}".rstrip()
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    return scaled(flops, "FLOPS", precision=precision) if units is None else number_to_string(flops, units, precision)
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    return scaled(macs, "MACs", precision=precision) if units is None else number_to_string(macs, units, precision)
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    if units is None:
+        return scaled(params_num, "", precision=precision, billions="B")
+    return number_to_string(params_num, units, precision)
+
+
+def scaled(number: float, unit: str, *, precision: int = 2, billions: str = "G") -> str:
+    """3014656, "MACs" -> 3.01 MMACs; with `billions` the letter for 1e9."""
+    if not number:
+        return f"0 {unit}".rstrip()
+    for size, letter in ((1e12, "T"), (1e9, billions), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"), (1e-6, "u")):
+        if abs(number) >= size or size == 1e-6:
+            return f"{round(number / size, precision):g} {letter}{unit}".rstrip()
+    raise AssertionError("unreachable")
 
 
 def _attention_on_cpu(
@@ -287,3 +340,140 @@ def _write(text: str, output_file: str | None) -> None:
     else:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+# The flops profiler's report: a summary, the top modules of every depth, the tree of all modules.
+
+
+_LABEL, _VALUE = 70, 8
+_NOTATION = """Notation:
+params: number of parameters
+macs: multiply-accumulates; flops: floating-point operations, 2 per MAC (matrix products, convolutions, attention)
+fwd, bwd: forward, backward; latency: seconds from begin to end of a module's forward
+FLOPS: flops per second"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleProfile:
+    """One module with everything in it."""
+
+    name: str  # in the model; "" for the model itself
+    class_name: str
+    depth: int
+    params: int
+    flops: int
+    macs: int
+    latency_s: float
+    describes: str = ""  # its own arguments, where nothing is in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimes:
+    """Of the update whose forward was profiled, all its micro-batches together.
+
+    Attributes:
+        samples: of the update, over all ranks.
+    """
+
+    world: int
+    micro_batch_size: int
+    accumulation_steps: int
+    samples: int
+    forward_s: float
+    backward_s: float
+    step_s: float
+    total_s: float
+
+
+def report(
+    modules: Sequence[ModuleProfile],
+    step: int,
+    times: EngineTimes | None,
+    recomputed: float,
+    *,
+    depth: int,
+    top: int,
+    detailed: bool,
+) -> str:
+    """All of it, as text. `modules`: the model first, then each module before what is in it."""
+    title = f"{'-' * 25} hf_zero Flops Profiler {'-' * 25}"
+    lines = [title, f"Profile Summary at step {step}:", _NOTATION, ""]
+    summary = _summary(modules[0], times, recomputed)
+    lines += [f"{label:<{_LABEL}}{value:<{_VALUE}}".rstrip() for label, value in summary]
+    lines += ["", *aggregated(modules, depth, top)]
+    if detailed:
+        lines += ["", *_tree(modules)]
+    return "\n".join([*lines, "-" * len(title)])
+
+
+def _summary(model: ModuleProfile, times: EngineTimes | None, recomputed: float) -> Iterator[tuple[str, str]]:
+    if times is not None:
+        yield "world size:", str(times.world)
+        yield "data parallel size:", str(times.world)
+        yield "model parallel size:", "1"
+        yield "batch size per GPU:", str(times.micro_batch_size)
+        yield "gradient accumulation steps:", str(times.accumulation_steps)
+    yield "params of model:", scaled(model.params, "", billions="B")
+    yield "fwd MACs per GPU:", scaled(model.macs, "MACs")
+    yield "fwd flops per GPU:", scaled(model.flops, "")
+    yield "fwd latency:", scaled(model.latency_s, "s")
+    yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", _rate(model.flops, model.latency_s)
+    if times is None:
+        return
+    forward, backward = model.flops * times.accumulation_steps, model.flops * times.accumulation_steps
+    backward_flops, all_flops = (2 + recomputed) * backward, (3 + recomputed) * forward
+    yield "bwd latency, all micro-batches:", scaled(times.backward_s, "s")
+    label = f"bwd FLOPS per GPU = {2 + recomputed:g} * fwd flops / bwd latency:"
+    yield label, _rate(backward_flops, times.backward_s)
+    yield "fwd+bwd FLOPS per GPU:", _rate(all_flops, times.forward_s + times.backward_s)
+    yield "step latency:", scaled(times.step_s, "s")
+    yield "iter latency, from update to update:", scaled(times.total_s, "s")
+    yield f"FLOPS per GPU = {3 + recomputed:g} * fwd flops / iter latency:", _rate(all_flops, times.total_s)
+    yield "samples/second, all ranks:", f"{times.samples / times.total_s:.2f}" if times.total_s else "-"
+
+
+def _rate(flops: float, seconds: float) -> str:
+    return scaled(flops / seconds, "FLOPS") if seconds else "-"
+
+
+def aggregated(modules: Sequence[ModuleProfile], depth: int, top: int) -> list[str]:
+    """Per depth, down to `depth` (-1: all), the classes with most params, MACs and latency."""
+    deepest = max(module.depth for module in modules)
+    last = deepest if depth < 0 else min(depth, deepest)
+    quantities: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], str]]] = {
+        "params": (lambda module: module.params, lambda value: scaled(value, "", billions="B")),
+        "MACs": (lambda module: module.macs, lambda value: scaled(value, "MACs")),
+        "fwd latency": (lambda module: module.latency_s, lambda value: scaled(value, "s")),
+    }
+    lines = [f"{'-' * 20} Aggregated Profile per GPU {'-' * 20}", f"Top {top} modules in params, MACs and fwd latency:"]
+    for level in range(last + 1):
+        lines.append(f"depth {level}:")
+        for label, (quantity, shown) in quantities.items():
+            sums: dict[str, float] = {}
+            for module in modules:
+                if module.depth == level:
+                    sums[module.class_name] = sums.get(module.class_name, 0) + quantity(module)
+            ranked = sorted(sums.items(), key=lambda entry: -entry[1])[:top]
+            lines.append(f"    {label:<12}- {{{', '.join(f'{name!r}: {shown(value)!r}' for name, value in ranked)}}}")
+    return lines
+
+
+def _tree(modules: Sequence[ModuleProfile]) -> list[str]:
+    """Every module with its numbers and their share of the model's."""
+    whole = modules[0]
+    lines = [f"{'-' * 22} Detailed Profile per GPU {'-' * 22}"]
+    for module in modules:
+        numbers = [
+            f"{scaled(module.params, '', billions='B')} = {_share(module.params, whole.params)} Params",
+            f"{scaled(module.macs, 'MACs')} = {_share(module.macs, whole.macs)} MACs",
+            f"{scaled(module.latency_s, 's')} = {_share(module.latency_s, whole.latency_s)} latency",
+            _rate(module.flops, module.latency_s),
+        ]
+        label = module.name.rpartition(".")[2]
+        own = f"({label}): {module.class_name}" if label else module.class_name
+        lines.append(f"{'  ' * module.depth}{own}({', '.join([*numbers, module.describes]).rstrip(', ')})")
+    return lines
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.2%}" if whole else "0%"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.config.features.long_sequences import ActivationCheckpointing, Tiling
-from hf_zero.device.limits import host_available
+from hf_zero.device.host_memory import host_available
 from hf_zero.device.registry import reserved, runtime_of
-from hf_zero.profiling.numbers import amount
+from hf_zero.profiling.flops import amount
 
 SHARDS, GATHERED, MASTERS, STATES = "parameter shards", "parameters", "master weights", "optimizer states"
 GRADIENTS, BUFFERS, REST = "gradients", "communication buffers", "activations and the rest"

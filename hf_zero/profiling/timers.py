@@ -9,7 +9,7 @@ from typing import Any
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist, logger
-from hf_zero.profiling.numbers import trim_mean
+from hf_zero.profiling.flops import trim_mean
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"

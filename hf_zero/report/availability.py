@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 
 from hf_zero.config import Aio
+from hf_zero.device.host_memory import disk_available
 from hf_zero.device.kinds import BACKENDS, accelerator_kind
-from hf_zero.device.limits import disk_available
-from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.swap_store import BufferPool, Drive
-from hf_zero.offload.vector import Vector
+from hf_zero.offload.vector import StorageError, Vector
 from hf_zero.profiling.monitors import LIBRARIES
 from hf_zero.report.environment import GIB, built_for
 

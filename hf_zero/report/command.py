@@ -74,7 +74,7 @@ def _sections() -> dict[str, list[Row]]:
 
 def _drives(folders: Iterable[str], policy: Aio) -> tuple[list[Row], bool]:
     """Rows, and whether one could not be probed."""
-    from hf_zero.offload.failures import StorageError
+    from hf_zero.offload.vector import StorageError
     from hf_zero.report.availability import probe
 
     rows, failed = [], False

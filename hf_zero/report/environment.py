@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from hf_zero.device.host_memory import host_available
 from hf_zero.device.kinds import BACKENDS, accelerator_kind
-from hf_zero.device.limits import host_available
 from hf_zero.integration.startup import NAME, is_ours
 from hf_zero.versions import VERSION
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
-from hf_zero.sequence.exchange import HEADS, POSITIONS, exchange, gather
 from hf_zero.sequence.forwards import MARK, after_forward, before_forward, install_masks
+from hf_zero.sequence.layer import HEADS, POSITIONS, exchange, gather
 from hf_zero.sequence.shared import (
     MODULES,
     Shared,

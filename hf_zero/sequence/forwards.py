@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.sequence.batches import is_part
-from hf_zero.sequence.exchange import gather, told_by_all
+from hf_zero.sequence.layer import gather, told_by_all
 from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor, unwrapped
 
 IGNORED = -100

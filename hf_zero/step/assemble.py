@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, ParallelGroups
 from hf_zero.config import ZeroPolicy
@@ -16,13 +16,15 @@ from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.grads.sparse_rows import parameters_of_embeddings
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
+from hf_zero.layout.buckets import Slot
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import logger
 from hf_zero.offload.placement import Placements
+from hf_zero.optim import SubGroup
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
 from hf_zero.optim.traits import Sees, Traits, adopt_masters, traits_of, updater_for
-from hf_zero.optim.updater import Peers, Ranks
+from hf_zero.optim.updater import Peers, Ranks, Spread
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
@@ -30,10 +32,94 @@ from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_pack
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
-from hf_zero.surface import Surface
+from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
+
+
+# What an optimizer may ask of the other ranks in the middle of its step.
+
+
+def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
+    """Sums of small tensors, and whole tensors out of shards."""
+
+    def gather_whole(sub_group: SubGroup, values: Tensor) -> dict[int, Tensor]:
+        length = values.numel()
+        everyone = torch.empty(collectives.size * length, dtype=values.dtype, device=store.device)
+        everyone.narrow(0, collectives.rank * length, length).copy_(values)
+        collectives.all_gather(everyone).wait()
+        return _wholes(store, sub_group, everyone.to(values.device))
+
+    def add_up(values: Tensor) -> None:
+        travelling = values.to(store.device)
+        collectives.sum_small(travelling)
+        if travelling is not values:
+            values.copy_(travelling)
+
+    def scatter_whole(sub_group: SubGroup, wholes: Mapping[int, Tensor]) -> Tensor:
+        length, dtype = sub_group.part.numel, sub_group.master.dtype
+        everyone = torch.zeros(collectives.size * length, dtype=dtype, device=store.device)
+        for slot, place in _places(store, sub_group, everyone):
+            if slot.parameter in wholes:
+                flat = wholes[slot.parameter].to(everyone.device, dtype).reshape(-1)
+                place.copy_(nn.functional.pad(flat, (0, place.numel() - slot.numel)).view(place.shape))
+        mine = torch.empty(length, dtype=dtype, device=store.device)
+        collectives.reduce_scatter(mine, everyone).wait()
+        return mine.to(sub_group.master.device)
+
+    return Peers(
+        rank=collectives.rank,
+        world=collectives.size,
+        add_up=add_up,
+        gather_whole=gather_whole,
+        scatter_whole=scatter_whole,
+        members=lambda sub_group: [slot.parameter for slot in _slots(store, sub_group)],
+        spread=lambda: spread_of(store),
+    )
+
+
+def spread_of(store: ParameterStore) -> list[Spread]:
+    """Where every parameter of the layout is cut."""
+    cuts: list[list[int]] = [[] for _ in store.parameters]
+    for trained in store.buckets:
+        for rank in range(trained.bucket.world):
+            for piece in trained.bucket.pieces(trained.bucket.shard(rank)):
+                if piece.in_parameter:
+                    cuts[piece.parameter].append(piece.in_parameter)
+    return [
+        Spread(tuple(parameter.shape), tuple(sorted(mine)))
+        for parameter, mine in zip(store.parameters, cuts, strict=True)
+    ]
+
+
+def _wholes(store: ParameterStore, sub_group: SubGroup, everyone: Tensor) -> dict[int, Tensor]:
+    return {
+        slot.parameter: place.reshape(-1)[: slot.numel].view(store.parameters[slot.parameter].shape)
+        for slot, place in _places(store, sub_group, everyone)
+    }
+
+
+def _slots(store: ParameterStore, sub_group: SubGroup) -> list[Slot]:
+    """Of the sub-group's own optimizer group, where a bucket holds several."""
+    bucket = store.buckets[sub_group.bucket].bucket
+    return [
+        slot
+        for slot in bucket.slots
+        if not bucket.by_rows or 0 <= slot.offset - sub_group.part.start < sub_group.part.numel
+    ]
+
+
+def _places(store: ParameterStore, sub_group: SubGroup, everyone: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+    """Where each parameter of the sub-group lies in what all ranks have of it: a view, with padding at its end."""
+    bucket = store.buckets[sub_group.bucket].bucket
+    rows = everyone.view(bucket.world, -1)
+    for slot in _slots(store, sub_group):
+        start = slot.offset - sub_group.part.start
+        if bucket.by_rows:
+            yield slot, rows[:, start : start + bucket.chunk(slot)]
+        else:
+            yield slot, everyone.narrow(0, slot.offset, slot.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +219,7 @@ def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: se
     groups.same_weights.broadcast(alike)
 
 
-def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: Surface | None = None) -> Assembly:
+def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: NamesOf | None = None) -> Assembly:
     """Shard `optimizer`'s trainable parameters by `plan`. Collective.
 
     Args:
@@ -227,7 +313,6 @@ def _sparse(module: nn.Module, plan: Plan) -> set[int]:
 
 
 def _peers(store: ParameterStore, shard: Collectives) -> Peers:
-    from hf_zero.step.peers import peers_of  # what a rank alone does not need
 
     return peers_of(store, shard)
 

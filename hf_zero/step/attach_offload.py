@@ -13,7 +13,6 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.failures import all_or_none
 from hf_zero.offload.placement import (
     Placement,
     Placements,
@@ -23,6 +22,7 @@ from hf_zero.offload.placement import (
     pins,
     store_of_parameters,
 )
+from hf_zero.offload.vector import all_or_none
 from hf_zero.optim import Updater
 from hf_zero.optim.stager import OffloadStager
 

@@ -12,7 +12,7 @@ from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.outcome import LateNorm
 from hf_zero.step.sharded_step import ShardedStep, StepRules
-from hf_zero.surface import Surface
+from hf_zero.surface import NamesOf
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -38,7 +38,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         updater: Updater,
         sharding: Sharding,
         rules: StepRules,
-        names: Surface | None = None,
+        names: NamesOf | None = None,
     ) -> None:
         """`names`: those of DeepSpeed beside our own."""
         self.optimizer = updater.optimizer
@@ -115,7 +115,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.sharding.stage == 0 and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
-        names = self.__dict__.get("_names")
+        asked = self.__dict__.get("_names")
+        names = asked() if asked is not None else None
         if names is not None and name in names:
             return names.get(self, name)
         unknown = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -22,9 +22,8 @@ from hf_zero.optim import Updater
 from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
-from hf_zero.step.gradient_sources import GradientSource, LocalGradients, ReducedGradients, held_gradients
+from hf_zero.step.gradient_sources import GradientSource, LocalGradients, OwnedValues, ReducedGradients, held_gradients
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, late_norm
-from hf_zero.step.owned_values import OwnedValues
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class TensorGroups(ProgramGroups):
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: TensorGroups | None) -> None:
         """Cut `model`. Collective."""
         if asked is not None:
-            from hf_zero.tensor.exchange import check_first_batch
+            from hf_zero.tensor.layers import check_first_batch
             from hf_zero.tensor.shard import shard_model
 
             group = groups.along(cls.name)

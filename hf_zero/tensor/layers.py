@@ -2,15 +2,194 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives
-from hf_zero.tensor.exchange import enter, gather, leave, split, summed
+from hf_zero.comm import Collectives, uncompiled
+
+# What parts of a matrix have computed becomes what the whole one would have, differentiably.
+#
+#                     forward                     backward
+# enter               the same                    sum over ranks        before columns: each rank has part of dX
+# leave               sum over ranks              the same              after rows: each rank has part of Y
+# gather              parts side by side          own part              after columns whose whole output is needed
+# split               own part                    parts side by side    before rows whose whole input is there
+#
+# Layers that take the same tensor (q, k and v; gate and up) enter it together: their gradients are added before ranks
+# sum them, which is one message where there would be three. The first batch is compared: all must see the same.
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A tensor that has entered, for the next layer that takes it."""
+
+    source: weakref.ref[Tensor]
+    version: int  # of its values: models write into what they have
+    result: Tensor
+
+
+# Results are held, as the graph of a checkpointed layer does not, until what the layers gave is summed or gathered. A
+# layer that is computed again may stop before that: then until backward comes by, lest its activations outlive it.
+_ENTERED: dict[Collectives, list[_Entered]] = {}
+
+
+@uncompiled
+def enter(group: Collectives, tensor: Tensor) -> Tensor:
+    """`tensor`, whose gradient is summed over ranks: once for all who enter it before the next `leave` or `gather`.
+    Collective in backward."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    entered = _ENTERED.setdefault(group, [])
+    for one in entered:
+        if one.source() is tensor and one.version == tensor._version:
+            return one.result
+    result = cast("Tensor", _Enter.apply(group, tensor))
+    entered.append(_Entered(weakref.ref(tensor), tensor._version, result))
+    return result
+
+
+@uncompiled
+def leave(group: Collectives, tensor: Tensor) -> Tensor:
+    """The sum of all ranks' `tensor`. Collective."""
+    _ENTERED.pop(group, None)
+    return cast("Tensor", _Leave.apply(group, tensor))
+
+
+@uncompiled
+def gather(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """All ranks' `tensor` side by side in the last dimension, where rank r has `sizes[r]`. Collective."""
+    _ENTERED.pop(group, None)
+    return cast("Tensor", _Gather.apply(group, tensor, tuple(sizes)))
+
+
+def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """This rank's part in the last dimension. Collective in backward."""
+    return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
+
+
+@uncompiled
+def summed(group: Collectives, tensor: Tensor) -> Tensor:
+    """A new tensor: the sum over ranks. Collective."""
+    numel = tensor.numel()
+    total: Tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if numel % group.size == 0:
+        group.all_reduce(total.view(-1)).wait()
+        return total
+    flat = tensor.new_zeros(-(-numel // group.size) * group.size)
+    flat[:numel] = total.view(-1)
+    group.all_reduce(flat).wait()
+    total.view(-1).copy_(flat[:numel])
+    return total  # never a view: models write into what their layers return
+
+
+@uncompiled
+def _side_by_side(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    rows = tensor.numel() // tensor.shape[-1]
+    flat = tensor.new_zeros(group.size, rows * max(sizes))
+    flat[group.rank, : tensor.numel()] = tensor.reshape(-1)
+    group.all_gather(flat.view(-1)).wait()
+    parts = [flat[rank, : rows * size].view(*tensor.shape[:-1], size) for rank, size in enumerate(sizes)]
+    return torch.cat(parts, dim=-1)
+
+
+def _own(group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    own: Tensor = tensor.split(list(sizes), dim=-1)[group.rank]
+    return own.contiguous()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        _ENTERED.pop(ctx.group, None)
+        return None, summed(ctx.group, grads[0])
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor) -> Tensor:
+        return summed(group, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, grads[0]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _side_by_side(group, tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, _own(ctx.group, grads[0], ctx.sizes), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _own(group, tensor, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, _side_by_side(ctx.group, grads[0], ctx.sizes), None
+
+
+def check_first_batch(model: nn.Module, group: Collectives) -> None:
+    """The first forward of `model` compares what the ranks of `group` give it, and with dropout their random seeds.
+    Collective then."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        handle.remove()
+        drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        seeds = group.gather_objects(torch.initial_seed() if drops and model.training else 0)
+        if len(set(seeds)) > 1:
+            shown = ", ".join(f"rank {rank}: {seed}" for rank, seed in zip(group.ranks, seeds, strict=True))
+            raise ValueError(
+                "ranks that hold parts of the same matrices must drop the same activations, and their random numbers "
+                f"start from different seeds ({shown}): call transformers.set_seed(n) with the same n on all of them"
+            )
+        told = group.gather_objects(digest((args, keywords)))
+        if any(theirs != told[0] for theirs in told):
+            shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in zip(group.ranks, told, strict=True))
+            raise ValueError(
+                "ranks that hold parts of the same matrices must see the same batches, and theirs differ (shapes, and "
+                f"a digest of the values): {shown}. Let a sampler deal out batches by data ranks: "
+                f"num_replicas=world size / {group.size}, rank=rank // {group.size}; "
+                "initialize(training_data=...), Trainer and Accelerate do so"
+            )
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def digest(inputs: Any) -> str:
+    """Of all tensors in what a forward gets."""
+    shapes, values = [], hashlib.sha256()
+    for tensor in _tensors(inputs):
+        shapes.append("x".join(map(str, tensor.shape)))
+        values.update(tensor.detach().cpu().double().contiguous().numpy().tobytes())
+    return f"{', '.join(shapes)} {values.hexdigest()[:8]}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for key in sorted(value, key=str) for tensor in _tensors(value[key])]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
 
 
 class RowParallel:

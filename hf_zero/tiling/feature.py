@@ -8,8 +8,8 @@ from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features.long_sequences import Tiling
 from hf_zero.features import TrainingFeature
 from hf_zero.log import logger
+from hf_zero.tiling.functions import TiledMLPs
 from hf_zero.tiling.loss import TiledLoss
-from hf_zero.tiling.mlp import TiledMLPs
 
 
 def tiled_mlp_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:

@@ -27,8 +27,7 @@ from torch.nn import functional
 
 from hf_zero.features import Progress, TrainingFeature
 from hf_zero.log import logger
-from hf_zero.tiling.compute import Tiling, chunk_rows, tiled
-from hf_zero.tiling.surroundings import autocasts
+from hf_zero.tiling.compute import Tiling, autocasts, chunk_rows, tiled
 
 Step = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.activations.calls import CheckpointedCalls
+from hf_zero.activations.kept import CheckpointedCalls
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.device.registry import AtOnce, use
 from hf_zero.device.runtime import HOST, Memory

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.activations.calls import CONFIGURED
+from hf_zero.activations.kept import CONFIGURED
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError
 from hf_zero.device.registry import use

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.activations.calls import CheckpointedCalls
-from hf_zero.activations.kept import KeptInput, Place, Times, can_be_flat, watched
+from hf_zero.activations.kept import CheckpointedCalls, KeptInput, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.device.clocks import Clock
 from hf_zero.device.registry import runtime_of, use
-from hf_zero.device.runtime import HOST
+from hf_zero.device.runtime import HOST, Clock
 from tests.activations.test_calls import ROWS, WIDTH, net, train
 from tests.support.late import Late, LateError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.api import gathered_weights
+from hf_zero.api import gathered_parameters
 from hf_zero.comm import ledger
 from tests.support.memory import live_bytes
 from tests.support.ranks import run_ranks
@@ -52,7 +52,7 @@ def engine_of(model: nn.Module, stage: int) -> Any:
 
 def one_by_one(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """As with a larger model, of which few parameters travel together."""
-    with mock.patch.object(gathered_weights, "TOGETHER_NUMEL", 1):
+    with mock.patch.object(gathered_parameters, "TOGETHER_NUMEL", 1):
         yield from hf_zero.gathered_weights(engine)
 
 

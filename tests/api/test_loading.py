@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.api.loading import load_whole
+from hf_zero.api.gathered_parameters import load_whole
 from tests.api.test_outside_forward import Net, both_limits, engine_of, step
 from tests.support.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from hf_zero.api import parameter_access
 from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.params.released import ReleasedView
+from hf_zero.params.stand_ins import ReleasedView
 from hf_zero.params.unit import digest
 from tests.support.ranks import run_ranks
 

@@ -20,8 +20,8 @@ from hf_zero.api.engine_surface import SURFACE
 
 @pytest.fixture
 def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "ENGINE_NAMES", None)
-    monkeypatch.setattr(entry, "OPTIMIZER_NAMES", None)
+    monkeypatch.setattr(entry, "engine_names", None)
+    monkeypatch.setattr(entry, "optimizer_names", None)
 
 
 def config(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:

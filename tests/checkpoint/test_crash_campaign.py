@@ -21,7 +21,7 @@ import torch
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.manifest import check_folder
+from hf_zero.checkpoint.transaction import check_folder
 from tests.checkpoint.disk_calls import DiskCalls
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import RankFailure, run_ranks

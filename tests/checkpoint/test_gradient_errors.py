@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.shard_states import errors_for_file, restore_errors
+from hf_zero.checkpoint.extra_states import errors_for_file, restore_errors
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 

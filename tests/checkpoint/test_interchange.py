@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_zero import ds_to_universal
-from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from tests.support.launch import launch
 from tests.support.oracle import oracle_environment
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import CheckpointError, manifest, open_checkpoint
-from hf_zero.checkpoint.files import torch_reader
-from hf_zero.checkpoint.files.torch_file import write_torch_file
-from hf_zero.checkpoint.files.torch_reader import read_torch_file
+from hf_zero.checkpoint import CheckpointError, open_checkpoint, transaction
+from hf_zero.checkpoint.files import torch_file
+from hf_zero.checkpoint.files.torch_file import read_torch_file, write_torch_file
 from tests.checkpoint.training import new_engine
 from tests.checkpoint.writer import Setting, example, write
 
@@ -105,7 +104,7 @@ def test_descriptions_and_directories_have_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, problem: str
 ) -> None:
     write_torch_file(tmp_path / "x.pt", {"weight": WEIGHT, "bias": WEIGHT[0].clone()})
-    monkeypatch.setattr(torch_reader, limit, 4)
+    monkeypatch.setattr(torch_file, limit, 4)
     with pytest.raises(CheckpointError, match=problem):
         read_torch_file(tmp_path / "x.pt")
 
@@ -129,7 +128,7 @@ def test_a_manifest_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (folder / "hf_zero_manifest.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match=r"hf_zero_manifest.json: is damaged"):
         open_checkpoint(tmp_path)
-    monkeypatch.setattr(manifest, "MAX_BYTES", 1000)
+    monkeypatch.setattr(transaction, "MAX_BYTES", 1000)
     with pytest.raises(CheckpointError, match="takes 200000 bytes, far more than a list of files"):
         open_checkpoint(tmp_path)
 

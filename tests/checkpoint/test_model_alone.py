@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.training import new_engine, settings, train
 from tests.support.models import AwkwardMLP
 from tests.support.ranks import run_ranks

@@ -16,9 +16,9 @@ from torch import nn
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.background import BackgroundSave, Snapshot
 from hf_zero.checkpoint.consolidate import save_whole_weights
-from hf_zero.checkpoint.exchange import Exchange, Placed, join
 from hf_zero.checkpoint.files.stream import Written, into_place, streamed, write_small
 from hf_zero.checkpoint.files.torch_file import ALIGN_BYTES, archive_headers, place_records, plain
+from hf_zero.checkpoint.save import Exchange, Placed, join
 from hf_zero.checkpoint.transaction import ZERO_TO_FP32
 from hf_zero.checkpoint.view import StateElements, by_parameter
 from hf_zero.comm.collectives import LoneCollectives

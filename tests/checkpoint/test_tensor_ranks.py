@@ -19,7 +19,7 @@ from hf_zero.comm.parts import HeldPart
 from hf_zero.errors import CheckpointError
 from hf_zero.layout.cuts import Cut
 from hf_zero.layout.reshard import Extent
-from hf_zero.tensor.extents import even
+from hf_zero.tensor.adapters import even
 
 WHOLE = {
     "columns": torch.arange(35.0).view(5, 7),

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_zero.checkpoint import consolidate, fp32, open_checkpoint, transaction
+from hf_zero.checkpoint import consolidate, open_checkpoint, transaction
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
-from hf_zero.checkpoint.manifest import check_folder
-from hf_zero.extras.data_efficiency.indexed import IndexedRows, write_rows
+from hf_zero.checkpoint.transaction import check_folder
+from hf_zero.extras.data_efficiency.analyzer import IndexedRows, write_rows
 from hf_zero.staging import StagingFolder
 from tests.checkpoint.writer import Setting, example, write
 
@@ -60,7 +60,7 @@ def test_two_conversions_into_one_folder(exists: bool, tmp_path: Path, monkeypat
     meet_before(monkeypatch, consolidate, "_copy_model_files")
 
     def convert(size: str) -> None:
-        fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", target, max_shard_size=size)
+        consolidate.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", target, max_shard_size=size)
 
     both(lambda: convert("1KB"), lambda: convert("2KB"))
     files = sorted(target.glob("*.bin"))
@@ -80,8 +80,9 @@ def test_two_of_the_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     view = open_checkpoint(tmp_path, "universal")
     assert all(torch.equal(view.read(name), value.flatten()) for name, value in contents.trainable.items())
 
-    both(*[lambda: fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", tmp_path / "whole.bin")] * 2)
-    assert set(torch.load(tmp_path / "whole.bin")) >= set(contents.trainable)
+    whole = tmp_path / "whole.bin"
+    both(*[lambda: consolidate.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "run", whole)] * 2)
+    assert set(torch.load(whole)) >= set(contents.trainable)
 
     def rows(value: int) -> Iterator[list[int]]:
         yield [value] * value

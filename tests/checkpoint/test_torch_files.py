@@ -20,8 +20,12 @@ from hf_zero.checkpoint.deepspeed import classes
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.crc import checksum, combine
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed, streamed
-from hf_zero.checkpoint.files.torch_file import write_torch_file, write_torch_file_as_it_comes
-from hf_zero.checkpoint.files.torch_reader import check_records, read_torch_file
+from hf_zero.checkpoint.files.torch_file import (
+    check_records,
+    read_torch_file,
+    write_torch_file,
+    write_torch_file_as_it_comes,
+)
 
 WEIGHT = torch.arange(35.0).view(5, 7)
 

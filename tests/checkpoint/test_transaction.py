@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.manifest import check_folder, intact_alternatives
-from hf_zero.checkpoint.transaction import leftovers
+from hf_zero.checkpoint.transaction import check_folder, intact_alternatives, leftovers
 from tests.checkpoint.disk_calls import DiskCalls
 from tests.checkpoint.writer import Setting, example, write
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.consolidate import parse_bytes
-from hf_zero.checkpoint.fp32 import (
+from hf_zero.checkpoint.consolidate import (
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    parse_bytes,
 )
 from hf_zero.zero_to_fp32 import main
 from tests.checkpoint.writer import MOMENTS, Contents, Setting, example, numel_of, write

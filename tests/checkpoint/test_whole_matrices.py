@@ -11,7 +11,7 @@ from transformers.optimization import Adafactor
 
 from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
-from hf_zero.checkpoint.whole_states import for_file, merged
+from hf_zero.checkpoint.extra_states import for_file, merged
 from hf_zero.optim.updater import StateSlice
 from tests.checkpoint.training import settings, train
 from tests.support.models import AwkwardMLP

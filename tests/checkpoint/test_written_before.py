@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Rows, mirror
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.compressed_mean import CompressedMean
-from hf_zero.comm.lockstep import LockstepNegotiation
-from hf_zero.comm.pass_history import Plan, Start
+from hf_zero.comm.lockstep import LockstepNegotiation, Plan, Start
 from hf_zero.layout import Interval
 from hf_zero.params.consolidation import broadcast_buffers
 

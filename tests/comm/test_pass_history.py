@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.comm.pass_history import PassHistory, Start, digest
+from hf_zero.comm.lockstep import PassHistory, Start, digest
 
 FORWARD, BACKWARD, EVALUATION = Start(0, False, True), Start(2, True, True), Start(0, False, False)
 UNITS = {FORWARD: (0, 1, 2), BACKWARD: (2, 1, 0), EVALUATION: (0, 1, 2)}

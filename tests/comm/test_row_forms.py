@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.comm.row_forms import PlainRows, RoundedRows, StoredMessages, rounded
+from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages, rounded
 from hf_zero.comm.rows import FlatRows, Pending, Rows
 from hf_zero.kernels.message import message_bytes
 from hf_zero.layout import MemberSpec, lay_rows

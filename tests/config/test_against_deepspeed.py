@@ -10,7 +10,7 @@ import pytest
 
 from hf_zero.config import ConfigError, resolve
 from hf_zero.config.extras import whole_schema
-from hf_zero.config.schema.names import section_of
+from hf_zero.config.schema.fields import section_of
 
 from .deepspeed_answers import ask_deepspeed
 

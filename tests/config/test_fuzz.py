@@ -19,10 +19,10 @@ from hf_zero.config import (
     load_config,
     resolve,
 )
-from hf_zero.config.canonical import normalise
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.fill import apply, drop_unfilled, fill, unfilled_autos
-from hf_zero.config.schema.names import all_paths
+from hf_zero.config.load import normalise
+from hf_zero.config.schema.fields import all_paths
 
 PATHS = tuple(all_paths(whole_schema()))
 

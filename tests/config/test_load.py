@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero.config import ConfigError, load_config, resolve
-from hf_zero.config.reading.jsonc import Place, parse
+from hf_zero.config.sources import Place
+from hf_zero.config.text import parse
 
 WANTED = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}, "steps": [1, 2]}
 

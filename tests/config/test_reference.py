@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.reference import render
-from hf_zero.config.schema.names import verdict_of
+from hf_zero.config.schema.fields import verdict_of
 from hf_zero.config.schema.root import HfZero
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.device import host_heap
-from hf_zero.device.host_heap import HostHeap
+from hf_zero.device import host_memory
+from hf_zero.device.host_memory import HostHeap
 
 
 def test_the_heap_is_trimmed_once_enough_has_been_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
-    monkeypatch.setattr(host_heap, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(host_memory, "trim", lambda: trims.append(1))
     heap = HostHeap()
     for _ in range(3):
         heap.freed(3 << 20)
@@ -22,4 +22,4 @@ def test_the_heap_is_trimmed_once_enough_has_been_freed(monkeypatch: pytest.Monk
 
 
 def test_trimming_does_no_harm() -> None:
-    host_heap.trim()
+    host_memory.trim()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.device.limits import host_available
+from hf_zero.device.host_memory import host_available
 
 GB = 10**9
 
@@ -47,7 +47,7 @@ def test_groups_of_the_first_version(tmp_path: Path) -> None:
 
 
 def test_ulimit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_zero.device.limits.resource.getrlimit", lambda _which: (3 * GB, 3 * GB))
+    monkeypatch.setattr("hf_zero.device.host_memory.resource.getrlimit", lambda _which: (3 * GB, 3 * GB))
     assert host_available(machine(tmp_path, available_kb=50_000_000, data_kb=1_000_000)) == 3 * GB - 1_024_000_000
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, Views, examine
-from hf_zero.explain.traffic import THIS, Links, Sent, number_of, traffic_rows
+from hf_zero.explain.views import THIS, Links, Sent, number_of, traffic_rows
 
 EVERYTHING = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 

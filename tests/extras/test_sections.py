@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError, resolve
 from hf_zero.config.extras import whole_schema
-from hf_zero.config.schema.names import all_paths
-from hf_zero.extras.data_efficiency.policy import DifficultyPolicy, MetricPolicy, data_policy
-from hf_zero.extras.data_efficiency.section import CurriculumMetric
+from hf_zero.config.schema.fields import all_paths
+from hf_zero.extras.data_efficiency.section import CurriculumMetric, DifficultyPolicy, MetricPolicy, data_policy
 from hf_zero.extras.sparse_attention.feature import pattern_of
 from hf_zero.extras.sparse_attention.section import PATTERN_KEYS, SparseAttention
 from tests.config.test_fuzz import trees

@@ -96,7 +96,7 @@ def test_every_name_of_the_alias_exists_and_comes_from_its_home(full: Site) -> N
     """Walks the alias by `dir`, so that a home that moved, or a name misspelled in a table, fails here."""
     code = f"""
         import importlib, sys
-        from hf_zero.integration.names.homes import SAME_MODULE, all_homes
+        from hf_zero.integration.names.unsupported import SAME_MODULE, all_homes
         wanted = {{*open({str(deepspeed_names.MODULES)!r}).read().split(), *all_homes(), *SAME_MODULE}}
         names, broken = 0, []
         for module in [importlib.import_module(f"deepspeed.{{name}}".rstrip(".")) for name in sorted(wanted)]:

@@ -24,8 +24,8 @@ from transformers import TrainingArguments  # noqa: E402
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig  # noqa: E402
 
 from hf_zero.config import ConfigError, ModelView, Views, load_config, resolve  # noqa: E402
-from hf_zero.config.canonical import normalise  # noqa: E402
 from hf_zero.config.fill import apply, fill  # noqa: E402
+from hf_zero.config.load import normalise  # noqa: E402
 from hf_zero.integration.huggingface.views import training_view  # noqa: E402
 from hf_zero.integration.patches import MARK  # noqa: E402
 from tests.config.deepspeed_answers import ask_deepspeed  # noqa: E402

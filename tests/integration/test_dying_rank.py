@@ -20,8 +20,8 @@ import hf_zero
 hf_zero.install()
 
 from hf_zero import comm  # noqa: E402
-from hf_zero.comm import dead_ranks  # noqa: E402
-from hf_zero.comm.dead_ranks import _place, _Process  # noqa: E402
+from hf_zero.comm import known_groups  # noqa: E402
+from hf_zero.comm.known_groups import _place, _Process  # noqa: E402
 from tests.integration.flows import BASE, clean, trainer  # noqa: E402
 from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
 
@@ -135,26 +135,26 @@ def test_a_timeout_reaches_what_is_already_connected() -> None:
 
 def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    while dead_ranks._state(ended.pid) != "Z":  # not collected yet, as under a launcher
+    while known_groups._state(ended.pid) != "Z":  # not collected yet, as under a launcher
         time.sleep(0.01)
     here = _Process(1, "this-one", _place(), ended.pid)
     alive = _Process(2, "this-one", _place(), os.getpid())
     away = _Process(3, "another-one", "elsewhere", 1)
-    assert f"rank 1 (process {ended.pid}) on this-one is gone" in dead_ranks.describe_dead([alive, here, away])
+    assert f"rank 1 (process {ended.pid}) on this-one is gone" in known_groups.describe_dead([alive, here, away])
     ended.wait()
-    assert "rank 1 " in dead_ranks.describe_dead([here])
-    assert "one on another-one has ended" in dead_ranks.describe_dead([alive, away], patience_s=0)
-    assert "does not answer" in dead_ranks.describe_dead([alive], patience_s=0)
+    assert "rank 1 " in known_groups.describe_dead([here])
+    assert "one on another-one has ended" in known_groups.describe_dead([alive, away], patience_s=0)
+    assert "does not answer" in known_groups.describe_dead([alive], patience_s=0)
 
 
 def test_a_rank_that_is_stopped_is_named() -> None:
     """After SIGSTOP, or below a debugger, its process is there and its connections are open."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stopped:
         os.kill(stopped.pid, signal.SIGSTOP)
-        while dead_ranks._state(stopped.pid) != "T":
+        while known_groups._state(stopped.pid) != "T":
             time.sleep(0.01)
         here = _Process(1, "this-one", _place(), stopped.pid)
         alive = _Process(2, "this-one", _place(), os.getpid())
-        told = dead_ranks.describe_dead([alive, here], patience_s=0)
+        told = known_groups.describe_dead([alive, here], patience_s=0)
         stopped.kill()
     assert f"rank 1 (process {stopped.pid}) on this-one is stopped" in told

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero import error_report
+from hf_zero import errors
 from hf_zero.errors import WrongArgument
 from tests.support.launch import launch
 
@@ -62,8 +62,8 @@ def ended_with(error: Exception, monkeypatch: pytest.MonkeyPatch, file: Path, ra
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setenv("RANK", rank)
-    error_report.listen()
-    error_report.listen()
+    errors.listen()
+    errors.listen()
     sys.excepthook(type(error), error, None)
     return seen
 
@@ -90,5 +90,5 @@ def test_what_the_script_has_written_there_stays(tmp_path: Path, monkeypatch: py
 def test_without_torchrun_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     before = sys.excepthook
-    error_report.listen()
+    errors.listen()
     assert sys.excepthook is before

@@ -17,8 +17,7 @@ hf_zero.install()
 from transformers import Trainer  # noqa: E402
 
 from hf_zero import ConfigError  # noqa: E402
-from hf_zero.extras.data_efficiency.layer_drop import ProgressiveLayerDrop  # noqa: E402
-from hf_zero.extras.data_efficiency.random_ltd import RandomLTD  # noqa: E402
+from hf_zero.extras.data_efficiency.layers import ProgressiveLayerDrop, RandomLTD  # noqa: E402
 from hf_zero.features import Progress  # noqa: E402
 from tests.extras.data_efficiency.test_stream import SampleStream, analyse, metric, policy  # noqa: E402
 from tests.sequence.test_hugging_face import fresh as fresh_state  # noqa: E402

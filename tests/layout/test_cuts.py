@@ -13,7 +13,7 @@ from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import HeldPart
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
-from hf_zero.tensor.extents import even
+from hf_zero.tensor.adapters import even
 
 
 @st.composite

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_zero.kernels.rows import add_rows, read_rows, write_rows
+from hf_zero.kernels.accumulate import add_rows, read_rows, write_rows
 from hf_zero.layout import MemberSpec, Run, chunk_numel, lay_rows
 
 

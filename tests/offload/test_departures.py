@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zero.offload.placement import MAX_DEPARTURES, Departures
-from hf_zero.offload.staged import StagingPool
+from hf_zero.offload.placement import MAX_DEPARTURES, Departures, StagingPool
 from tests.support.late import Late
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero.config import ConfigError, resolve
-from hf_zero.device import pinned
+from hf_zero.device import host_memory
 from hf_zero.offload.nvme import swap_store as drives
 from hf_zero.offload.nvme.requests import Completion, FileAccess
 from hf_zero.offload.nvme.swap_store import BufferPool
@@ -244,17 +244,17 @@ def test_pin_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     runtime = FakeRuntime(answer=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    kept = pinned.host_empty(5000, torch.float32, pinned=True)
+    kept = host_memory.host_empty(5000, torch.float32, pinned=True)
     assert runtime.locked == [kept.data_ptr()]
-    assert pinned.host_empty(5000, torch.float32).numel() == 5000 and len(runtime.locked) == 1
+    assert host_memory.host_empty(5000, torch.float32).numel() == 5000 and len(runtime.locked) == 1
     del kept
     assert not runtime.locked
     runtime.answer = 2
     warnings = []
-    monkeypatch.setattr(pinned.logger, "warning", lambda message, *_: warnings.append(message))
-    pinned._warn_unpinned.cache_clear()
+    monkeypatch.setattr(host_memory.logger, "warning", lambda message, *_: warnings.append(message))
+    host_memory._warn_unpinned.cache_clear()
     for _ in range(3):
-        pinned.host_empty(5000, torch.float32, pinned=True).zero_()
+        host_memory.host_empty(5000, torch.float32, pinned=True).zero_()
     assert len(warnings) == 1 and "could not be page-locked" in warnings[0]
 
 

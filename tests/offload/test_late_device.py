@@ -17,8 +17,7 @@ import torch
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.device.registry import AtOnce, use
 from hf_zero.device.runtime import HOST_MEMORY
-from hf_zero.offload.placement import Departures
-from hf_zero.offload.staged import StagedVector, StagingPool
+from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
 from tests.support.late import Late, LateError
@@ -244,7 +243,7 @@ def test_weights_go_back_while_the_next_sub_group_is_updated(traced: Late) -> No
     sent = [position for position, (lane, what) in enumerate(step) if lane == "in"]
     assert len(sent) >= 4
     for before, after in zip(sent, sent[1:], strict=False):
-        waits = [what for lane, what in step[before + 1 : after] if lane == "host" and "staged.py" in what]
+        waits = [what for lane, what in step[before + 1 : after] if lane == "host" and "placement.py" in what]
         assert len(waits) <= 2, "for its own buffer and old weights, not for those that were just sent"
 
 
@@ -256,7 +255,7 @@ def test_rows_come_in_without_the_host(traced: Late) -> None:
     copies = [position for position, (lane, _) in enumerate(forward) if lane == "in"]
     uses = [position for position, (lane, what) in enumerate(forward) if lane == "compute" and "waits" in what]
     assert len(copies) == len(uses) >= 2 and all(copy < use for copy, use in zip(copies, uses, strict=True))
-    assert not any(lane == "host" and "staged.py" in what for lane, what in forward)
+    assert not any(lane == "host" and "placement.py" in what for lane, what in forward)
 
 
 def test_an_engine_that_goes_in_the_middle_of_a_copy(traced: Late) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.offload.failures import StorageError
 from hf_zero.offload.memory_estimate import DoesNotFit
+from hf_zero.offload.vector import StorageError
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.offload.test_faults import load_and_go_on
 from tests.offload.test_offload import on_drive

@@ -8,8 +8,7 @@ import torch
 from hf_zero.device.runtime import HOST_MEMORY
 from hf_zero.kernels.message import message_bytes
 from hf_zero.offload.quantized import QuantizedVector
-from hf_zero.offload.store import MemoryStore
-from hf_zero.offload.vector import part_of
+from hf_zero.offload.vector import MemoryStore, part_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

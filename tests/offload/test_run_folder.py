@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.run_folder import RunFolder
+from hf_zero.offload.vector import StorageError
 from tests.support.ranks import forking_context
 
 HOLDER = """

@@ -19,8 +19,7 @@ from hf_zero.config import Aio
 from hf_zero.offload.nvme import swap_store
 from hf_zero.offload.nvme.requests import FileAccess
 from hf_zero.offload.nvme.swap_store import BufferPool, Drive, SwapFile, SwapStore
-from hf_zero.offload.store import CappedStore, MemoryStore
-from hf_zero.offload.vector import Part, part_of
+from hf_zero.offload.vector import CappedStore, MemoryStore, Part, part_of
 from tests.offload.refusing_access import RefusingAccess
 
 CPU = torch.device("cpu")

@@ -12,9 +12,7 @@ from transformers.optimization import Adafactor
 
 from hf_zero.layout import Interval, Piece
 from hf_zero.layout.matrices import MatrixShape, MatrixSlice
-from hf_zero.optim.adafactor import AdafactorUpdater
-from hf_zero.optim.adafactor_flavours import TorchFlavour, TransformersFlavour, flavour_of
-from hf_zero.optim.factored import Sums, Table
+from hf_zero.optim.adafactor import AdafactorUpdater, Sums, Table, TorchFlavour, TransformersFlavour, flavour_of
 from hf_zero.optim.traits import Sees, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
 from tests.optim.shards import run_sharded

@@ -17,7 +17,7 @@ from hf_zero.optim import runs_natively
 from hf_zero.optim.adam import FusedAdam
 from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
-from hf_zero.optim.stored import StateForm, plain
+from hf_zero.optim.stager import StateForm, plain
 from tests.optim.shards import run_sharded
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.offload.failures import StorageError
+from hf_zero.offload.vector import StorageError
 from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.unit import UnitState
 from tests.support.units import Telling, Units, cut

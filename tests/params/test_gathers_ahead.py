@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param
-from hf_zero.comm import dead_ranks, ledger
+from hf_zero.comm import known_groups, ledger
 from hf_zero.comm.cpu import meeting
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.device.runtime import HOST
@@ -311,7 +311,7 @@ def run_until_one_dies(rank: int, folder: str, place: tuple[str, int], apart: bo
             said.write_text(f"{negotiation.upcoming(in_backward=place[0] == 'backward', trains=True)}")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    machine = mock.patch.object(dead_ranks, "_place", lambda: f"machine {rank}")
+    machine = mock.patch.object(known_groups, "_place", lambda: f"machine {rank}")
     with machine if apart else nullcontext():
         engine = engine_apart(rank, Model(6, end), {})
         try:

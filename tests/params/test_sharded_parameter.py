@@ -10,17 +10,17 @@ from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger, parallel_groups
-from hf_zero.params import partitioning, unsharding
+from hf_zero.params import partitioning
 from hf_zero.params.partitioning import shard_parameter
-from hf_zero.params.released import ReleasedParameter
 from hf_zero.params.sharded_parameter import of
+from hf_zero.params.stand_ins import ReleasedParameter
 from tests.support.ranks import run_ranks
 
 SHAPES = [(3,), (7, 5), (4, 3), (1,), (10,), (11, 2)]
 
 
 def run_round_trip(rank: int, together: int) -> SimpleNamespace:
-    partitioning.TOGETHER_NUMEL = unsharding.TOGETHER_NUMEL = together
+    partitioning.TOGETHER_NUMEL = together
     groups = parallel_groups(torch.device("cpu"))
     drawn = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in SHAPES]
     parameters = [nn.Parameter(value.clone()) for value in drawn]

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.rows import FlatRows, Pending
-from hf_zero.params.gather_buffers import GatherBuffers
 from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
-from hf_zero.params.leaf_modules import set_z3_leaf_modules
+from hf_zero.params.hooked_modules import set_z3_leaf_modules
+from hf_zero.params.unit import GatherBuffers
 from tests.support.models import tiny_llama
 
 

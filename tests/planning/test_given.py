@@ -18,8 +18,7 @@ from hf_zero.planning.choose import Plan, given_estimates, optimizer_size, plan
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
-from hf_zero.planning.reasons import reasoning
-from hf_zero.planning.show import as_dict
+from hf_zero.planning.show import as_dict, reasoning
 from tests.planning.material import config_folder
 
 MACHINE = hardware({"gpu": "h100", "gpus_per_node": 2, "nodes": 2, "host_memory": "1T", "disk": "1T"})

@@ -18,15 +18,13 @@ from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.explain.views import config_file
-from hf_zero.planning.calibrate import calibrated
+from hf_zero.planning.arguments import GPUS
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
 from hf_zero.planning.choose import ALIKE, Plan, choose, gigabytes
-from hf_zero.planning.gpus import GPUS
-from hf_zero.planning.machine import hardware, parse_bytes
+from hf_zero.planning.machine import calibrated, hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
-from hf_zero.planning.reasons import reasoning, remedies
-from hf_zero.planning.show import as_dict, show
+from hf_zero.planning.show import as_dict, reasoning, remedies, show
 from tests.planning.material import config_folder, planned
 
 pytestmark = pytest.mark.lengthy

@@ -28,8 +28,7 @@ from hf_zero.planning.choose import Plan
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, load_model, trace
 from hf_zero.planning.page import as_html
-from hf_zero.planning.reasons import reasoning
-from hf_zero.planning.show import as_dict, title
+from hf_zero.planning.show import as_dict, reasoning, title
 from hf_zero.tensor.shard import shard_model
 from tests.planning.material import config_folder, planned
 from tests.planning.test_memory import _sums, filled

@@ -14,8 +14,7 @@ from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, MixtralConfi
 
 from hf_zero.params.gathered_modules import find_gathered_modules
 from hf_zero.planning import trace as tracing
-from hf_zero.planning.model import build_model, load_model, trace
-from hf_zero.planning.repeat import NotAlike, stretch
+from hf_zero.planning.model import NotAlike, build_model, load_model, stretch, trace
 from hf_zero.planning.trace import Segment, Trace, trace_step
 from hf_zero.quantities import count_of
 from tests.planning.material import config_folder

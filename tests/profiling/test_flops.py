@@ -11,8 +11,15 @@ import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_zero.profiling.flops import FlopsProfiler, get_model_profile, num_parameters
-from hf_zero.profiling.flops_report import EngineTimes, ModuleProfile, aggregated, report
+from hf_zero.profiling.flops import (
+    EngineTimes,
+    FlopsProfiler,
+    ModuleProfile,
+    aggregated,
+    get_model_profile,
+    num_parameters,
+    report,
+)
 from tests.support.models import VOCABULARY, tiny_llama
 
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

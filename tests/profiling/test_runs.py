@@ -17,8 +17,7 @@ from hf_zero.comm import ledger
 from hf_zero.integration.compat.comms import get_comm_operation_count, has_comm_data, log_summary
 from hf_zero.log import logger
 from hf_zero.profiling.feature import Profiling
-from hf_zero.profiling.recorder import Parts, Update
-from hf_zero.profiling.trace import TraceFile
+from hf_zero.profiling.recorder import Parts, TraceFile, Update
 from hf_zero.spans import SPANS
 from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.ranks import run_ranks

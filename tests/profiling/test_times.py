@@ -9,14 +9,13 @@ import torch
 
 from hf_zero.comm import Pending
 from hf_zero.config.features.profiling import CommsLogger
-from hf_zero.device.clocks import Clock, HostMark
-from hf_zero.device.runtime import HOST, Event
+from hf_zero.device.runtime import HOST, Clock, Event, HostMark
 from hf_zero.profiling.breakdown import PARTS, Breakdown, table
 from hf_zero.profiling.calls import FinishedCall
 from hf_zero.profiling.comms_log import CommsLog, bandwidth_gbps, straggler_table, stragglers, summary
 from hf_zero.profiling.comms_log import table as comms_table
 from hf_zero.profiling.feature import ThroughputLog
-from hf_zero.profiling.numbers import amount, macs_to_string, number_to_string, params_to_string
+from hf_zero.profiling.flops import amount, macs_to_string, number_to_string, params_to_string
 from hf_zero.profiling.recorder import Edge, Recorder, Update, divide
 from hf_zero.profiling.timers import SynchronizedWallClockTimer
 from hf_zero.spans import SPANS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.__main__ import main
-from hf_zero.offload.failures import StorageError
+from hf_zero.offload.vector import StorageError
 from hf_zero.report import availability, environment
 from hf_zero.report.availability import features, probe
 from hf_zero.report.command import cli_main

@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.api.entry import initialize
 from hf_zero.api.zero_init import Init, MiCS_Init
-from hf_zero.comm import Hosts, dead_ranks, ledger
+from hf_zero.comm import Hosts, known_groups, ledger
 from hf_zero.comm.cpu import meeting
 from hf_zero.errors import WrongArgument
 from hf_zero.params.sharded_parameter import of
@@ -219,7 +219,7 @@ def run_until_one_dies(rank: int, hosts: int, folder: str) -> None:
             trained(engine, rank, mlp_batches(3, ROWS))
         except RuntimeError as error:
             # Gloo knows no ranks; what an uncaught error of its adds to the log does.
-            seen = str(error) if hosts == 1 else dead_ranks.describe_dead(dead_ranks._known.others)
+            seen = str(error) if hosts == 1 else known_groups.describe_dead(known_groups._known.others)
             Path(folder, str(rank)).write_text(seen)
             raise
 

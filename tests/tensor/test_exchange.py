@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import LoneCollectives, ledger
-from hf_zero.tensor import exchange
-from hf_zero.tensor.exchange import enter, gather, leave
+from hf_zero.tensor import layers
+from hf_zero.tensor.layers import enter, gather, leave
 from hf_zero.tensor.shard import shard_model
 from tests.tensor.threads import ThreadCollectives, in_threads
 from tests.tensor.training import batches, config_of, model_of
@@ -44,7 +44,7 @@ def sums(kind: str, checkpointing: bool) -> dict[str, int]:
         ledger.reset()
         in_threads(run, RANKS)
         counts[half] = sum(t.calls for (_, name), t in ledger.tallies.items() if name == "all_reduce") // RANKS
-        assert not exchange._ENTERED.keys() & set(groups)
+        assert not layers._ENTERED.keys() & set(groups)
     return dict(counts)
 
 

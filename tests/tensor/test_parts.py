@@ -8,19 +8,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.engine_settings import EngineSettings
+from hf_zero.api.engine_module import EngineSettings
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import HeldPart, held_part, keep_part, whole_shape, whole_value
 from hf_zero.config import ConfigError, resolve
 from hf_zero.errors import WrongArgument
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
-from hf_zero.tensor.exchange import check_first_batch, digest, enter, gather, leave, split
-from hf_zero.tensor.extents import Heads, even, heads
+from hf_zero.tensor.adapters import Heads, even, heads
 from hf_zero.tensor.groups import TensorGroups, tp_model_init
-from hf_zero.tensor.layers import partial_vocabulary, row_parallel
-from hf_zero.tensor.plan import plan_of
-from hf_zero.tensor.shard import shard_model
+from hf_zero.tensor.layers import (
+    check_first_batch,
+    digest,
+    enter,
+    gather,
+    leave,
+    partial_vocabulary,
+    row_parallel,
+    split,
+)
+from hf_zero.tensor.shard import plan_of, shard_model
 from tests.tensor.training import batches, model_of
 
 ALONE = LoneCollectives()

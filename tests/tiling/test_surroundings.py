@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.tiling.surroundings import Surroundings, uncached
+from hf_zero.tiling.compute import Surroundings, uncached
 
 
 def test_the_same_numbers_are_drawn_again() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hf_zero.activations.calls import CheckpointedCalls
+from hf_zero.activations.kept import CheckpointedCalls
 from hf_zero.device.registry import use
 from tests.end_to_end.parity import STEPS, Case, assert_parity, outcome, run_script
 from tests.support.late import Late

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.manifest import files_to_check
+from hf_zero.checkpoint.transaction import files_to_check
 from hf_zero.errors import CheckpointError
 
 _MAX_TAG_BYTES = 4096

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.view import Pieces
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
-from hf_zero.optim.stored import COUNTERS
+from hf_zero.optim.stager import COUNTERS
 
 _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from a copy or load another checkpoint"
 
@@ -77,17 +77,17 @@ def shape_of(value: Any, name: str, path: Path) -> tuple[int, ...]:
 
 def shapes_in_groups(model: Mapping[str, Any], key: str, path: Path) -> list[dict[str, tuple[int, ...]]]:
     """`param_shapes`: one dictionary name -> shape per group or sub-group; no name twice."""
-    found: list[dict[str, tuple[int, ...]]] = []
+    groups: list[dict[str, tuple[int, ...]]] = []
     seen: set[str] = set()
     for group in need_list(model, key, path):
         if not isinstance(group, Mapping):
             raise CheckpointError(path, f"{key!r} holds a {type(group).__name__}, not a dictionary", _FIX)
-        found.append({str(name): shape_of(shape, name, path) for name, shape in group.items()})
-        twice = seen & set(found[-1])
+        groups.append({str(name): shape_of(shape, name, path) for name, shape in group.items()})
+        twice = seen & set(groups[-1])
         if twice:
             raise CheckpointError(path, f"{key!r} lists {sorted(twice)[0]!r} twice", _FIX)
-        seen |= set(found[-1])
-    return found
+        seen |= set(groups[-1])
+    return groups
 
 
 def element_states(state: Mapping[str, Any], numel: int, *, of_scalar: bool = False) -> dict[str, Tensor]:
@@ -162,15 +162,15 @@ def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buf
         return stated
     # Stage 0 does not state them, but tied tensors share one place in the file.
     first: dict[object, str] = {}
-    found = {}
+    aliases = {}
     for name, value in module.items():
         if name in buffers or not isinstance(value, Tensor) or value.numel() == 0:
             continue
         place = (value.data_ptr(), tuple(value.shape), value.dtype)
         if place in first:
-            found[name] = first[place]
+            aliases[name] = first[place]
         first.setdefault(place, name)
-    return found
+    return aliases
 
 
 def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> dict[str, Pieces]:
@@ -179,7 +179,7 @@ def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> di
     fragments = [model.get(ds.FROZEN_PARAM_FRAGMENTS) for model in models]
     if not shapes or fragments[0] is None:
         return {}
-    found = {}
+    pieces = {}
     for name, given in shapes.items():
         shape = shape_of(given, name, paths[0])
         parts = []
@@ -190,5 +190,5 @@ def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> di
                 )
             wanted = chunk_interval(math.prod(shape), rank, len(models)).numel
             parts.append(flat(mine[name], f"{name!r}", paths[rank], at_least=wanted).narrow(0, 0, wanted))
-        found[name] = Pieces(shape, tuple(part for part in parts if part.numel()))
-    return found
+        pieces[name] = Pieces(shape, tuple(part for part in parts if part.numel()))
+    return pieces

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.files.stream import into_place, write_small
-from hf_zero.checkpoint.files.torch_file import write_torch_file
-from hf_zero.checkpoint.files.torch_reader import read_torch_file
+from hf_zero.checkpoint.files.torch_file import read_torch_file, write_torch_file
 from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.checkpoint.tensor_ranks import saved_cuts
 from hf_zero.checkpoint.transaction import move_into_place

@@ -25,13 +25,17 @@ from hf_zero.config.schema.fields import (
     supported,
     unsupported,
 )
-from hf_zero.config.schema.precision import Amp, Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.training import (
     Aio,
+    Amp,
+    Bf16,
     Checkpoint,
+    DataTypes,
+    Fp16,
     Optimizer,
     Scheduler,
     TensorParallel,
+    TorchAutocast,
 )
 from hf_zero.config.schema.zero import Zero
 

@@ -13,7 +13,7 @@ EXTRA = Extra(
         ),
     ),
     examine=examine,
-    features=("hf_zero.extras.autotuning.trial:trial_of",),
+    features=("hf_zero.extras.autotuning.measure:trial_of",),
     services={
         "tune": "hf_zero.extras.autotuning.tuning:tune",
         "measure": "hf_zero.extras.autotuning.measure:measured_plan",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,64 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 
-from hf_zero.config import ConfigError, Problem
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.device.kinds import current_device
+from hf_zero.device.registry import runtime_of
 from hf_zero.extras.autotuning.experiments import Experiment, Result, run_experiment
+from hf_zero.extras.autotuning.section import TrialPolicy
+from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.planning.choose import Estimate, Plan
+
+# A trial run of autotuning: a few updates are timed, rank 0 writes what it took, and the process ends.
+
+
+class Trial(TrainingFeature):
+    """Ends the process in step(), as DeepSpeed's trials do: nothing is saved."""
+
+    name = "autotuning"
+
+    def __init__(self, policy: TrialPolicy, samples: int) -> None:
+        """
+        Args:
+            samples: per update, over all ranks.
+        """
+        self._policy = policy
+        self._samples = samples
+        self._started: float | None = None
+        self._world: Any = None
+
+    def begin(self, tools: EngineTools) -> None:
+        self._world = tools.world
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        """
+        Raises:
+            SystemExit: after the last update of the trial.
+        """
+        if progress.step not in (self._policy.first, self._policy.last):
+            return
+        runtime_of(current_device()).synchronize()
+        now = time.perf_counter()
+        if progress.step == self._policy.first:
+            self._started = now
+        elif self._started is not None:
+            seconds = (now - self._started) / (self._policy.last - self._policy.first)
+            self._write(max(map(float, self._world.gather_objects(seconds))))
+            raise SystemExit(0)
+
+    def _write(self, seconds: float) -> None:
+        if self._world.rank == 0:
+            found = {"latency": seconds, "throughput": self._samples / seconds, "samples_per_update": self._samples}
+            Path(self._policy.path).write_text(json.dumps(found), encoding="utf-8")
+
+
+def trial_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, in a trial run."""
+    policy = resolved.extras.get("autotuning")
+    return None if policy is None else Trial(policy, resolved.samples_per_update)
+
 
 PROFILE = (2, 5)  # updates before and after which a trial is timed
 MODULE = "hf_zero.extras.autotuning.trial_run"
@@ -55,8 +110,8 @@ class MeasuredPlan:
 
 def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
     """`measure`, and what follows from it."""
-    found = measure(plan, number, folder)
-    return MeasuredPlan(ranked(plan, found), found)
+    measured = measure(plan, number, folder)
+    return MeasuredPlan(ranked(plan, measured), measured)
 
 
 def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
@@ -102,20 +157,20 @@ def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
     return Experiment(each.candidate.short, config, tuple(words), place)
 
 
-def ranked(plan: Plan, found: Sequence[Measured]) -> Plan:
+def ranked(plan: Plan, measured: Sequence[Measured]) -> Plan:
     """The plan with the fastest measured one as its choice."""
-    known = [each for each in found if each.tokens_per_s is not None]
+    known = [each for each in measured if each.tokens_per_s is not None]
     if not known:
         return replace(plan, chosen=None, refused=(*plan.refused, "no trial has run to its end"))
     return replace(plan, chosen=max(known, key=lambda each: each.tokens_per_s or 0.0).estimate)
 
 
-def show_measured(plan: Plan, found: Sequence[Measured]) -> None:
+def show_measured(plan: Plan, measured: Sequence[Measured]) -> None:
     """The table, for people."""
     table = Table(title="measured on this machine", title_justify="left")
     for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
         table.add_column(name)
-    for each in found:
+    for each in measured:
         style = "bold green" if each.estimate is plan.chosen else ""
         rate = "" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}"
         said = f"{each.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"

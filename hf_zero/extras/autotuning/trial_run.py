@@ -18,7 +18,7 @@ from hf_zero.planning.model import build_model, config_of
 
 
 def main() -> None:
-    """Train until the trial ends the process (hf_zero.extras.autotuning.trial)."""
+    """Train until the trial ends the process (hf_zero.extras.autotuning.measure)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed", required=True)
     parser.add_argument("--model", required=True)

@@ -23,21 +23,24 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.config import ConfigError
-from hf_zero.extras.compression.bits import ActivationBits, WeightBits, check_groups, learn_together
 from hf_zero.extras.compression.matching import Layer, Match, match_all
-from hf_zero.extras.compression.policy import CompressionPolicy
 from hf_zero.extras.compression.pruning import (
+    ActivationBits,
     Pruned,
     PrunedChannels,
     PrunedHeads,
     PrunedRows,
     SnipWeights,
     SparseWeights,
+    WeightBits,
+    check_groups,
+    learn_together,
 )
+from hf_zero.extras.compression.section import CompressionPolicy
 from hf_zero.features import ask_for
 from hf_zero.log import logger
+from hf_zero.params.partitioning import reshard, unshard
 from hf_zero.params.sharded_parameter import of
-from hf_zero.params.unsharding import reshard, unshard
 
 
 class CompressedLayer:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ConfigError, Findings, Problem
-from hf_zero.extras.compression.layer_reduction import reduce_layers
+from hf_zero.extras.compression.feature import reduce_layers
 from hf_zero.extras.compression.matching import listing, match_all
 
 _SHOWN = 4

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from hf_zero.comm import collectives_for, local_device
 from hf_zero.config import ConfigError, Problem, load_config, resolve_extra
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.bits import WeightBits, grid_of
 from hf_zero.extras.compression.clean import clean
 from hf_zero.extras.compression.compressed_model import compression_of
-from hf_zero.extras.compression.feature import compress
-from hf_zero.extras.compression.layer_reduction import take_over
+from hf_zero.extras.compression.feature import compress, take_over
+from hf_zero.extras.compression.pruning import WeightBits, grid_of
 from hf_zero.log import logger
 from hf_zero.params.partitioning import unpartition
 

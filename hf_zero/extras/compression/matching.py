@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.extras.compression.policy import EVERYTHING, CompressionPolicy, PruningPolicy, Rule
+from hf_zero.extras.compression.section import EVERYTHING, CompressionPolicy, PruningPolicy, Rule
 
 LayerKind = Literal["linear", "conv", "embedding", "packed"]
 _ADAPTERS = (".lora_", "lora_embedding")

@@ -8,8 +8,15 @@ from typing import Any
 
 from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.features import Examined
-from hf_zero.extras.compression.policy import BLOCK_PATTERN, EVERYTHING, ROOT, compression_policy
-from hf_zero.extras.compression.section import TECHNIQUES, Compression, LayerReduction
+from hf_zero.extras.compression.section import (
+    BLOCK_PATTERN,
+    EVERYTHING,
+    ROOT,
+    TECHNIQUES,
+    Compression,
+    LayerReduction,
+    compression_policy,
+)
 
 _SNIP_ONLY = ("block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end", "excluded_modules")
 

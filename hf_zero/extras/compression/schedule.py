@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.extras.compression.policy import PruningPolicy, Rule
+from hf_zero.extras.compression.section import PruningPolicy, Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ EXTRA = Extra(
     features=(
         f"{_HERE}.sampling:length_curriculum_of",
         f"{_HERE}.sampling:sampled_curriculum_of",
-        f"{_HERE}.random_ltd:random_ltd_of",
-        f"{_HERE}.layer_drop:layer_drop_of",
+        f"{_HERE}.layers:random_ltd_of",
+        f"{_HERE}.layers:layer_drop_of",
     ),
     services={"train_sampler": f"{_HERE}.sampling:sampler_for"},
 )

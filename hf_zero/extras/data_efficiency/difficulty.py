@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.config import ConfigError
-from hf_zero.extras.data_efficiency.policy import DifficultyPolicy
 from hf_zero.extras.data_efficiency.rules import difficulty_of
+from hf_zero.extras.data_efficiency.section import DifficultyPolicy
 
 Custom = Callable[[int], int]
 

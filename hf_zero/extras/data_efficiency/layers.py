@@ -1,11 +1,31 @@
-"""The stack of layers of a model, and a call put around a layer's forward."""
+"""Random-LTD (arXiv 2211.11586): some layers run on some tokens only, drawn anew for every layer and sample.
+
+    hidden [B, S, h] --gather--> [B, r, h] --layer--> [B, r, h] --scatter--> [B, S, h]     other tokens pass unchanged
+
+    kept tokens   r(t) = floor(t / T * (max - min) + min), down to a multiple of d, at most max   (t: updates so far)
+
+Kept tokens stay in order, so that a causal mask over them is causal. Positions and masks are gathered with the same
+numbers. What is drawn depends on (seed, update, micro-step, layer, rank) alone: a recomputed layer and a resumed run
+draw the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as LayerDropSection
+from hf_zero.extras.data_efficiency.section import RandomLTDPolicy, data_policy
+from hf_zero.features import Progress, TrainingFeature
+
+# The stack of layers of a model, and a call put around a layer's forward.
+
 
 Around = Callable[..., Any]
 """(the layer's own forward, its positional arguments, its keyword arguments) -> what the layer returns."""
@@ -71,3 +91,290 @@ def with_first(output: Any, first: Any) -> Any:
 
 def first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
+
+
+_SECTION = "data_efficiency.data_routing.random_ltd"
+_MIX = 0x9E3779B97F4A7C15
+
+
+def kept_tokens(policy: RandomLTDPolicy, step: int) -> int:
+    """Tokens that the layers keep in update `step`, from 0."""
+    found = math.floor(step / policy.total_steps * (policy.max_tokens - policy.min_tokens) + policy.min_tokens)
+    return min(found - found % policy.multiple, policy.max_tokens)
+
+
+class RandomLTD(TrainingFeature):
+    """Token dropping in the listed layers of a model."""
+
+    name = "random_ltd"
+
+    def __init__(self, policy: RandomLTDPolicy, layers: list[nn.Module], batch_size: int) -> None:
+        self.policy = policy
+        self._wrapped = WrappedLayers()
+        self._batch_size = batch_size
+        self._progress = Progress(step=0, training=False)
+        self.consumed_layer_tokens = 0
+        for number, layer in enumerate(layers):
+            self._wrapped.wrap(layer, self._around(number, layer))
+        self.layers = tuple(layers)
+        self.num_layers = len(layers)
+
+    def current(self) -> int:
+        """Tokens kept in the update that is being made."""
+        return kept_tokens(self.policy, self._progress.step)
+
+    def layer_tokens(self, step: int) -> int:
+        """Layer tokens of one update."""
+        dense = self.policy.num_layers - self.num_layers
+        return self._batch_size * (kept_tokens(self.policy, step) * self.num_layers + self.policy.max_tokens * dense)
+
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Of a whole training."""
+        return sum(self.layer_tokens(step) for step in range(train_iters))
+
+    @property
+    def schedule_position(self) -> float:
+        """Updates so far, each counted by the share of its layer tokens that were computed."""
+        whole = self._batch_size * self.policy.max_tokens * self.policy.num_layers
+        return self.consumed_layer_tokens / whole
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        # An evaluation may come before the backward of this forward, which recomputes layers.
+        if progress.training:
+            self._progress = progress
+        return keywords
+
+    def holds_schedule(self, progress: Progress) -> bool:
+        """With layer_token_lr_schedule: until the layer tokens of a whole update have come together."""
+        if not self.policy.scales_schedule:
+            return False
+        whole = self._batch_size * self.policy.max_tokens * self.policy.num_layers
+        after = self.consumed_layer_tokens + self.layer_tokens(progress.step - 1)
+        return after // whole == self.consumed_layer_tokens // whole
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        self.consumed_layer_tokens += self.layer_tokens(progress.step - 1)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {
+            "consumed_layer_tokens": self.consumed_layer_tokens,
+            "current_steps": self._progress.step,
+            "current_value": self.current(),
+            "min_value": self.policy.min_tokens,
+            "max_value": self.policy.max_tokens,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
+        self._progress = progress
+        known = (state or {}).get("consumed_layer_tokens")
+        self.consumed_layer_tokens = int(known) if known is not None else self.get_total_layer_tokens(progress.step)
+
+    def close(self) -> None:
+        self._wrapped.close()
+
+    def _around(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        def around(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden, call = split_hidden(args, kwargs)
+            dim = 0 if self.policy.sequence_first else 1
+            kept, whole = self.current(), hidden.shape[dim]
+            if not layer.training or kept >= whole:
+                return own(*args, **kwargs)
+            indices = self._draw(number, hidden.shape[1 - dim], whole, kept, hidden.device)
+            chosen_args, chosen_kwargs = call(_take(hidden, indices, dim))
+            mask_name = self.policy.mask_name
+            gathered = {
+                name: _gathered(value, indices, whole, is_mask=name == mask_name or "mask" in name)
+                if name == mask_name or "mask" in name or "position" in name
+                else value
+                for name, value in chosen_kwargs.items()
+            }
+            rest = tuple(_gathered(value, indices, whole, is_mask=True) for value in chosen_args[1:])
+            output = own(chosen_args[0], *rest, **gathered) if chosen_args else own(**gathered)
+            return with_first(output, _put(hidden, first_of(output), indices, dim))
+
+        return around
+
+    def _draw(self, number: int, batch: int, whole: int, kept: int, device: torch.device) -> Tensor:
+        """Ascending positions [B, kept]."""
+        mixed = self.policy.seed
+        for part in (self._progress.step, self._progress.micro_step, number, self._progress.rank):
+            mixed = (mixed * _MIX + part + 1) % (1 << 63)
+        generator = torch.Generator(device).manual_seed(mixed)
+        order = torch.rand((batch, whole), generator=generator, device=device).argsort(dim=1)
+        return order[:, :kept].sort(dim=1).values
+
+
+def _take(hidden: Tensor, indices: Tensor, dim: int) -> Tensor:
+    places = indices if dim == 1 else indices.T
+    return hidden.gather(dim, places[..., None].expand(*places.shape, hidden.shape[-1]))
+
+
+def _put(hidden: Tensor, part: Tensor, indices: Tensor, dim: int) -> Tensor:
+    places = indices if dim == 1 else indices.T
+    return hidden.scatter(dim, places[..., None].expand(*places.shape, hidden.shape[-1]), part.to(hidden.dtype))
+
+
+def _gathered(value: Any, indices: Tensor, whole: int, *, is_mask: bool) -> Any:
+    """What belongs to positions, for the kept ones: position numbers and embeddings, masks of 2 and 4 dimensions."""
+    if isinstance(value, tuple):
+        return tuple(_gathered(entry, indices, whole, is_mask=is_mask) for entry in value)
+    if not isinstance(value, Tensor):
+        if is_mask and value is not None and hasattr(value, "mask_mod"):
+            return _block_mask(value, indices)
+        return value
+    batch, kept = indices.shape
+    if value.dim() == 4 and value.shape[-1] == whole:
+        value = value.expand(batch, *value.shape[1:])
+        columns = indices[:, None, None, :].expand(batch, value.shape[1], value.shape[2], kept)
+        value = value.gather(3, columns)
+        if value.shape[2] != whole:
+            return value
+        return value.gather(2, indices[:, None, :, None].expand(batch, value.shape[1], kept, kept))
+    if value.dim() == 1 and value.shape[0] == whole:  # cache positions: of a whole batch, which now differ by row
+        return value[:kept]
+    if value.dim() in (2, 3) and value.shape[1] == whole:
+        value = value.expand(batch, *value.shape[1:])
+        places = indices if value.dim() == 2 else indices[..., None].expand(batch, kept, value.shape[2])
+        return value.gather(1, places)
+    return value
+
+
+def _block_mask(mask: Any, indices: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    old, kept = mask.mask_mod, indices.shape[1]
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return old(b, h, indices[b, q], indices[b, kv])
+
+    return create_block_mask(mask_mod, indices.shape[0], None, kept, kept, device=indices.device)
+
+
+def random_ltd_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it.
+
+    Raises:
+        ConfigError: the model has other layers than the section says.
+    """
+    policy = data_policy(resolved).random_ltd
+    if policy is None:
+        return None
+    try:
+        layers = layer_stack(model)
+    except ValueError as error:
+        problem = Problem(_SECTION, policy.num_layers, str(error), "switch random_ltd off")
+        raise ConfigError([problem]) from error
+    if len(layers) != policy.num_layers:
+        rule = f"{type(model).__name__} has {len(layers)} layers ({type(layers[0]).__name__})"
+        raise ConfigError([Problem(f"{_SECTION}.total_layer_num", policy.num_layers, rule, f"write {len(layers)}")])
+    chosen = [layers[number] for number in policy.layer_ids]
+    return RandomLTD(policy, chosen, resolved.samples_per_update)
+
+
+def convert_to_random_ltd(engine: Any, convert_type: type[nn.Module]) -> Any:
+    """DeepSpeed's call after `initialize`; the layers were found when the engine was made, so it only looks at them.
+
+    Raises:
+        RuntimeError: random_ltd is not switched on in the config; ValueError: its layers are of another class.
+    """
+    feature = engine.training_features.named(RandomLTD.name)
+    if feature is None:
+        raise RuntimeError(f"convert_to_random_ltd: {_SECTION}.enabled is not set in the config of the engine")
+    others = {type(layer).__name__ for layer in feature.layers if not isinstance(layer, convert_type)}
+    if others:
+        raise ValueError(
+            f"convert_to_random_ltd(..., {convert_type.__name__}): the layers of the model are {', '.join(others)}"
+        )
+    return engine
+
+
+def save_without_random_ltd(model: Any) -> dict[str, Any]:
+    """The weights of an engine or a model by their names, which token dropping never changes."""
+    weights: dict[str, Any] = getattr(model, "module", model).state_dict()
+    return weights
+
+
+# Progressive layer drop (arXiv 2010.13369): layers are skipped by chance, deeper ones more often.
+#
+#     theta(k) = (1 - theta) * exp(-gamma * max(0, k - 2)) + theta      in update k, from 1
+#     p_i      = 1 - i * (1 - theta(k)) / L                             layer i of L is kept; layer 0 always is
+#
+# What a kept layer adds to its input is divided by p_i, so that its expectation is what it adds in evaluation. All
+# ranks draw the same: what is gathered from them stays in one order.
+
+
+def theta_at(policy: LayerDropSection, update: int) -> float:
+    """The share that is kept in the deepest layers, in an update (from 1)."""
+    return (1.0 - policy.theta) * math.exp(-policy.gamma * max(0, update - 2)) + policy.theta
+
+
+def keep_probability(theta: float, layer: int, num_layers: int) -> float:
+    """Of one layer, from 0."""
+    return 1.0 - layer * (1.0 - theta) / num_layers
+
+
+class ProgressiveLayerDrop(TrainingFeature):
+    """Layers of a model are left out while it trains."""
+
+    name = "progressive_layer_drop"
+
+    def __init__(self, policy: LayerDropSection, layers: list[nn.Module]) -> None:
+        self.policy = policy
+        self.num_layers = len(layers)
+        self._progress = Progress(step=0, training=False)
+        self._returns_tuple: bool | None = None  # what layers return; one that is skipped must return such, too
+        self._wrapped = WrappedLayers()
+        for number, layer in enumerate(layers):
+            self._wrapped.wrap(layer, self._around(number, layer))
+
+    def get_theta(self) -> float:
+        """Of the update that is being made."""
+        return theta_at(self.policy, self._progress.step + 1)
+
+    def keeps(self, layer: int) -> bool:
+        """What is drawn for a layer in the forward under way; the same whenever it is asked."""
+        probability = keep_probability(self.get_theta(), layer, self.num_layers)
+        draw = random.Random(f"{self._progress.step} {self._progress.micro_step} {layer}")
+        return draw.random() < probability
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        # An evaluation may come before the backward of this forward, which recomputes layers.
+        if progress.training:
+            self._progress = progress
+        return keywords
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
+        self._progress = progress
+
+    def close(self) -> None:
+        self._wrapped.close()
+
+    def _around(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        def around(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not layer.training:
+                return own(*args, **kwargs)
+            hidden, _ = split_hidden(args, kwargs)
+            # Layer 0, which always runs, has been there before the others are asked.
+            if self._returns_tuple is not None and not self.keeps(number):
+                return (hidden,) if self._returns_tuple else hidden
+            output = own(*args, **kwargs)
+            self._returns_tuple = isinstance(output, tuple)
+            share = keep_probability(self.get_theta(), number, self.num_layers)
+            return with_first(output, hidden + (first_of(output) - hidden) / share)
+
+        return around
+
+
+def layer_drop_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it.
+
+    Raises:
+        ConfigError: the model has no list of layers.
+    """
+    policy = data_policy(resolved).layer_drop
+    if policy is None:
+        return None
+    try:
+        return ProgressiveLayerDrop(policy, layer_stack(model))
+    except ValueError as error:
+        raise ConfigError([Problem("progressive_layer_drop", True, str(error), "switch it off")]) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_zero.extras.data_efficiency.policy import PackingPolicy
+from hf_zero.extras.data_efficiency.section import PackingPolicy
 from hf_zero.log import logger
 
 Packs = list[list[int]]

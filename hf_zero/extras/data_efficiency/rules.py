@@ -9,23 +9,21 @@ from pydantic import ValidationError
 
 from hf_zero.config.errors import ABSENT, Problem, Remark, key_path
 from hf_zero.config.features import Examined
-from hf_zero.extras.data_efficiency.policy import (
-    DataPolicy,
-    DifficultyPolicy,
-    MetricPolicy,
-    PackingPolicy,
-    RandomLTDPolicy,
-    SamplingPolicy,
-)
 from hf_zero.extras.data_efficiency.section import (
     CurriculumLearning,
     CurriculumMetric,
     DataEfficiency,
+    DataPolicy,
     DataRouting,
     DataSampling,
+    DifficultyPolicy,
     LtdSchedule,
     LtdScheduleConfig,
+    MetricPolicy,
+    PackingPolicy,
     RandomLTD,
+    RandomLTDPolicy,
+    SamplingPolicy,
     ScheduleConfig,
 )
 
@@ -41,26 +39,26 @@ TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
 
 def examine(config: Any) -> Examined:
     """Look at all sections; a feature with problems has no policy."""
-    found = Examined()
+    examined = Examined()
     efficiency = config.data_efficiency or DataEfficiency()
-    sampling, routing = _switched_on(efficiency, found)
+    sampling, routing = _switched_on(efficiency, examined)
     drop = config.progressive_layer_drop
     policy = DataPolicy(
-        sequence_length=_sequence_length(config.curriculum_learning, found),
-        sampling=_sampling(sampling, efficiency.seed, found),
-        packing=packing_of(sampling, efficiency.seed, found.problems),
-        random_ltd=_random_ltd(routing, efficiency.seed, found),
+        sequence_length=_sequence_length(config.curriculum_learning, examined),
+        sampling=_sampling(sampling, efficiency.seed, examined),
+        packing=packing_of(sampling, efficiency.seed, examined.problems),
+        random_ltd=_random_ltd(routing, efficiency.seed, examined),
         layer_drop=drop if drop is not None and drop.enabled else None,
     )
     if policy.random_ltd is not None and policy.layer_drop is not None:
         rule = "both decide what passes through which layer"
         paths = "progressive_layer_drop, data_efficiency.data_routing.random_ltd"
-        found.problems.append(Problem(paths, True, rule, "switch one off"))
-    found.policy = None if policy == DataPolicy() else policy
-    return found
+        examined.problems.append(Problem(paths, True, rule, "switch one off"))
+    examined.policy = None if policy == DataPolicy() else policy
+    return examined
 
 
-def _switched_on(section: DataEfficiency, found: Examined) -> tuple[DataSampling | None, DataRouting | None]:
+def _switched_on(section: DataEfficiency, examined: Examined) -> tuple[DataSampling | None, DataRouting | None]:
     """An outer switch that says false switches off; one that says nothing does not."""
     sampling, routing = section.data_sampling, section.data_routing
     inner: list[tuple[str, Any]] = []
@@ -77,7 +75,7 @@ def _switched_on(section: DataEfficiency, found: Examined) -> tuple[DataSampling
         off = [name for name, is_on in outer.items() if is_on is False and whole.startswith(name)]
         if off and part is not None and part.enabled:
             text = f"no effect, {off[0]}.enabled is false"
-            found.remarks.append(Remark(f"{whole}.enabled", text, True, ignored=True))
+            examined.remarks.append(Remark(f"{whole}.enabled", text, True, ignored=True))
     if section.enabled is False:
         return None, None
     return (
@@ -86,29 +84,31 @@ def _switched_on(section: DataEfficiency, found: Examined) -> tuple[DataSampling
     )
 
 
-def _sequence_length(section: CurriculumLearning | None, found: Examined) -> DifficultyPolicy | None:
+def _sequence_length(section: CurriculumLearning | None, examined: Examined) -> DifficultyPolicy | None:
     path = "curriculum_learning"
     if section is None or not section.model_fields_set:
         return None
     if section.enabled is None:
         rule = "the switch must be given, as in DeepSpeed"
-        found.problems.append(Problem(f"{path}.enabled", ABSENT, rule, "write true or false"))
+        examined.problems.append(Problem(f"{path}.enabled", ABSENT, rule, "write true or false"))
     if not section.enabled:
         return None
     if section.curriculum_type is None:
-        found.problems.append(_missing(f"{path}.curriculum_type", "seqlen is the only one"))
+        examined.problems.append(_missing(f"{path}.curriculum_type", "seqlen is the only one"))
     elif section.curriculum_type != "seqlen":
         rule = "seqlen is the only difficulty that this section acts on, in DeepSpeed too"
         fix = "write seqlen, or choose samples by other metrics in data_efficiency.data_sampling"
-        found.problems.append(Problem(f"{path}.curriculum_type", section.curriculum_type, rule, fix))
-    return _difficulty(section, path, found)
+        examined.problems.append(Problem(f"{path}.curriculum_type", section.curriculum_type, rule, fix))
+    return _difficulty(section, path, examined)
 
 
 def _missing(path: str, fix: str) -> Problem:
     return Problem(path, ABSENT, "must be given where the feature is switched on", fix)
 
 
-def _difficulty(section: CurriculumLearning | CurriculumMetric, path: str, found: Examined) -> DifficultyPolicy | None:
+def _difficulty(
+    section: CurriculumLearning | CurriculumMetric, path: str, examined: Examined
+) -> DifficultyPolicy | None:
     numbers = section.schedule_config or ScheduleConfig()
     missing = [name for name in ("min_difficulty", "max_difficulty") if getattr(section, name) is None]
     kind = section.schedule_type
@@ -121,7 +121,7 @@ def _difficulty(section: CurriculumLearning | CurriculumMetric, path: str, found
         problems.append(Problem(f"{path}.min_difficulty", low, f"is more than max_difficulty = {high}", "swap them"))
     if not problems and kind == "fixed_discrete":
         problems += _discrete_problems(numbers, f"{path}.schedule_config")
-    found.problems += problems
+    examined.problems += problems
     if problems or kind is None or low is None or high is None:
         return None
     return DifficultyPolicy(
@@ -139,13 +139,13 @@ def _difficulty(section: CurriculumLearning | CurriculumMetric, path: str, found
 def difficulty_of(config: Mapping[str, Any]) -> tuple[DifficultyPolicy | None, list[Problem]]:
     """The schedule in a dict of min_difficulty, max_difficulty, schedule_type and schedule_config; others are passed
     over."""
-    found = Examined()
+    examined = Examined()
     known = {str(key): value for key, value in config.items() if key in CurriculumMetric.model_fields}
     try:
-        policy = _difficulty(CurriculumMetric.model_validate(known), "curriculum", found)
+        policy = _difficulty(CurriculumMetric.model_validate(known), "curriculum", examined)
     except ValidationError as error:
         return None, list(_worded(error, known, "curriculum"))
-    return policy, found.problems
+    return policy, examined.problems
 
 
 def _discrete_problems(numbers: ScheduleConfig, path: str) -> Iterator[Problem]:
@@ -157,21 +157,21 @@ def _discrete_problems(numbers: ScheduleConfig, path: str) -> Iterator[Problem]:
         yield Problem(f"{path}.max_step", steps, "must ascend", "sort it, with its difficulties")
 
 
-def _sampling(section: DataSampling | None, seed: int, found: Examined) -> SamplingPolicy | None:
+def _sampling(section: DataSampling | None, seed: int, examined: Examined) -> SamplingPolicy | None:
     path = "data_efficiency.data_sampling.curriculum_learning"
     if section is None or section.curriculum_learning is None or not section.curriculum_learning.enabled:
         return None
     given = section.curriculum_learning.curriculum_metrics
     if not given:
-        found.problems.append(_missing(f"{path}.curriculum_metrics", "write at least one metric"))
+        examined.problems.append(_missing(f"{path}.curriculum_metrics", "write at least one metric"))
         return None
-    before = len(found.problems)
-    metrics = [_metric(str(name), value, f"{path}.curriculum_metrics", found) for name, value in given.items()]
+    before = len(examined.problems)
+    metrics = [_metric(str(name), value, f"{path}.curriculum_metrics", examined) for name, value in given.items()]
     lengths = [metric for metric in (TRUNCATE, RESHAPE) if metric in given]
     if len(lengths) > 1:
         rule = "both change the length of the same batches"
-        found.problems.append(Problem(f"{path}.curriculum_metrics", lengths, rule, "keep one of them"))
-    if len(found.problems) > before:
+        examined.problems.append(Problem(f"{path}.curriculum_metrics", lengths, rule, "keep one of them"))
+    if len(examined.problems) > before:
         return None
     return SamplingPolicy(
         seed=seed,
@@ -181,23 +181,23 @@ def _sampling(section: DataSampling | None, seed: int, found: Examined) -> Sampl
     )
 
 
-def _metric(name: str, value: object, around: str, found: Examined) -> MetricPolicy | None:
+def _metric(name: str, value: object, around: str, examined: Examined) -> MetricPolicy | None:
     path = key_path(around, name)
     if not isinstance(value, Mapping):
-        found.problems.append(Problem(path, value, "must be an object {...}", "write the metric's settings"))
+        examined.problems.append(Problem(path, value, "must be an object {...}", "write the metric's settings"))
         return None
     try:
         metric = CurriculumMetric.model_validate({str(key): entry for key, entry in value.items()})
     except ValidationError as error:
-        found.problems += _worded(error, value, path)
+        examined.problems += _worded(error, value, path)
         return None
-    difficulty = _difficulty(metric, path, found)
+    difficulty = _difficulty(metric, path, examined)
     chooses = metric.clustering_type != "single_cluster"
     wanted = ["clustering_type"] + (["difficulty_type", "index_to_sample_path"] if chooses else [])
     if chooses and metric.difficulty_type == "value":
         wanted.append("index_to_metric_path")
     missing = [_missing(f"{path}.{key}", "see docs/data_efficiency.md") for key in wanted if not getattr(metric, key)]
-    found.problems += missing
+    examined.problems += missing
     if difficulty is None or missing:
         return None
     return MetricPolicy(
@@ -222,7 +222,7 @@ def _worded(error: ValidationError, value: Mapping[Any, Any], path: str) -> Iter
         yield Problem(place, given, rule, f"a metric has {names}" if unknown else "correct it")
 
 
-def _random_ltd(section: DataRouting | None, seed: int, found: Examined) -> RandomLTDPolicy | None:
+def _random_ltd(section: DataRouting | None, seed: int, examined: Examined) -> RandomLTDPolicy | None:
     path = "data_efficiency.data_routing.random_ltd"
     if section is None or section.random_ltd is None or not section.random_ltd.enabled:
         return None
@@ -237,7 +237,7 @@ def _random_ltd(section: DataRouting | None, seed: int, found: Examined) -> Rand
     required |= {f"random_ltd_schedule.{name}": value for name, value in inner.items()}
     problems = [_missing(f"{path}.{name}", "see docs/data_efficiency.md") for name, v in required.items() if v is None]
     problems += _ltd_problems(own, schedule, path)
-    found.problems += problems
+    examined.problems += problems
     if problems:
         return None
     assert own.total_layer_num and own.random_ltd_layer_id is not None, "asked for above"

@@ -13,10 +13,9 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_zero.extras.data_efficiency.analyzer import DistributedDataAnalyzer
-from hf_zero.extras.data_efficiency.indexed import IndexedRows
+from hf_zero.extras.data_efficiency.analyzer import DistributedDataAnalyzer, IndexedRows
 from hf_zero.extras.data_efficiency.packs import PackedBatches, VariableBatches, scale_lr
-from hf_zero.extras.data_efficiency.policy import PackingPolicy, data_policy
+from hf_zero.extras.data_efficiency.section import PackingPolicy, data_policy
 from hf_zero.log import logger
 from hf_zero.schedules.base import write_rates
 

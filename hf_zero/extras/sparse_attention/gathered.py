@@ -1,19 +1,101 @@
 """Block-sparse attention by gathering: each block of queries meets the key blocks of its row, and no others.
 
 Exact on every device and for every block size, with dropout and additive scores; time and memory follow the number of
-blocks that are computed. On accelerators `flex.py` is faster where it can be used.
+blocks that are computed. On accelerators PyTorch's flex attention is faster where it can be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_zero.extras.sparse_attention.plan import BlockPlan, HeadGroup, RowGroup
+from hf_zero.extras.sparse_attention.sparsity import Layout
+
+# What is computed: the present blocks of all heads, in groups of rows that see about as many keys.
+#
+# Pure integers, made once per pattern and number of blocks. Heads of one layout go together; within them rows are
+# sorted into groups by their number of key blocks, so that a few rows that see everything do not make all others as
+# wide.
+
+
+_EXACT = 8  # up to so many key blocks a row is in a group of rows exactly like it
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows of blocks that are computed together.
+
+    Attributes:
+        rows: their numbers.
+        keys: per row its key blocks, filled up to the group's width with -1.
+    """
+
+    rows: tuple[int, ...]
+    keys: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """Heads of one layout."""
+
+    heads: tuple[int, ...]
+    groups: tuple[RowGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """All that attention over `num_blocks` blocks computes."""
+
+    num_blocks: int
+    block: int
+    parts: tuple[HeadGroup, ...]
+
+    @property
+    def computed_blocks(self) -> int:
+        """Blocks of scores that are computed, over all heads, fillers included."""
+        return sum(
+            len(part.heads) * len(group.rows) * len(group.keys[0]) for part in self.parts for group in part.groups
+        )
+
+    @property
+    def density(self) -> float:
+        """Share of all blocks of scores that are computed."""
+        heads = sum(len(part.heads) for part in self.parts)
+        return self.computed_blocks / (heads * self.num_blocks**2)
+
+
+def make_plan(layouts: Sequence[Layout], num_heads: int, block: int) -> BlockPlan:
+    """`layouts`: one for all heads, or one per head."""
+    of_layout: dict[Layout, list[int]] = {}
+    for head in range(num_heads):
+        of_layout.setdefault(layouts[head % len(layouts)], []).append(head)
+    parts = tuple(HeadGroup(tuple(heads), _row_groups(layout)) for layout, heads in of_layout.items())
+    return BlockPlan(num_blocks=len(layouts[0]), block=block, parts=parts)
+
+
+def _row_groups(layout: Layout) -> tuple[RowGroup, ...]:
+    by_width: dict[int, list[int]] = {}
+    for row, seen in enumerate(layout):
+        by_width.setdefault(_width(len(seen), len(layout)), []).append(row)
+    return tuple(
+        RowGroup(tuple(rows), tuple(layout[row] + (-1,) * (width - len(layout[row])) for row in rows))
+        for width, rows in sorted(by_width.items())
+    )
+
+
+def _width(count: int, most: int) -> int:
+    """A width that several counts share, at most an eighth above the count."""
+    if count <= _EXACT:
+        return max(count, 1)
+    step = 1 << (count.bit_length() - 4)
+    return min(most, -(-count // step) * step)
+
 
 Entries = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
 """(positions of queries [R, block, 1], of keys [R, 1, keys], heads) -> [B or 1, H or 1, R, block, keys]."""
@@ -52,10 +134,10 @@ def gathered_attention(query: Tensor, key: Tensor, value: Tensor, plan: BlockPla
         rules=rules,
     )
     heads = [head for part in plan.parts for head in part.heads]
-    found = torch.cat([_heads(blocks, part) for part in plan.parts], dim=1)
+    attended = torch.cat([_heads(blocks, part) for part in plan.parts], dim=1)
     if heads != sorted(heads):
-        found = found.index_select(1, _inverse(heads, found.device))
-    whole: Tensor = found.flatten(2, 3)[:, :, :length]
+        attended = attended.index_select(1, _inverse(heads, attended.device))
+    whole: Tensor = attended.flatten(2, 3)[:, :, :length]
     return whole
 
 
@@ -81,11 +163,11 @@ def _heads(blocks: _Blocks, part: HeadGroup) -> Tensor:
     per_key_head = blocks.query.shape[1] // blocks.key.shape[1]
     query = _take(blocks.query, part.heads)
     key, value = (_take(t, tuple(h // per_key_head for h in part.heads)) for t in (blocks.key, blocks.value))
-    found = [_rows(query, key, value, group, part.heads, blocks) for group in part.groups]
-    if len(found) == 1:
-        return found[0]
+    attended = [_rows(query, key, value, group, part.heads, blocks) for group in part.groups]
+    if len(attended) == 1:
+        return attended[0]
     rows = [row for group in part.groups for row in group.rows]
-    return torch.cat(found, dim=2).index_select(2, _inverse(rows, device))
+    return torch.cat(attended, dim=2).index_select(2, _inverse(rows, device))
 
 
 def _rows(
@@ -116,13 +198,13 @@ def _rows(
             kept[id(group)] = mask
     else:
         mask = kept[id(group)]
-    found = functional.scaled_dot_product_attention(
+    attended = functional.scaled_dot_product_attention(
         mine, their_keys, their_values, attn_mask=mask, dropout_p=blocks.rules.dropout, scale=blocks.rules.scale
     )
     if mask is not None:
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        found = found.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    by_row: Tensor = found.unflatten(0, (batch, num_rows)).transpose(1, 2)
+        attended = attended.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    by_row: Tensor = attended.unflatten(0, (batch, num_rows)).transpose(1, 2)
     return by_row
 
 
@@ -153,3 +235,103 @@ def _take(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
 def _inverse(order: list[int], device: torch.device) -> Tensor:
     """The position of each number in `order`."""
     return torch.tensor(order, device=device).argsort()
+
+
+# Block-sparse attention through torch's flex_attention, compiled, on accelerators.
+#
+# flex_attention works in tiles of 128 tokens: a layout in smaller blocks is computed tile by tile where any of its
+# blocks is present, and the blocks that are not are masked inside.
+
+
+TILE = 128
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+def fits(block: int) -> bool:
+    """Whether blocks make up tiles, or tiles blocks."""
+    return TILE % block == 0 or block % TILE == 0
+
+
+def tiled(layout: Layout, block: int) -> Layout:
+    """The layout in tiles: those in which any block is present."""
+    num_tiles = -(-len(layout) * block // TILE)
+    tiles: list[set[int]] = [set() for _ in range(num_tiles)]
+    for row, seen in enumerate(layout):
+        across = {tile for key in seen for tile in _tiles_of(key, block, num_tiles)}
+        for tile in _tiles_of(row, block, num_tiles):
+            tiles[tile] |= across
+    return tuple(tuple(sorted(seen)) for seen in tiles)
+
+
+def _tiles_of(number: int, block: int, num_tiles: int) -> range:
+    return range(number * block // TILE, min(num_tiles, -(-(number + 1) * block // TILE)))
+
+
+def block_mask(
+    layouts: Sequence[Layout], block: int, shape: tuple[int, int], allowed: MaskFunction | None, at: torch.device
+) -> Any:
+    """A BlockMask of the layouts (one for all heads, or one per head) and of what is allowed besides.
+
+    Args:
+        shape: (batch, tokens).
+        allowed: from numbers of sample, head, query and key; None: everything is.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    batch, length = shape
+    in_tiles = [tiled(layout, block) for layout in layouts]
+    counts, order = _tables(in_tiles, at)
+    present = _present(layouts, at)  # [layouts, n, n]
+    many = len(layouts) > 1
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        # Inside the last tile positions run past the end of the sequence.
+        inside = (q < length) & (kv < length)
+        q, kv = q.clamp(max=length - 1), kv.clamp(max=length - 1)
+        seen = present[h if many else 0, q // block, kv // block]
+        if allowed is not None:
+            seen = seen & allowed(b, h, q, kv)
+        return seen & inside
+
+    return BlockMask.from_kv_blocks(
+        _spread(counts, batch), _spread(order, batch), BLOCK_SIZE=TILE, mask_mod=mask_mod, seq_lengths=(length, length)
+    )
+
+
+def _spread(table: Tensor, batch: int) -> Tensor:
+    """[layouts, ...] -> [B, H, ...]"""
+    return table.expand(batch, *table.shape).contiguous()
+
+
+def _tables(layouts: Sequence[Layout], at: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers of key tiles [layouts, n] and their places [layouts, n, n], int32."""
+    n = len(layouts[0])
+    counts = torch.tensor([[len(seen) for seen in layout] for layout in layouts], dtype=torch.int32, device=at)
+    places = [[list(seen) + [0] * (n - len(seen)) for seen in layout] for layout in layouts]
+    return counts, torch.tensor(places, dtype=torch.int32, device=at)
+
+
+def _present(layouts: Sequence[Layout], at: torch.device) -> Tensor:
+    n = len(layouts[0])
+    present = torch.zeros((len(layouts), n, n), dtype=torch.bool)
+    for number, layout in enumerate(layouts):
+        for row, seen in enumerate(layout):
+            present[number, row, list(seen)] = True
+    return present.to(at)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    return compiled
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, *, compiles: bool = True) -> Tensor:
+    """[B, H, S, D] -> [B, H, S, D] under a BlockMask; key and value may have fewer heads."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    call: Any = _compiled() if compiles else flex_attention
+    attended: Tensor = call(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return attended

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
-from hf_zero.extras.sparse_attention.layouts import Layout
-from hf_zero.extras.sparse_attention.plan import BlockPlan, make_plan
+from hf_zero.extras.sparse_attention.gathered import BlockPlan, Rules, gathered_attention, make_plan
 from hf_zero.extras.sparse_attention.registered import NAME, attach, register, switch_on
-from hf_zero.extras.sparse_attention.sparsity import FixedSparsityConfig, SparsityConfig
+from hf_zero.extras.sparse_attention.sparsity import FixedSparsityConfig, Layout, SparsityConfig
 
 MaskMode = Literal["add", "mul"]
 

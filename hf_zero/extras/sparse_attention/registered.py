@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.extras.sparse_attention import flex
-from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
-from hf_zero.extras.sparse_attention.layouts import Layout
-from hf_zero.extras.sparse_attention.plan import BlockPlan, make_plan
-from hf_zero.extras.sparse_attention.sparsity import SparsityConfig
+from hf_zero.extras.sparse_attention import gathered
+from hf_zero.extras.sparse_attention.gathered import BlockPlan, Rules, gathered_attention, make_plan
+from hf_zero.extras.sparse_attention.sparsity import Layout, SparsityConfig
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """(numbers of sample, head, query and key) -> whether the query may see the key; takes tensors that broadcast."""
@@ -61,7 +59,7 @@ class SparseMask:
         layouts = self.layouts(sparsity, num_heads)
         if id(sparsity) not in self._flex:
             shape = (self.batch, self.length)
-            self._flex[id(sparsity)] = flex.block_mask(layouts, sparsity.block, shape, self.function, self.device)
+            self._flex[id(sparsity)] = gathered.block_mask(layouts, sparsity.block, shape, self.function, self.device)
         return self._flex[id(sparsity)]
 
     def layouts(self, sparsity: SparsityConfig, num_heads: int) -> tuple[Layout, ...]:
@@ -246,8 +244,13 @@ def sparse_attention_forward(
     if sparsity is None or mask is None:
         return _dense(module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, more)
     heads = query.shape[1]
-    if query.device.type not in ("cpu", "meta") and not dropout and position_bias is None and flex.fits(sparsity.block):
-        found = flex.flex(query, key, value, mask.flex(sparsity, heads), scaling)
+    if (
+        query.device.type not in ("cpu", "meta")
+        and not dropout
+        and position_bias is None
+        and gathered.fits(sparsity.block)
+    ):
+        found = gathered.flex(query, key, value, mask.flex(sparsity, heads), scaling)
     else:
         rules = Rules(
             allowed=mask.allowed,

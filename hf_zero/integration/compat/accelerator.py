@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.kinds import BACKENDS
-from hf_zero.integration.compat.op_builders import builder_named
+from hf_zero.integration.compat.kinds import builder_named
 
 
 class HostRuntime:

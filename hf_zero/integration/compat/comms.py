@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.comm import ledger, this_process, watching_collectives
 from hf_zero.config.features.profiling import CommsLogger as Section
-from hf_zero.config.objects import ConfigView
+from hf_zero.config.objects import ConfigView, MonitorSections
 from hf_zero.features import ASKED
 from hf_zero.log import log_dist
+from hf_zero.profiling import monitors
 from hf_zero.profiling.comms_log import CommsLog, straggler_table, stragglers, summary, table
+from hf_zero.profiling.monitors import Monitor, Monitors
 from hf_zero.profiling.recorder import Recorder
 from hf_zero.spans import SPANS
 
@@ -110,3 +113,83 @@ def _log_ledger() -> None:
 
 def _metadata() -> dict[str, Any]:
     return {"world_size": this_process().size, "rank": this_process().rank, "timestamp": time.time()}
+
+
+# `deepspeed.monitor`: monitors that a program drives itself, made from their sections of the config.
+
+
+class MonitorMaster(Monitors):
+    """All monitors that a config switches on. Rank 0 writes.
+
+    Attributes:
+        enabled: whether there is any.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        """`monitor_config`: `DeepSpeedConfig(...).monitor_config`.
+
+        Raises:
+            ConfigError: for a monitor whose library is not installed.
+        """
+        super().__init__({name: getattr(monitor_config, name) for name in monitors.MONITORS})
+        if this_process().rank == 0:
+            self.open()
+
+
+class _One(Monitors):
+    """The monitor of one section."""
+
+    section = ""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__({self.section: config})
+        if this_process().rank == 0:
+            self.open()
+
+
+class TensorBoardMonitor(_One):
+    section = "tensorboard"
+
+
+class csvMonitor(_One):
+    section = "csv_monitor"
+
+
+class WandbMonitor(_One):
+    section = "wandb"
+
+
+class CometMonitor(_One):
+    section = "comet"
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSections:
+    """The monitors' sections of a config; nothing else of it has to be there."""
+    return ConfigView({"train_batch_size": 1, **param_dict}, 1).monitor_config
+
+
+def check_tb_availability() -> None:
+    _check("tensorboard")
+
+
+def check_wandb_availability() -> None:
+    _check("wandb")
+
+
+def check_comet_availability() -> None:
+    _check("comet")
+
+
+def _check(section: str) -> None:
+    """
+    Raises:
+        ImportError: where its library is not installed.
+    """
+    module, package = monitors.LIBRARIES[section]
+    try:
+        __import__(module)
+    except ImportError as error:
+        raise ImportError(f"the monitor {section} needs the package {package}: pip install {package}") from error
+
+
+__all__ = ["Monitor", "MonitorMaster"]

@@ -1,16 +1,19 @@
 """DeepSpeed's classes to ask isinstance about: what they say of the engine's one optimizer, by stage and precision.
 
-They have no methods; the optimizer itself does the work, whatever it is called. Below are the names around zero.Init.
+They have no methods; the optimizer itself does the work, whatever it is called. Below are the names around zero.Init,
+of experts and of builders of operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from hf_zero.api.parameter_offload import ParameterOffload
+from hf_zero.integration.names.unsupported import refusal
 from hf_zero.step.optimizer import ZeroOptimizer
 
 
@@ -120,3 +123,151 @@ RELEASED_SHAPE = [0]
 def unchanged_constructor(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Callable[..., Any]:
     """Constructors keep their dtype and device inside zero.Init, so there is nothing to wrap."""
     return function
+
+
+# `deepspeed.moe.utils`: parameters marked as experts (`allreduce = False`), sorted into groups of their own.
+
+
+def is_moe_param(param: Any) -> bool:
+    """Whether its layer says that other ranks hold other experts."""
+    return not getattr(param, "allreduce", True)
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """(whether there are DeepSpeed's expert layers, how many experts): hf_zero has no such layers."""
+    return False, 0
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """(those of all ranks, those of experts)."""
+    shared: list[Any] = []
+    experts: list[Any] = []
+    for param in params:
+        (experts if is_moe_param(param) else shared).append(param)
+    return shared, experts
+
+
+def split_params_grads_into_shared_and_expert_params(group: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """(gradients of those of all ranks, gradients of experts), where there are gradients."""
+    shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
+    return [param.grad for param in shared], [param.grad for param in experts]
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | float = 178956971
+) -> list[dict[str, Any]]:
+    """The groups, followed by one for the experts of each (`moe` true, at most `max_group_size` elements in each)."""
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        shared, experts = split_params_into_shared_and_expert_params(group["params"])
+        group["params"] = shared
+        by_name: dict[str, list[Any]] = {}
+        for param in experts:
+            by_name.setdefault(getattr(param, "group_name", "experts"), []).append(param)
+        options = {key: value for key, value in group.items() if key not in ("params", "name")}
+        for name, members in by_name.items():
+            for part in _of_size(members, max_group_size):
+                split.append({**options, "name": name, "moe": True, "params": part})
+    return [*groups, *split]
+
+
+def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
+    """`model_parameters` with the experts in groups of their own; unchanged where there are none."""
+    entries = list(model_parameters)
+    if not entries or not isinstance(entries[0], dict):
+        entries = [{"params": entries, "name": "parameters"}]
+    if not any(is_moe_param(param) for group in entries for param in group["params"]):
+        return list(model_parameters)
+    return split_params_into_different_moe_groups_for_optimizer(entries)
+
+
+def _of_size(members: Sequence[Any], most: int | float) -> list[list[Any]]:
+    parts: list[list[Any]] = [[]]
+    size = 0
+    for param in members:
+        if parts[-1] and size + param.numel() > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(param)
+        size += param.numel()
+    return parts
+
+
+# DeepSpeed's builders of compiled operators: there are none here, and what most of them are for works without.
+
+
+# Class -> the operator's name, under which `__compatible_ops__` and `installed_ops` list it.
+OPERATORS = {
+    "AsyncIOBuilder": "async_io",
+    "CCLCommBuilder": "deepspeed_ccl_comm",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPUAdamBuilder": "cpu_adam",
+    "CPULionBuilder": "cpu_lion",
+    "DeepCompileBuilder": "dc",
+    "EvoformerAttnBuilder": "evoformer_attn",
+    "FPQuantizerBuilder": "fp_quantizer",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "GDSBuilder": "gds",
+    "InferenceBuilder": "transformer_inference",
+    "InferenceCoreBuilder": "inference_core_ops",
+    "InferenceCutlassBuilder": "cutlass_ops",
+    "NotImplementedBuilder": "deepspeed_not_implemented",
+    "PinMemoryBuilder": "pin_memory",
+    "QuantizerBuilder": "quantizer",
+    "RaggedOpsBuilder": "ragged_device_ops",
+    "RaggedUtilsBuilder": "ragged_ops",
+    "RandomLTDBuilder": "random_ltd",
+    "ShareMemCommBuilder": "deepspeed_shm_comm",
+    "SpatialInferenceBuilder": "spatial_inference",
+    "StochasticTransformerBuilder": "stochastic_transformer",
+    "TransformerBuilder": "transformer",
+    "UtilsBuilder": "utils",
+}
+NO_OPERATORS = dict.fromkeys(sorted(OPERATORS.values()), False)
+"""`deepspeed.git_version_info.installed_ops`: what has been compiled."""
+_BY_ANOTHER_WAY = {
+    *("async_io", "pin_memory", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"),
+    *("quantizer", "random_ltd"),
+}
+COMPATIBLE = {name: name in _BY_ANOTHER_WAY for name in NO_OPERATORS}
+"""`deepspeed.ops.__compatible_ops__`: programs and tests that find false here leave out what needs the operator, so it
+is true where that works without one. A builder has nothing to load all the same."""
+
+
+class OpBuilder:
+    """A builder that builds nothing. Optimizers and offload need none: they run on PyTorch and Triton."""
+
+    NAME = ""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the operator itself can be loaded: never. `__compatible_ops__` has what works without it."""
+        return False
+
+    def load(self, verbose: bool = False) -> NoReturn:
+        raise NotImplementedError(refusal(f"ops.op_builder.{type(self).__name__}"))
+
+    jit_load = builder = load
+
+
+def builder_named(name: str) -> type[OpBuilder]:
+    """The builder class of this name; the one of no operator for an unknown name, as in DeepSpeed."""
+    return _builders.get(name, _builders["NotImplementedBuilder"])
+
+
+_builders: dict[str, type[OpBuilder]] = {
+    name: type(name, (OpBuilder,), {"NAME": operator}) for name, operator in OPERATORS.items()
+}
+ALL_OPS = {kind.NAME: kind() for kind in _builders.values()}
+"""By name, an object each."""
+
+globals().update(_builders)  # each is imported by its name

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from hf_zero.api.entry import initialize
 from hf_zero.api.inputs import model_view
 from hf_zero.config import ConfigError, Other, Problem, Views, examine
-from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, drop_unfilled, fill
+from hf_zero.config.load import normalise
 from hf_zero.config.sources import is_auto, source_in
 from hf_zero.integration.huggingface.asked_experts import write_asked_experts
-from hf_zero.integration.huggingface.upstream_errors import stepped_aside
+from hf_zero.integration.huggingface.engine_choice import stepped_aside
 from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size
 
 

@@ -9,12 +9,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from hf_zero.integration.names.homes import SAME_MODULE, all_homes, homes_of
 from hf_zero.integration.names.unsupported import (
     FEATURES,
     ROOT,
+    SAME_MODULE,
+    all_homes,
     children,
     find,
+    homes_of,
     is_package,
     known_modules,
     known_names,

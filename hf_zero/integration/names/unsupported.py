@@ -3,8 +3,6 @@
 names.json lists DeepSpeed's modules with the classes, errors, functions and constants that each defines, and with what
 each borrows from others: by name (`borrowed` where a rule cannot say from whom: `with_homes`) or (`stars`) all of it.
 Modules that we have nothing for are made of it, and modules of ours take from it what they lack. No name does anything.
-
-ALTERNATIVES says what to use instead: by module path, longest match first.
 """
 
 from __future__ import annotations
@@ -16,110 +14,45 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hf_zero.integration.names.homes import homes_of
+from hf_zero.instead import alternative
 
-_INFERENCE = (
-    "kernel-injected inference is not part of hf_zero: call model.generate() under a stage 3 engine, or serve the "
-    "saved weights with an inference server (vLLM, transformers serve)"
-)
-_PIPELINE = "there is no pipeline parallelism: stage 3, with offload_param where memory is short, trains the same model"
-_EXPERTS = (
-    "expert_parallel in the config spreads transformers' packed experts over ranks (docs/experts.md); there are no "
-    "other expert-parallel layers"
-)
-_SEQUENCE = (
-    "ranks share sequences by runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF, or around an attention of the "
-    "model's own by sequence.layer.DistributedAttention"
-)
-_TENSOR = (
-    "tensor_parallel.autotp_size in the config, or deepspeed.tp_model_init(model, tp_size, dtype), cuts a model of "
-    "transformers by its tp_plan"
-)
-_COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
-_DRIVE = "no compiled operators: zero_optimization.offload_optimizer and offload_param with device nvme use the drive"
-_KERNELS = "no compiled operators: models run on PyTorch's own kernels and transformers' attn_implementation"
-_QUANTISED = "no quantising operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
-_CHECKPOINT_TOOLS = (
-    "tools for Megatron checkpoints are not supported: load_checkpoint takes checkpoints of any stage and number of "
-    "ranks, and `python -m hf_zero.zero_to_fp32` writes whole weights"
-)
-_DATA = "curricula, samplers and random-LTD work from ds.json alone: docs/data_efficiency.md"
-_SWAPPING = "how states move to a drive is decided by zero_optimization.offload_optimizer, offload_param and aio"
-_MONITORS = "the sections tensorboard, csv_monitor, wandb and comet of ds.json, or monitor.monitor.MonitorMaster"
-_LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage"
+# Where hf_zero keeps what DeepSpeed's modules offer: module -> name -> dotted home. Nothing of it is imported yet.
+#
+# homes.json has rows `"module": {"home below hf_zero": "name name theirs=ours"}`. A name is listed once, at the module
+# that defines it in DeepSpeed; names.json says which modules import it from there (but for utils.z3_leaf_module, which
+# has a function of that very name). Names that are only in DeepSpeed's modules refuse to be used: see unsupported.py.
 
-ALTERNATIVES = {
-    "": "",
-    "DeepSpeedInferenceConfig": _INFERENCE,
-    "default_inference_config": _INFERENCE,
-    "init_inference": _INFERENCE,
-    "resolve_per_head_muon_after_sharding": "Muon works on whole matrices here, at every stage",
-    "accelerator": "accelerator.get_accelerator() answers for the device that PyTorch was built for",
-    "autotuning": "`hf-zero launch --autotuning tune|run` searches, and `hf-zero plan --measure` (docs/planning.md)",
-    "checkpoint": _CHECKPOINT_TOOLS,
-    "checkpoint.ds_to_universal": (
-        "the conversion is hf_zero.checkpoint.deepspeed.universal.convert_to_universal; nothing else of this module "
-        "is needed"
-    ),
-    "comm": "collectives run through torch.distributed; deepspeed.comm offers its calls under the same names",
-    "compile": _COMPILER,
-    "compression": "compression is asked for by compression_training in ds.json, see docs/compression.md",
-    "elasticity.DSElasticAgent": (
-        "torchrun restarts ranks itself: torchrun --nnodes 1:4 --max-restarts 100 (docs/elasticity.md)"
-    ),
-    "datastates": 'asynchronous checkpoints are the key "hf_zero": {"checkpoint": {"async": true}}',
-    "inference": _INFERENCE,
-    "io": _DRIVE,
-    "launcher": "`hf-zero launch` starts the ranks, with the same options",
-    "linear": _LORA,
-    "model_implementations": _INFERENCE,
-    "module_inject": _INFERENCE,
-    "module_inject.auto_ep": _EXPERTS,
-    "module_inject.auto_tp": _TENSOR,
-    "module_inject.layers": _TENSOR,
-    "module_inject.tp_plan_converter": _TENSOR,
-    "module_inject.tp_shard": _TENSOR,
-    "moe": _EXPERTS,
-    "monitor": _MONITORS,
-    "nvme": _DRIVE,
-    "ops": _KERNELS,
-    "ops.aio": _DRIVE,
-    "ops.fp_quantizer": _QUANTISED,
-    "ops.gds": _DRIVE,
-    "ops.quantizer": _QUANTISED,
-    "ops.random_ltd": _DATA,
-    "pipe": _PIPELINE,
-    "profiling": "profiling.flops_profiler has FlopsProfiler and get_model_profile; ds.json the section flops_profiler",
-    "runtime": "this is the inside of DeepSpeed's engine; hf_zero's is another one",
-    "runtime.activation_checkpointing": (
-        "deepspeed.checkpointing.checkpoint, or model.gradient_checkpointing_enable(), whose layers the section "
-        "activation_checkpointing reaches"
-    ),
-    "runtime.compiler": _COMPILER,
-    "runtime.checkpoint_engine": 'asynchronous checkpoints are the key "hf_zero": {"checkpoint": {"async": true}}',
-    "runtime.data_pipeline": _DATA,
-    "runtime.domino": _TENSOR,
-    "runtime.hybrid_engine": "generate with deepspeed.zero.unwrap_model_for_generation(engine), as TRL does",
-    "runtime.pipe": _PIPELINE,
-    "runtime.rollout": "generate with deepspeed.zero.unwrap_model_for_generation(engine), as TRL does",
-    "runtime.sequence_parallel": _SEQUENCE,
-    "runtime.sparse_tensor": "gradients of embeddings are reduced dense",
-    "runtime.superoffload": "zero_optimization.offload_optimizer with device cpu, without super_offload",
-    "runtime.swap_tensor": _SWAPPING,
-    "runtime.tensor_parallel": _TENSOR,
-    "runtime.weight_quantizer": _QUANTISED,
-    "runtime.zenflow": "zero_optimization.offload_optimizer with device cpu, without zenflow",
-    "sequence": _SEQUENCE,
+
+Homes = dict[str, str]
+# Modules that are others of the package, or of ours, under a second name.
+SAME_MODULE = {
+    "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "dist": "deepspeed.comm",
+    "utils.groups": "hf_zero.integration.compat.groups",
+    "zero": "deepspeed.runtime.zero",
 }
+_BUILDERS = "ops.op_builder"  # every module below it has all builders
 
 
-def alternative(path: str) -> str:
-    """What to use instead of `path` (without `deepspeed.`); empty where there is nothing to say."""
-    while path:
-        if path in ALTERNATIVES:
-            return ALTERNATIVES[path]
-        path = path.rpartition(".")[0]
-    return ""
+@functools.cache
+def all_homes() -> Mapping[str, Homes]:
+    """homes.json, and that of every extra that is there, by module path without `deepspeed.`."""
+    here = Path(__file__)
+    found: dict[str, Homes] = {}
+    for path in (here.with_name("homes.json"), *sorted(here.parents[2].glob("extras/*/homes.json"))):
+        for module, row in json.loads(path.read_text(encoding="utf-8")).items():
+            found.setdefault(module, {}).update(_entries(row))
+    return found
+
+
+def _entries(row: Mapping[str, str]) -> list[tuple[str, str]]:
+    pairs = [(home, *name.partition("=")) for home, names in row.items() for name in names.split()]
+    return [(theirs, f"hf_zero.{home}.{ours or theirs}") for home, theirs, _, ours in pairs]
+
+
+def homes_of(module: str) -> Homes:
+    """The names of ours in DeepSpeed's `module` (without `deepspeed.`)."""
+    return all_homes().get(_BUILDERS if f"{module}.".startswith(f"{_BUILDERS}.") else module, {})
 
 
 ROOT = "deepspeed"

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from hf_zero.error_report import listen
+from hf_zero.errors import listen
 from hf_zero.log import log_dist
 
 MARK = "_hf_zero_original"

@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.config import ConfigError
 from hf_zero.config.fill import unfilled_autos
-from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined
+from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined, no_engine, raise_both
 from hf_zero.integration.huggingface.prepare import fill_autos, is_schedule, prepare_each, show_filled
 from hf_zero.integration.huggingface.samples import (
     deal_to_groups,
@@ -25,7 +25,6 @@ from hf_zero.integration.huggingface.samples import (
     split_between_groups,
     with_samples,
 )
-from hf_zero.integration.huggingface.upstream_errors import no_engine, raise_both
 from hf_zero.integration.huggingface.views import is_dummy
 from hf_zero.integration.patches import MARK, Patches
 from hf_zero.log import logger

@@ -12,7 +12,7 @@ from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.sources import is_auto, source_in
-from hf_zero.integration.huggingface.upstream_errors import raise_both
+from hf_zero.integration.huggingface.engine_choice import raise_both
 from hf_zero.integration.huggingface.views import LAUNCHED, PRECISION_VARIABLE, launch_source, mixed_precision_source
 from hf_zero.integration.patches import Patches
 from hf_zero.log import logger

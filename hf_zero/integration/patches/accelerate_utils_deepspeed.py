@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_zero.config import load_config
 from hf_zero.config.batch import STEPS
-from hf_zero.config.canonical import normalise
+from hf_zero.config.load import normalise
 from hf_zero.integration.huggingface.engine_choice import prepared_by
 from hf_zero.integration.huggingface.late_numbers import knows_skip
 from hf_zero.integration.patches import Patches

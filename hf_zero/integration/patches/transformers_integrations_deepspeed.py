@@ -20,13 +20,13 @@ from hf_zero.api.inputs import model_view
 from hf_zero.checkpoint.transaction import check_output_folder
 from hf_zero.comm import collectives_for, local_device, set_timeout, this_process
 from hf_zero.config import ConfigError, Problem, Views, examine
-from hf_zero.config.canonical import normalise
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.extras import schema_for
 from hf_zero.config.fill import apply, drop_unfilled, fill
-from hf_zero.device.host_heap import trim
+from hf_zero.config.load import normalise
+from hf_zero.device.host_memory import trim
+from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.packed_experts import in_one_go
-from hf_zero.integration.huggingface.upstream_errors import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
 from hf_zero.integration.patches import MARK, Patches
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED, behind_parametrizations

@@ -12,8 +12,8 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.parts import refuse_parts
 from hf_zero.integration.huggingface.asked_experts import left_to_engine
 from hf_zero.integration.patches import Patches
-from hf_zero.params.released import ReleasedView
 from hf_zero.params.sharded_parameter import HANDLE
+from hf_zero.params.stand_ins import ReleasedView
 
 PATCHES = Patches("transformers.modeling_utils")
 NOTED = "_hf_zero_unexpected_keys"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.loading import load_whole
+from hf_zero.api.gathered_parameters import load_whole
 from hf_zero.api.run_words import end
 from hf_zero.config.extras import services_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter

@@ -5,7 +5,7 @@ blocks, so that one piece keeps all threads busy.
 
 A request that fails raises nowhere: it is noted (`Requests.failure`), nothing is moved from then on, and whoever waits
 gets memory with anything in it. One rank alone must not leave a collective that the others are in; all stop together
-at the next point where they meet (`failures.py`).
+at the next point where they meet (`sync_failures`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from hf_zero.config import Aio
-from hf_zero.device.pinned import round_to_page
-from hf_zero.offload.failures import StorageError
+from hf_zero.device.host_memory import round_to_page
+from hf_zero.offload.vector import StorageError
 from hf_zero.spans import SPANS
 
 _Job = Callable[[], None]

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from hf_zero.log import logger
-from hf_zero.offload.failures import StorageError
+from hf_zero.offload.vector import StorageError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _tasks: list[Callable[[], object]] = []

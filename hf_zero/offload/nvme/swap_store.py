@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import Aio
-from hf_zero.device.pinned import host_empty, round_to_page
+from hf_zero.device.host_memory import host_empty, round_to_page
 from hf_zero.log import logger
-from hf_zero.offload.failures import StorageError
 from hf_zero.offload.nvme.requests import Completion, FileAccess, Piece, Requests
 from hf_zero.offload.nvme.run_folder import RunFolder
-from hf_zero.offload.store import Store
-from hf_zero.offload.vector import Vector
+from hf_zero.offload.vector import StorageError, Store, Vector
 
 
 class SwapFile:

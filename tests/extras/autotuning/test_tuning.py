@@ -16,9 +16,8 @@ from hf_zero.config import ConfigError, resolve
 from hf_zero.extras.autotuning import measure as measuring
 from hf_zero.extras.autotuning import tuning
 from hf_zero.extras.autotuning.experiments import Experiment, Result, judge, with_config
-from hf_zero.extras.autotuning.measure import measure, ranked
+from hf_zero.extras.autotuning.measure import Trial, measure, ranked
 from hf_zero.extras.autotuning.section import Autotuning, TrialPolicy
-from hf_zero.extras.autotuning.trial import Trial
 from hf_zero.extras.autotuning.tuning import (
     Search,
     best_of,

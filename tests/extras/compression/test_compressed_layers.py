@@ -11,7 +11,6 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_zero.config import ConfigError
-from hf_zero.extras.compression.bits import quantized
 from hf_zero.extras.compression.compressed_model import compression_of
 from hf_zero.extras.compression.export import (
     CompressionScheduler,
@@ -19,6 +18,7 @@ from hf_zero.extras.compression.export import (
     convert_conv1d_to_linear,
     init_compression,
 )
+from hf_zero.extras.compression.pruning import quantized
 from hf_zero.extras.compression.schedule import top_mask
 from tests.extras.compression.models import bert_batches, ds_config, group, technique, tiny_bert, tiny_gpt2
 from tests.support.models import tiny_llama

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.config import ConfigError, resolve, resolve_extra
 from hf_zero.extras.compression.export import init_compression
 from hf_zero.extras.compression.matching import match_all, nearest
-from hf_zero.extras.compression.policy import CompressionPolicy, Rule
+from hf_zero.extras.compression.section import CompressionPolicy, Rule
 from tests.extras.compression.models import (
     BERT_OUT,
     BERT_QKV,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.bits import quantized
 from hf_zero.extras.compression.export import init_compression, save_quantized, unpack
+from hf_zero.extras.compression.pruning import quantized
 from tests.extras.compression.models import bert_batches, ds_config, group, technique, tiny_bert
 
 LINEAR = r"query|key|value|pooler"  # 16 x 16

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import resolve
-from hf_zero.extras.compression.policy import PruningPolicy, Rule
 from hf_zero.extras.compression.schedule import (
     bits_at,
     block_sums,
@@ -25,6 +24,7 @@ from hf_zero.extras.compression.schedule import (
     top_mask,
     trained_mask,
 )
+from hf_zero.extras.compression.section import PruningPolicy, Rule
 from tests.extras.compression.models import ds_config
 
 

@@ -9,19 +9,22 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_zero.comm import collectives_for
 from hf_zero.config import ConfigError
-from hf_zero.extras.compression.bits import ActivationBits, WeightBits, check_groups, learn_together
 from hf_zero.extras.compression.compressed_model import CompressedLayer
 from hf_zero.extras.compression.matching import Layer, layers_of
-from hf_zero.extras.compression.policy import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
 from hf_zero.extras.compression.pruning import (
+    ActivationBits,
     PrunedChannels,
     PrunedHeads,
     PrunedRows,
     SnipWeights,
     SparseWeights,
+    WeightBits,
     along,
+    check_groups,
+    learn_together,
     sums_along,
 )
+from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
 
 HALF = Rule(path="group", modules=("*",), dense_ratio=0.5)
 L1 = PruningPolicy(offset=0, rules=(HALF,), method="l1", num_heads=2)

@@ -12,13 +12,23 @@ from torch import nn
 
 from hf_zero.config import ConfigError, resolve, resolve_extra
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.clean import CleaningReport, cut, cut_heads, cut_inputs, cut_outputs, cut_rows, size_of
-from hf_zero.extras.compression.feature import compress, compression_feature
-from hf_zero.extras.compression.layer_reduction import is_reduced, reduce_layers, take_over
+from hf_zero.extras.compression.clean import (
+    Change,
+    CleaningReport,
+    cut,
+    cut_heads,
+    cut_inputs,
+    cut_outputs,
+    cut_rows,
+    describe,
+    difference,
+    follow,
+    save_with_code,
+    size_of,
+)
+from hf_zero.extras.compression.feature import compress, compression_feature, is_reduced, reduce_layers, take_over
 from hf_zero.extras.compression.matching import Match, layers_of
-from hf_zero.extras.compression.policy import Rule
-from hf_zero.extras.compression.rebuilding import Change, describe, difference, follow, save_with_code
-from hf_zero.extras.compression.section import LayerReduction
+from hf_zero.extras.compression.section import LayerReduction, Rule
 from tests.extras.compression.models import HEADS, ds_config, tiny_bert, tiny_gpt2
 
 RULE = Rule(path="group", modules=("*",))

@@ -123,7 +123,7 @@ def test_saved_at_stage_3_and_loaded_again(tmp_path: Path) -> None:
     loaded without hf_zero, and trained on in shards."""
     from transformers import AutoModelForSequenceClassification
 
-    from hf_zero.checkpoint.fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
     def loaded(name: str) -> Any:
         found = AutoModelForSequenceClassification.from_pretrained(tmp_path / name, trust_remote_code=True)

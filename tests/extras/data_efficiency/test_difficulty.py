@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError
 from hf_zero.extras.data_efficiency.difficulty import CurriculumScheduler, Difficulty, difficulty
-from hf_zero.extras.data_efficiency.policy import DifficultyPolicy
+from hf_zero.extras.data_efficiency.section import DifficultyPolicy
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.support.requirements import requires
 

@@ -13,16 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError
-from hf_zero.extras.data_efficiency.layer_drop import ProgressiveLayerDrop, keep_probability, theta_at
-from hf_zero.extras.data_efficiency.layers import layer_stack
-from hf_zero.extras.data_efficiency.policy import RandomLTDPolicy
-from hf_zero.extras.data_efficiency.random_ltd import (
+from hf_zero.extras.data_efficiency.layers import (
+    ProgressiveLayerDrop,
     RandomLTD,
     convert_to_random_ltd,
+    keep_probability,
     kept_tokens,
+    layer_stack,
     save_without_random_ltd,
+    theta_at,
 )
 from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as LayerDropSection
+from hf_zero.extras.data_efficiency.section import RandomLTDPolicy
 from hf_zero.features import Progress
 from tests.extras.sparse_attention.test_registered import bert, gpt2
 from tests.extras.test_sections import LTD

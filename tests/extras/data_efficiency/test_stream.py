@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from hf_zero.extras.data_efficiency.analyzer import ACCUMULATED, PER_SAMPLE, DataAnalyzer
-from hf_zero.extras.data_efficiency.indexed import IndexedRows, fitting_dtype
-from hf_zero.extras.data_efficiency.policy import DifficultyPolicy, MetricPolicy, SamplingPolicy
+from hf_zero.extras.data_efficiency.analyzer import ACCUMULATED, PER_SAMPLE, DataAnalyzer, IndexedRows, fitting_dtype
 from hf_zero.extras.data_efficiency.sampling import (
     DeepSpeedDataSampler,
     RankBatches,
+    SampleStream,
     StreamSampler,
     reshape,
     sequence_length,
     truncate,
 )
-from hf_zero.extras.data_efficiency.stream import SampleStream
+from hf_zero.extras.data_efficiency.section import DifficultyPolicy, MetricPolicy, SamplingPolicy
 
 VALUES = [5, 3, 5, 2, 9, 3, 7, 2, 2, 9, 5, 3]
 

@@ -16,8 +16,8 @@ from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError, resolve
 from hf_zero.extras.data_efficiency.analyzer import DataAnalyzer, DistributedDataAnalyzer
 from hf_zero.extras.data_efficiency.packs import VariableBatches, batch_by_seqlens, scale_lr
-from hf_zero.extras.data_efficiency.policy import PackingPolicy
 from hf_zero.extras.data_efficiency.sampling import sampler_for
+from hf_zero.extras.data_efficiency.section import PackingPolicy
 from hf_zero.extras.data_efficiency.variable_batches import (
     PackSampler,
     dataloader_for_variable_batch_size,

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError, resolve
-from hf_zero.extras.elasticity.batches import ElasticRule, elastic_batch
-from hf_zero.extras.elasticity.entry import (
+from hf_zero.extras.elasticity.rules import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
+    ElasticRule,
     compute_elastic_config,
+    elastic_batch,
     elasticity_enabled,
     ensure_immutable_elastic_config,
 )

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from hf_zero.extras.sparse_attention import flex
-from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention
-from hf_zero.extras.sparse_attention.plan import make_plan
+from hf_zero.extras.sparse_attention import gathered
+from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention, make_plan
 from hf_zero.extras.sparse_attention.registered import SparseMask, causal
 from tests.extras.sparse_attention.test_layouts import configs
 
@@ -96,7 +95,7 @@ def test_flex_masks_are_the_same(rule: Any, per_head: bool) -> None:
     mask = SparseMask(rule, 2, length, torch.device("cpu"))
     tensors = inputs(2, 4, 2, length)
     with torch.no_grad():
-        found = flex.flex(*(t.detach() for t in tensors), mask.flex(config, 4), None, compiles=False)
+        found = gathered.flex(*(t.detach() for t in tensors), mask.flex(config, 4), None, compiles=False)
     plan = mask.plan(config, 4)
     expected = gathered_attention(*tensors, plan, Rules(allowed=mask.allowed))
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -104,10 +103,10 @@ def test_flex_masks_are_the_same(rule: Any, per_head: bool) -> None:
 
 def test_tiles() -> None:
     """Small blocks fill the tiles they lie in; large ones consist of several."""
-    assert flex.tiled(((0,), (1,), (0, 2)), 128) == ((0,), (1,), (0, 2))
-    assert flex.tiled(((0,), (0, 1)), 256) == ((0, 1), (0, 1), (0, 1, 2, 3), (0, 1, 2, 3))
-    assert flex.tiled(((0,), (3,), (2,)), 64) == ((0, 1), (1,))
-    assert flex.fits(16) and flex.fits(256) and not flex.fits(48)
+    assert gathered.tiled(((0,), (1,), (0, 2)), 128) == ((0,), (1,), (0, 2))
+    assert gathered.tiled(((0,), (0, 1)), 256) == ((0, 1), (0, 1), (0, 1, 2, 3), (0, 1, 2, 3))
+    assert gathered.tiled(((0,), (3,), (2,)), 64) == ((0, 1), (1,))
+    assert gathered.fits(16) and gathered.fits(256) and not gathered.fits(48)
 
 
 def test_nobody_sees_what_is_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Views of checkpoints of stages 1, 2 and 3: one optimizer file per rank."""
+"""Views of DeepSpeed's checkpoints: sharded (stages 1 to 3: one optimizer file per rank), whole, and universal."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
     scaler_values,
     shapes_in_groups,
 )
-from hf_zero.checkpoint.files.torch_reader import read_torch_file
+from hf_zero.checkpoint.extra_states import bound_together, merged
+from hf_zero.checkpoint.files.torch_file import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
-from hf_zero.checkpoint.whole_states import bound_together, merged
 from hf_zero.errors import CheckpointError
 from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition
 from hf_zero.layout.reshard import Extent
@@ -247,10 +247,226 @@ def _elements(
 ) -> dict[str, StateElements]:
     """By kind of state, where every rank has it for any group (before the first step there is none)."""
     ordered = by_parameter(extents)
-    found = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
-    return {kind: elements for kind, elements in found.items() if any(map(elements.has, ordered))}
+    by_kind = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
+    return {kind: elements for kind, elements in by_kind.items() if any(map(elements.has, ordered))}
 
 
 def _check_count(have: int, wanted: int, path: Path) -> None:
     if have != wanted:
         raise CheckpointError(path, f"holds {have} groups where the model file lists {wanted}", _FIX)
+
+
+# Views of stage 0 checkpoints (everything in the model file) and of universal ones (a folder per parameter).
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+
+
+def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointView:
+    """A checkpoint of whole weights.
+
+    Args:
+        groups: names and shapes of the optimizer's groups. DeepSpeed writes no names at stage 0; without them its
+            optimizer state cannot be told apart, and the view has the model's weights only, as frozen ones.
+    """
+    (path,) = folder.model_files.values()
+    model = read_torch_file(path)
+    check_manifest_is_there(model.get(ds.HF_ZERO), path)
+    if model.get(ds.PARAM_SHAPES):
+        groups = shapes_in_groups(model, ds.PARAM_SHAPES, path)
+    optimizer = model.get(ds.OPTIMIZER)
+    if not groups or not isinstance(optimizer, Mapping):
+        groups, optimizer = (), {}
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    part = module_part([model], [path], shapes)
+    module = need_mapping(model, ds.MODULE, path)
+    buffers = {MASTER: {index: _weight(module, name, path) for index, name in enumerate(shapes)}}
+    inner = optimizer.get(ds.OPTIMIZER_STATE_DICT, optimizer)
+    is_flat = ds.FP32_GROUPS_FLAT in optimizer
+    if is_flat:
+        buffers[MASTER] = dict(enumerate(optimizer[ds.FP32_GROUPS_FLAT]))
+    elif ds.FP32_GROUPS in optimizer:
+        buffers[MASTER] = dict(enumerate(tensor for group in optimizer[ds.FP32_GROUPS] for tensor in group))
+    extents = _whole_extents(groups, is_flat)
+    sizes = {number: numel for (_, number), numel in buffer_sizes(extents).items()}
+    states = inner.get(ds.STATE, {})
+    whole = {} if is_flat else _whole_states(states, dict(enumerate(shapes.items())))
+    for number, state in states.items() if not whole else ():
+        for kind, tensor in element_states(state, sizes.get(number, 0), of_scalar=sizes.get(number) == 1).items():
+            buffers.setdefault(kind, {})[number] = tensor
+    stated = inner.get(ds.PARAM_GROUPS, [{}] * len(groups))
+    if groups and len(stated) != len(groups):
+        raise CheckpointError(path, f"holds {len(stated)} optimizer groups where there should be {len(groups)}", _FIX)
+    return CheckpointView(
+        folder=folder,
+        stage=0,
+        world=int(model.get(ds.DP_WORLD_SIZE, 1)),
+        shapes=shapes,
+        frozen=part.frozen,
+        buffers=part.buffers,
+        aliases=part.aliases,
+        groups=tuple(
+            Group(tuple(group), _without_params(stated[number]), _scalars_0(states, stated[number]))
+            for number, group in enumerate(groups)
+        ),
+        elements=_whole_elements(extents, buffers, path),
+        meta=part.meta,
+        scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
+        | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
+        steps=_steps_0(states, stated, groups, is_flat) | dict((model.get(ds.HF_ZERO) or {}).get(ds.STEPS) or {}),
+        whole_states=whole,
+    )
+
+
+def _whole_states(
+    states: Mapping[int, Any], numbered: Mapping[int, tuple[str, tuple[int, ...]]]
+) -> dict[str, Mapping[str, Any]]:
+    """All states by parameter name, if any of them is a tensor that does not hold one value per element."""
+    named = {numbered[number][0]: state for number, state in states.items() if number in numbered}
+    shapes = dict(numbered.values())
+    has_other_shapes = any(
+        isinstance(value, Tensor) and value.ndim and value.numel() != math.prod(shapes[name])
+        for name, state in named.items()
+        for value in state.values()
+    )
+    return named if has_other_shapes else {}
+
+
+def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointView:
+    """A universal checkpoint: `zero/<parameter>/fp32.pt` and its moments, whole."""
+    paths = list(folder.model_files.values())
+    if not paths:
+        raise CheckpointError(folder.path, f"holds no *{ds.MODEL_SUFFIX} file", _FIX)
+    models = [read_torch_file(path) for path in paths]
+    states = read_torch_file(folder.path / ds.UNIVERSAL_FOLDER / ds.UNIVERSAL_OPTIMIZER_FILE)
+    pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, paths[0])
+    shapes = {name: shape for group in pieces for name, shape in group.items()}
+    part = module_part(models, paths, shapes)
+    buffers: dict[str, dict[int, Tensor]] = {}
+    steps: dict[str, Any] = {}
+    for index, name in enumerate(shapes):
+        for file in _parameter_files(folder, name):
+            value = read_torch_file(file)
+            value = value.get(ds.PARAM) if isinstance(value, Mapping) else value
+            if file.stem == ds.STEP:
+                steps[name] = int(value or 0)
+            elif isinstance(value, Tensor):
+                buffers.setdefault(file.stem, {})[index] = value
+    _check_complete(folder, pieces, buffers)
+    extents = _whole_extents(pieces, False)
+    inner = states.get(ds.OPTIMIZER_STATE_DICT) or {}
+    scalars = {number: scalar_states(one, element_states(one, 0)) for number, one in inner.get(ds.STATE, {}).items()}
+    return CheckpointView(
+        folder=folder,
+        stage=3 if folder.model_file_per_rank else 2,
+        world=len(paths),
+        shapes=shapes,
+        frozen=part.frozen,
+        buffers=part.buffers,
+        aliases=part.aliases,
+        groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), scalars, steps),
+        elements=_whole_elements(extents, buffers, folder.path / ds.UNIVERSAL_FOLDER),
+        meta=part.meta,
+        scaler=scaler_values(states.get(ds.LOSS_SCALER)),
+    )
+
+
+def _check_complete(folder: Folder, pieces: Sequence[Shapes], buffers: Mapping[str, Mapping[int, Tensor]]) -> None:
+    """Every parameter has its weights, and the moments that any other one of its group has."""
+    numbers = iter(range(sum(map(len, pieces))))
+    for group in pieces:
+        members = dict(zip(group, numbers))
+        for kind in {MASTER, *(kind for kind, mine in buffers.items() if not mine.keys().isdisjoint(members.values()))}:
+            for name, index in members.items():
+                if index not in buffers.get(kind, {}):
+                    path = folder.path / ds.UNIVERSAL_FOLDER / name / f"{kind}.pt"
+                    raise CheckpointError(path, "this file of the checkpoint is missing", _FIX)
+
+
+def _universal_groups(
+    pieces: Sequence[Shapes],
+    stated: Sequence[Mapping[str, Any]],
+    scalars: Mapping[int, Mapping[str, Any]],
+    steps: Mapping[str, int],
+) -> tuple[Group, ...]:
+    """Sub-groups joined as `params` lists them (stage 3), or one to one."""
+    joins = [[int(number) for number in group.get(ds.PARAMS, ())] for group in stated]
+    if sorted(number for join in joins for number in join) != list(range(len(pieces))):
+        joins = [[number] for number in range(len(pieces))]
+    groups = []
+    for number, join in enumerate(joins):
+        names = tuple(name for member in join for name in pieces[member])
+        known = [steps[name] for name in names if name in steps]
+        options = _without_params(stated[number]) if number < len(stated) else {}
+        common = next((scalars[member] for member in join if member in scalars), {})
+        groups.append(Group(names, options, {**common, **({ds.STEP: max(known)} if known else {})}))
+    return tuple(groups)
+
+
+def _parameter_files(folder: Folder, name: str) -> list[Path]:
+    if "/" in name or "\\" in name or name.startswith("."):
+        raise CheckpointError(folder.path, f"names a parameter {name!r}, which is not a folder name", _FIX)
+    place = folder.path / ds.UNIVERSAL_FOLDER / name
+    if not place.is_dir():
+        raise CheckpointError(place, f"the folder of parameter {name!r} is missing", _FIX)
+    return sorted(place.glob("*.pt"))
+
+
+def _weight(module: Mapping[str, Any], name: str, path: Path) -> Tensor:
+    return flat(need(module, name, path), f"{name!r}", path)
+
+
+def _whole_extents(groups: Sequence[Shapes], is_flat: bool) -> list[Extent]:
+    """One buffer per group, or one per parameter; everything on rank 0."""
+    extents: list[Extent] = []
+    for number, group in enumerate(groups):
+        cursor = 0
+        for shape in group.values():
+            numel, parameter = math.prod(shape), len(extents)
+            buffer, offset = (number, cursor) if is_flat else (parameter, 0)
+            extents.append(Extent(parameter, 0, numel, 0, buffer, offset))
+            cursor += numel
+    return extents
+
+
+def _whole_elements(
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
+) -> dict[str, StateElements]:
+    ordered, sizes = by_parameter(extents), buffer_sizes(extents)
+    by_kind = {}
+    for kind, mine in buffers.items():
+        there = {place: numel for place, numel in sizes.items() if place[1] in mine}
+        if there:
+            flats = {place: flat(mine[place[1]], f"{kind} #{place[1]}", path, numel) for place, numel in there.items()}
+            by_kind[kind] = StateElements(ordered, flats)
+    return by_kind
+
+
+def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Single values of the parameter that has seen most updates."""
+    found: dict[str, Any] = {}
+    for number in group.get(ds.PARAMS, ()):
+        state = states.get(number)
+        if state:
+            scalars = scalar_states(state, element_states(state, 1, of_scalar=True))
+            if not found or scalars.get(ds.STEP, 0) > found.get(ds.STEP, 0):
+                found = scalars
+    return found
+
+
+def _steps_0(
+    states: Mapping[int, Any], stated: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], is_flat: bool
+) -> dict[str, int]:
+    """Updates by parameter: at stage 0 each has a counter of its own, none before its first update."""
+    if is_flat:
+        return {}
+    found = {}
+    for names, group in zip(groups, stated, strict=True):
+        for name, number in zip(names, group.get(ds.PARAMS, ()), strict=False):
+            found[name] = int((states.get(number) or {}).get(ds.STEP, 0))
+    return found
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != ds.PARAMS}

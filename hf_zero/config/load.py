@@ -1,7 +1,9 @@
-"""The few settings that other libraries read from the raw config themselves, in the form that they expect."""
+"""Any form in which a config may arrive becomes one plain dict, which other libraries can read, too."""
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,17 +11,41 @@ from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.extras import section_names
 from hf_zero.config.schema import Root
-from hf_zero.config.schema.fields import as_whole
-from hf_zero.config.schema.names import subsection
+from hf_zero.config.schema.fields import as_whole, subsection
 from hf_zero.config.sources import ConfigDict
 from hf_zero.config.translate import ZERO_SPELLINGS, translate
 from hf_zero.config.validate import drop_null_sections, validate
+
+
+def load_config(source: object) -> ConfigDict:
+    """The config as a dict of its own (a dict given is copied), or ConfigError saying what to mend.
+
+    What comes back remembers the file and line of each key.
+    """
+    if isinstance(source, Mapping):
+        return _copied(source)
+    from hf_zero.config.text import FORMS, from_text_or_path  # in a dict there is nothing to parse
+
+    if isinstance(source, (str, os.PathLike)):
+        return from_text_or_path(source)
+    raise ConfigError(Problem("config", source, f"a {type(source).__name__} is not a config", FORMS))
+
+
+def _copied(source: Mapping[object, object]) -> ConfigDict:
+    try:
+        if isinstance(source, ConfigDict):
+            return copy.deepcopy(source)
+        return ConfigDict(copy.deepcopy(dict(source)))  # keys are checked when the config is resolved
+    except Exception as error:
+        rule = f"the dict cannot be copied: {error}"
+        raise ConfigError(Problem("config", source, rule, "use plain values")) from error
+
 
 _NUMBERS = ((MICRO,), (STEPS,), (TRAIN,), ("zero_optimization", "stage"))
 
 
 def normalise(config: dict[str, Any]) -> None:
-    """Change the config in place so that code which expects plain sections and ints can read it.
+    """Change the few settings that other libraries read from the raw config into the form that they expect, in place.
 
     Raises:
         ConfigError: a section is no section; with all else that is wrong.

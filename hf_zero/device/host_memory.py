@@ -1,0 +1,160 @@
+"""Host memory: how much there is (and on disks), pages that devices copy from, and what is freed given back."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_zero.log import logger
+
+_V2, _V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_UNLIMITED = 1 << 60
+
+
+def host_available(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process could still get: of the machine, of its control groups, of ulimit -d."""
+    found = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
+    return max(0, min(found))
+
+
+def disk_available(folder: str) -> int:
+    """Bytes that a drive has left."""
+    room = os.statvfs(folder)
+    return room.f_bavail * room.f_frsize
+
+
+def _machine_available(root: Path) -> int:
+    return _field(root / "proc/meminfo", "MemAvailable:") * 1024 or _UNLIMITED
+
+
+def _group_available(root: Path) -> Iterator[int]:
+    """Of the group and all above it; what the cache holds could be had."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        names, cache = (_V1, "total_inactive_file") if controllers else (_V2, "inactive_file")
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = (_number(folder / name) for name in names)
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                yield limit - used + _field(folder / "memory.stat", cache)
+            if folder == mount:
+                break
+
+
+def _ulimit_available(root: Path) -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return (
+        _UNLIMITED if limit == resource.RLIM_INFINITY else limit - _field(root / "proc/self/status", "VmData:") * 1024
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _field(path: Path, name: str) -> int:
+    return next((int(line.split()[1]) for line in _lines(path) if line.split()[:1] == [name]), 0)
+
+
+def _number(path: Path) -> int | None:
+    words = _lines(path)
+    return int(words[0]) if words and words[0].isdigit() else None
+
+
+_TRIM_BYTES = 8 << 20  # often enough that little is kept, seldom enough to cost nothing
+
+
+class HostHeap:
+    """Counts what is freed, and trims the heap now and then.
+
+    glibc takes tensors below 32 MB from one heap, where small ones that stay (shards) lie between large ones that go
+    (whole parameters). The holes are too small for the next large one, so memory would grow to twice what is in use.
+    """
+
+    def __init__(self) -> None:
+        self._freed = 0
+
+    def freed(self, num_bytes: int) -> None:
+        """Note that tensors of this size have gone, or are about to."""
+        self._freed += num_bytes
+        if self._freed >= _TRIM_BYTES:
+            self._freed = 0
+            trim()
+
+
+def trim() -> None:
+    """Give back everything that is free, also between things that are not."""
+    _malloc_trim()(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], object]:
+    """glibc's; other C libraries have none."""
+    try:
+        found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        return found
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows, which cannot open "this program"
+        return lambda _kept: None
+
+
+PAGE = 4096
+
+
+def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """1-D, uninitialised memory of its own pages: page-aligned, zero, and given back to the system when it is freed.
+
+    Args:
+        pinned: page-locked, where a GPU is there to profit from it. Exactly so many bytes are: PyTorch's own pinned
+            memory is rounded up to a power of two.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = _Pages(-1, max(round_to_page(numel * dtype.itemsize), PAGE), flags=private)
+    raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
+    if pinned and torch.cuda.is_available() and _pin(raw):
+        pages.pinned_at = raw.data_ptr()
+    return raw[: numel * dtype.itemsize].view(dtype)
+
+
+class _Pages(mmap.mmap):
+    """Pages of the system. They are unlocked before they go."""
+
+    pinned_at: int | None = None
+
+    def __del__(self) -> None:
+        if self.pinned_at is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def round_to_page(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _pin(raw: Tensor) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+    if code:
+        _warn_unpinned(code)
+    return code == 0
+
+
+@cache
+def _warn_unpinned(code: int) -> None:
+    """Once per process and reason."""
+    logger.warning(
+        "host memory could not be page-locked (CUDA error %d): transfers to the GPU are slower. Raise the limit of "
+        "locked memory (ulimit -l), or set pin_memory to false to do without.",
+        code,
+    )
