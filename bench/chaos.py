@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from bench.surroundings import ROOT, keep, machine, public
-from hf_zero.rank_environment import folder_in_memory
+from hf_zero.launch.restarts import folder_in_memory
 
 MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
 _MARK = "CHAOS_MARK"  # carried by every process of a launch, whatever session it is in

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 
 LOCAL_ADDRESS = "127.0.0.1"
-SUPERVISOR = "HF_ZERO_SUPERVISOR"
-"""The variable with the number of the process that starts this host's ranks again when one fails."""
-
-
-def folder_in_memory(supervisor: int) -> Path:
-    """Where ranks keep what those that are started after them go on from."""
-    return Path(f"/dev/shm/hf_zero-{os.getuid()}-{supervisor}")
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,18 @@ from typing import BinaryIO
 
 from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import RankCommand
-from hf_zero.rank_environment import SUPERVISOR, folder_in_memory
 
 # What every training imports, whatever its script says.
 _ALWAYS = (("torch", ""), ("torch._dynamo", ""), ("hf_zero.api.entry", ""), ("transformers", "Trainer"))
+SUPERVISOR = "HF_ZERO_SUPERVISOR"
+"""The variable with the number of the process that starts this host's ranks again when one fails."""
 _MESSAGE_BYTES = 1 << 20
 _INSTALLED = ("site-packages", "dist-packages")
+
+
+def folder_in_memory(supervisor: int) -> Path:
+    """Where ranks keep what those that are started after them go on from."""
+    return Path(f"/dev/shm/hf_zero-{os.getuid()}-{supervisor}")
 
 
 class Restarts:

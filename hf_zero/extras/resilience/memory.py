@@ -25,7 +25,7 @@ from typing import Any
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.comm import Collectives
-from hf_zero.rank_environment import SUPERVISOR, folder_in_memory
+from hf_zero.launch.restarts import SUPERVISOR, folder_in_memory
 
 _TAG = "global_step"  # Trainer looks for a folder whose name begins like this
 _NUM_SLOTS = 2

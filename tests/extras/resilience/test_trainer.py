@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 import hf_zero
 from hf_zero.extras.resilience import trainer as resilience
-from hf_zero.rank_environment import SUPERVISOR
+from hf_zero.launch.restarts import SUPERVISOR
 from tests.support.ranks import run_ranks
 
 DS = {
