@@ -19,9 +19,6 @@ WARNED: dict[str, dict[str, str]] = {
     "LMFlow/ds_config_multimodal.json": {"activation_checkpointing.partition_activations": "the same activations"},
     "DeepSpeed-Chat/get_train_ds_config stage 2": {
         f"{_ZERO}offload_param": "used at stage 3",
-        f"{_ZERO}stage3_max_live_parameters": "used at stage 3",
-        f"{_ZERO}stage3_prefetch_bucket_size": "used at stage 3",
-        f"{_ZERO}stage3_param_persistence_threshold": "used at stage 3",
         f"{_ZERO}memory_efficient_linear": "used at stage 3",
     },
     "DeepSpeed-Chat/get_train_ds_config stage 3": {f"{_ZERO}memory_efficient_linear": "save no copy"},
