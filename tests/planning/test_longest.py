@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_zero.planning.trace import Trace
 from tests.planning.material import config_folder
 
 pytestmark = pytest.mark.lengthy
+ROOT = Path(__file__).resolve().parents[2]
 
 MACHINE = {"gpu": "h100", "gpus_per_node": 1, "device_memory": "8G", "host_memory": "64G", "disk": "1T"}
 
@@ -128,3 +130,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "tokens x" in capsys.readouterr().out
     assert main([*words, "--device-memory", "1G"]) == 1
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_the_sums_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe of docs/planning.md, as a reader would follow it."""
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    recipe = page.split("## A mixture of experts with long samples\n")[1].split("\n## ")[0]
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text(re.findall(r"```json\n(.*?)```", recipe, re.DOTALL)[0])
+    monkeypatch.chdir(tmp_path)
+    (words,) = re.findall(r"python -m hf_zero (plan .*)", recipe)
+    fits, longest = (block.splitlines() for block in re.findall(r"```text\n(.*?)```", recipe, re.DOTALL))
+    assert main(words.split()) == 0
+    assert len(fits) == 3 and set(fits) <= set(capsys.readouterr().out.splitlines())
+    assert main([*words.split(), "--longest"]) == 0
+    said = capsys.readouterr().out
+    assert len(longest) == 1 and set(longest) <= set(said.splitlines())
+    for name, tokens in (("stage 3, checkpointing", "81,920"), (r"stage 3, .*, inputs on host", "1,662,976")):
+        assert tokens in recipe and re.search(rf"^\W*{name}\W+{tokens}\W", said, re.MULTILINE)
