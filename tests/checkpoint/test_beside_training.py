@@ -197,6 +197,7 @@ def writer() -> Any:
     process.close()
 
 
+@pytest.mark.processes
 def test_the_writer_puts_pieces_of_memory_where_they_belong(writer: Writer, tmp_path: Path) -> None:
     memory, file = os.memfd_create("test"), os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     content = os.urandom(9 << 20)  # more than two blocks
@@ -210,6 +211,7 @@ def test_the_writer_puts_pieces_of_memory_where_they_belong(writer: Writer, tmp_
     os.close(file)
 
 
+@pytest.mark.processes
 def test_what_goes_wrong_in_the_writer_is_an_error_here(writer: Writer, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left") as caught:
