@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
+from hf_zero.comm.parts import held_part
 from hf_zero.layout.buckets import Slot
 from hf_zero.optim import Peers, SubGroup
 from hf_zero.optim.updater import Spread
 from hf_zero.params.store import ParameterStore
 
 
-def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
-    """Sums of small tensors, and whole tensors out of shards."""
+def peers_of(
+    store: ParameterStore, collectives: Collectives, group_of: Callable[[Tensor], Collectives] | None = None
+) -> Peers:
+    """Sums of small tensors, and whole tensors out of shards.
+
+    Args:
+        collectives: the ranks that hold shards of the same states; this one alone where each owns whole buckets.
+        group_of: those of a parameter, where they are not always the same.
+    """
+
+    def ranks_of(sub_group: SubGroup) -> Collectives:
+        return collectives if group_of is None else group_of(store.buckets[sub_group.bucket].parameters[0])
 
     def gather_whole(sub_group: SubGroup, values: Tensor) -> dict[int, Tensor]:
-        length = values.numel()
+        collectives, length = ranks_of(sub_group), values.numel()
         everyone = torch.empty(collectives.size * length, dtype=values.dtype, device=store.device)
         everyone.narrow(0, collectives.rank * length, length).copy_(values)
         collectives.all_gather(everyone).wait()
@@ -31,7 +42,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
             values.copy_(travelling)
 
     def scatter_whole(sub_group: SubGroup, wholes: Mapping[int, Tensor]) -> Tensor:
-        length, dtype = sub_group.part.numel, sub_group.master.dtype
+        collectives, length, dtype = ranks_of(sub_group), sub_group.part.numel, sub_group.master.dtype
         everyone = torch.zeros(collectives.size * length, dtype=dtype, device=store.device)
         for slot, place in _places(store, sub_group, everyone):
             if slot.parameter in wholes:
@@ -49,6 +60,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
         scatter_whole=scatter_whole,
         members=lambda sub_group: [slot.parameter for slot in _slots(store, sub_group)],
         spread=lambda: spread_of(store),
+        part_of=lambda parameter: held_part(store.parameters[parameter]),
     )
 
 

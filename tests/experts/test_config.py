@@ -89,12 +89,12 @@ class _Plain(nn.Module):
 def _refused(rank: int) -> list[str]:
     """Messages of what only a model, an optimizer or the number of ranks tell."""
     section = {"enabled": True, "autoep_size": 2}
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
     said = []
     for model, size, more in (
         (_Plain(), 2, {}),
         (model_of("mixtral"), 3, {}),
-        (model_of("mixtral"), 2, muon),
+        (model_of("mixtral"), 2, lamb),
     ):
         config = {**BASE, "zero_optimization": {"stage": 2}, "expert_parallel": section | {"autoep_size": size}, **more}
         options: dict[str, Any] = {} if more else {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -111,8 +111,8 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_what_the_model_tells_is_refused() -> None:
-    plain, uneven, muon, groups = run_ranks(_refused, 2)[0]
+    plain, uneven, lamb, groups = run_ranks(_refused, 2)[0]
     assert "has no packed experts" in plain and "modules of single experts are not spread" in plain
     assert "world size = data ranks x expert_parallel.autoep_size does not hold" in uneven
-    assert "Muon" in muon and "ranks hold shards of different parameters" in muon
+    assert "Lamb" in lamb and "ranks hold shards of different parameters" in lamb
     assert groups == "(2, 1) False"
