@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.comm.parts import HeldPart
+from hf_zero.layout import Piece
 from hf_zero.layout.cuts import Cut
 from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.elementwise import ElementwiseUpdater, LoneOptimizer, check_rates
@@ -190,19 +192,25 @@ class MuonUpdater(Updater):
         held = self._peers.gather_whole(sub_group, update)
         own, lr = {piece.parameter: piece for piece in used}, float(group["lr"])
         for parameter in self._peers.members(sub_group):
-            part = self._peers.part_of(parameter)
-            if part is not None and is_independent(part.cut):
-                part = None
-            piece = own.get(parameter)
-            # Ranks that hold the rest of a matrix take part, whoever owns what of it.
-            if parameter not in gradients.used or (piece is None and part is None):
+            part = self._joined_part(parameter)
+            # Ranks that hold the rest of a matrix are all asked for theirs, whoever owns what of it.
+            if parameter not in gradients.used or (parameter not in own and part is None):
                 continue
-            update = held[parameter] if part is None else part.whole(held[parameter])
-            if piece is None:
-                continue
-            orthogonalised = direction(update) if part is None else part.of(direction(update))
-            master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
-            master.mul_(1 - lr * group["weight_decay"])
-            master.sub_(orthogonalised.reshape(-1).narrow(0, piece.in_parameter, piece.numel), alpha=lr)
-            if sub_group.lp_param is not None:
-                sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(master)
+            whole = held[parameter] if part is None else part.whole(held[parameter])
+            if parameter in own:
+                found = direction(whole) if part is None else part.of(direction(whole))
+                self._apply(sub_group, own[parameter], found.reshape(-1), lr, group["weight_decay"])
+
+    def _joined_part(self, parameter: int) -> HeldPart | None:
+        """What this rank holds of a matrix that has to be put together first; None: what it holds is enough."""
+        part = self._peers.part_of(parameter)
+        return None if part is None or is_independent(part.cut) else part
+
+    @staticmethod
+    def _apply(sub_group: SubGroup, piece: Piece, found: Tensor, lr: float, weight_decay: float) -> None:
+        """`found`: the direction of all that this rank holds of the parameter."""
+        master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
+        master.mul_(1 - lr * weight_decay)
+        master.sub_(found.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
+        if sub_group.lp_param is not None:
+            sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(master)

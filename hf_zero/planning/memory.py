@@ -21,7 +21,7 @@ from hf_zero.config.policies import Resolved
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, GRADIENT_BUFFERS
-from hf_zero.planning.model import PlannedModel
+from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import Trace
 from hf_zero.planning.units import PlannedUnits, plan_units
 from hf_zero.precision import Precision, precision_from
@@ -139,10 +139,20 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemo
     return ledger.result(setting)
 
 
-def trained_specs(module: nn.Module) -> list[ParameterSpec]:
-    """As the engine has them under Trainer: two groups, of which the second (biases, norms) is not decayed."""
+def trained_specs(module: nn.Module, ranks_with_same: int = 0) -> list[ParameterSpec]:
+    """As the engine has them under Trainer: two groups, of which the second (biases, norms) is not decayed.
+
+    Args:
+        ranks_with_same: that hold the same experts, where these are spread over ranks.
+    """
     return [
-        ParameterSpec(name, parameter.numel(), int(parameter.dim() < 2), str(parameter.dtype).removeprefix("torch."))
+        ParameterSpec(
+            name,
+            parameter.numel(),
+            int(parameter.dim() < 2),
+            str(parameter.dtype).removeprefix("torch."),
+            world=ranks_with_same if is_apart(parameter) else 0,
+        )
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
@@ -157,21 +167,21 @@ def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, Planned
 
 @lru_cache(maxsize=4)  # many candidates of one model have the same
 def _unit_layout(model: PlannedModel, ranks: int, policy: Zero, looks_far: bool) -> tuple[FlatLayout, PlannedUnits]:
-    specs = _specs(model)
+    specs = _specs(model, ranks)
     units = plan_units(model, specs, ranks, policy, looks_far=looks_far)
     return FlatLayout(specs, units.buckets, ranks), units
 
 
 @lru_cache(maxsize=4)
 def _flat_layout(model: PlannedModel, ranks: int, bucket_numel: int) -> FlatLayout:
-    specs = _specs(model)
+    specs = _specs(model, ranks)
     numel = effective_bucket_numel(sum(spec.numel for spec in specs), bucket_numel)
     return plan_layout(specs, world=ranks, bucket_numel=numel)
 
 
 @lru_cache(maxsize=4)
-def _specs(model: PlannedModel) -> tuple[ParameterSpec, ...]:
-    return tuple(trained_specs(model.module))
+def _specs(model: PlannedModel, ranks: int) -> tuple[ParameterSpec, ...]:
+    return tuple(trained_specs(model.module, ranks // model.expert_size))
 
 
 class _Ledger:

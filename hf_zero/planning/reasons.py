@@ -108,7 +108,7 @@ def _other_ranks(found: Plan, candidate: Candidate, tiling: Tiling, on_host: boo
                 best = Remedy(f"sequence_parallel_size {size}", _device_bytes(shared, candidate, tiling, on_host))
     if best is not None:
         yield best
-    if training.sequence_parallel > 1:
+    if training.sequence_parallel > 1 or training.expert_parallel > 1:
         return
     for size in range(training.tensor_parallel + 1, hardware.per_host + 1):
         if hardware.per_host % size:

@@ -19,7 +19,7 @@ from hf_zero.layout import (
 )
 from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.gathered_modules import assign_units
-from hf_zero.planning.model import PlannedModel
+from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import Trace
 
 
@@ -149,7 +149,7 @@ def plan_units(
     everything = list(model.module.parameters())
     stays = stay_gathered(
         [parameter.numel() for parameter in everything],
-        [False] * len(everything),
+        [is_apart(parameter) for parameter in everything],
         largest=policy.stage3_param_persistence_threshold,
         budget=policy.stage3_model_persistence_threshold,
     )
@@ -158,11 +158,11 @@ def plan_units(
     unit_of: dict[int, int] = {}
     for _, members in assign_units(model.gathered_modules):
         chosen = [parameter for parameter in members if id(parameter) not in persistent]
-        unit = _unit(chosen, spec_of, specs, world)
+        unit = _unit(chosen, spec_of, specs, (world, model.expert_size))
         if unit.parts:
             unit_of.update({id(parameter): len(units) for parameter in chosen})
             units.append(unit)
-    rest = _unit([p for p in everything if id(p) in persistent], spec_of, specs, world)
+    rest = _unit([p for p in everything if id(p) in persistent], spec_of, specs, (world, model.expert_size))
     uses = _uses(model, units, unit_of)
     plan = plan_gathers(
         [use for _, use in uses],
@@ -179,14 +179,19 @@ def plan_units(
 
 
 def _unit(
-    members: Sequence[nn.Parameter], spec_of: dict[int, int], specs: Sequence[ParameterSpec], world: int
+    members: Sequence[nn.Parameter],
+    spec_of: dict[int, int],
+    specs: Sequence[ParameterSpec],
+    sizes: tuple[int, int],
 ) -> PlannedUnit:
-    by_dtype: dict[str, list[nn.Parameter]] = {}
+    """`sizes`: ranks that share states, and those that hold all experts between them."""
+    alike: dict[tuple[str, int], list[nn.Parameter]] = {}
     for parameter in members:
         if parameter.is_floating_point() and parameter.numel():
-            by_dtype.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(parameter)
+            world = sizes[0] // sizes[1] if is_apart(parameter) else sizes[0]
+            alike.setdefault((str(parameter.dtype).removeprefix("torch."), world), []).append(parameter)
     parts = []
-    for dtype, chosen in by_dtype.items():
+    for (dtype, world), chosen in alike.items():
         groups = [specs[spec_of[id(p)]].group if id(p) in spec_of else None for p in chosen]
         laid = [MemberSpec(index, p.numel(), group) for index, (p, group) in enumerate(zip(chosen, groups))]
         parts.append((lay_rows(laid, world=world, dtype=dtype, full_align=ALIGN_NUMEL), tuple(chosen)))

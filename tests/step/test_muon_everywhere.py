@@ -158,7 +158,7 @@ def run_refused(rank: int) -> list[str]:
 
 
 def test_optimizers_that_cannot_join_parts_are_refused() -> None:
-    """Somebody trained parts of matrices with torch's Muon: each rank made its own part orthogonal, and said nothing."""
+    """Somebody trained parts of matrices with torch's Muon: each rank made its part orthogonal, and said nothing."""
     for said in run_ranks(run_refused, 2):
         assert [message.split()[0] for message in said] == ["Muon", "FusedLamb", "Adafactor"]
         assert all('"Muon" in ds.json' in message and "AdamW" in message for message in said)

@@ -84,6 +84,11 @@ class ExpertParallel(Section):
         return self.autoep_size if self.enabled else 1
 
 
+def expert_size(config: Root) -> int:
+    """Ranks that hold all experts between them; 1 where a config spreads none."""
+    return config.section(ExpertParallel).size
+
+
 def examine(config: Root) -> Examined:
     section = config.section(ExpertParallel)
     if section.size == 1:
