@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, resolve
+from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, Problem, resolve
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
@@ -231,6 +231,10 @@ def _estimated(
 ) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
     """What an `Estimate` has beside candidate and config."""
     setting = setting_of(answers, size, hardware)
+    if setting.shard_ranks % model.expert_size:
+        equation = f"{setting.shard_ranks} != n x {model.expert_size}"
+        rule = f"ranks per shard group = n x ranks along expert does not hold: {equation}"
+        raise ConfigError(Problem("--expert-parallel", model.expert_size, rule, "give a divisor of the shard group"))
     memory = rank_memory(model, setting, seen)
     on_host = answers.section(ActivationCheckpointing).cpu_checkpointing
     if checkpointing and on_host and hardware.separate:
@@ -280,7 +284,8 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         stays = answers.zero.stage == 3
         experts = replace(sizes, gathered=0, kept=0, trained=0 if stays else trained_apart)
         ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, model.expert_size)
-        alike = replace(wiring, ranks=ranks, per_host=per_host, shard=None, second_shard=1, gradient_bits=None)
+        shard = wiring.shard // model.expert_size if wiring.shard is not None else None
+        alike = replace(wiring, ranks=ranks, per_host=per_host, shard=shard, second_shard=1, gradient_bits=None)
         found += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
     return found
 

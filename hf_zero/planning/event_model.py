@@ -234,22 +234,21 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     lane = machine.gpus // setup.tensor
     ranks = min(setup.shard or lane, lane)
     owned = numel / ranks if setup.stage else numel
-    updated = owned * setup.trained
+    kept, kept_ranks = shape.apart / shape.units, max(1, ranks // setup.experts)
+    kept_once = _exchange(machine, 2 * kept, kept_ranks, setup.experts)
+    updated = (owned + kept / kept_ranks) * setup.trained
     once = _exchange(machine, 2 * numel, ranks, setup.tensor)
     reduce = once * (2 if setup.stage == 0 else 1)
     if ranks < lane:  # what the shards' ranks have summed is summed over the copies of each shard
         copies = lane / ranks
-        reduce += 2 * 2 * owned * (copies - 1) / copies / min(machine.link, machine.network)
+        reduce += 2 * 2 * (owned + kept / kept_ranks) * (copies - 1) / copies / min(machine.link, machine.network)
     around_use, updated_rows, gathering = once, 0.0, ranks
     if setup.stage == 3 and 1 < setup.second_shard < ranks:  # what they keep between them they get after an update
         gathering, groups = setup.second_shard, ranks / setup.second_shard
         around_use = _exchange(machine, 2 * numel, setup.second_shard, setup.tensor)
         updated_rows = 2 * numel / setup.second_shard * (groups - 1) / groups / min(machine.link, machine.network)
-    kept, kept_ranks = shape.apart / shape.units, machine.gpus // setup.experts
-    kept_once = _exchange(machine, 2 * kept, kept_ranks, setup.experts)
-    reduce += kept_once * (2 if setup.stage == 0 else 1)
+    reduce += kept_once
     updated_rows += kept_once if setup.stage == 3 else 0.0  # they stay gathered
-    updated += kept / (kept_ranks if setup.stage else 1) * setup.trained
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     states = STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0

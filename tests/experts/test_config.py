@@ -22,17 +22,11 @@ def _resolved(section: dict[str, Any], world: int = 4, **more: Any) -> Any:
     return resolve({**BASE, "expert_parallel": section, **more}, world_size=world)
 
 
-def _zero(**keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 3, **keys}}
-
-
 @pytest.mark.parametrize(
     ("more", "named"),
     [
         ({"zero_optimization": {"stage": 0}}, "stage 0"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
-        ({"hf_zero": {"shard_group": 2}}, "hybrid sharding"),
-        (_zero(mics_shard_size=2), "hybrid sharding"),
     ],
 )
 def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) -> None:
@@ -84,6 +78,17 @@ class _Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
+
+
+def test_copies_of_states_each_have_all_parts() -> None:
+    expert = Dimension(name="expert", groups=consecutive(range(8), 2), samples="own", weights="mixed")
+    mesh = Mesh.of(Hosts.one(8), 4, dimensions=[expert])
+    inner = mesh.of_parts()
+    assert inner is not None and inner.shard == ((0, 2), (4, 6), (1, 3), (5, 7))
+    assert set(inner.replicate) == set(mesh.replicate) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    larger = Dimension(name="expert", groups=consecutive(range(8), 8), samples="own", weights="mixed")
+    with pytest.raises(ValueError, match="ranks per shard group = n x ranks along expert does not hold: 4 != n x 8"):
+        Mesh.of(Hosts.one(8), 4, dimensions=[larger]).of_parts()
 
 
 def _refused(rank: int) -> list[str]:

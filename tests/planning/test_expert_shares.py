@@ -107,6 +107,16 @@ def test_tokens_cost_less_than_experts(tmp_path: Path) -> None:
     assert "experts over 4 ranks" in title(spread) and as_dict(spread)["training"]["expert_parallel"] == 4
 
 
+def test_copies_of_states_hold_all_experts(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    for size, gets in ((2, True), (8, False)):
+        model = load_model(folder, "bf16", 0, 1, size)
+        training = Training(length=64, checkpointing=False, expert_parallel=size)
+        found = planned("", training, model, gpus_per_node=4, nodes=2)
+        assert any(each.candidate.copy_per_host for each in found.estimates) == gets
+        assert gets or any("ranks per shard group = n x ranks along expert" in why for why in found.refused)
+
+
 def test_a_ds_json_says_how_many(tmp_path: Path) -> None:
     section = {"enabled": True, "autoep_size": 4}
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}

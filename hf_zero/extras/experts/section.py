@@ -103,11 +103,9 @@ def examine(config: Root) -> Examined:
 
 def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
     """What does not go together, why, and what to do."""
-    zero, own, tensor = config.section(Zero), config.hf_zero, config.tensor_parallel
-    if zero.stage == 0:
-        yield "stage 0", "it has all states on every rank", "set zero_optimization.stage to 1, 2 or 3"
+    tensor = config.tensor_parallel
+    if config.section(Zero).stage == 0:
+        why = "its checkpoints are the file of one rank, which has all states; stage 1 sends as many bytes"
+        yield "stage 0", why, "set zero_optimization.stage to 1, 2 or 3"
     if tensor is not None and tensor.autotp_size > 1:
         yield "tensor_parallel.autotp_size", "its ranks would send the same tokens twice", "use one of the two"
-    if (own is not None and own.shard_group) or (zero.mics_shard_size or 0) > 0:
-        why = "gradients are summed over copies for all parameters alike, and experts have other copies"
-        yield "hybrid sharding", why, "remove the shard group"
