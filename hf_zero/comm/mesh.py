@@ -199,9 +199,10 @@ class Mesh:
         if not mixed:
             return None
         ranks, parts = len(self.shard[0]), math.prod(len(each.groups[0]) for each in mixed)
-        if any(not set(group) <= set(group_of(group[0], self.shard)) for each in mixed for group in each.groups):
-            names = " x ".join(each.name for each in mixed)
-            raise ValueError(f"ranks per shard group = n x ranks along {names} does not hold: {ranks} != n x {parts}")
+        for group in (group for each in mixed for group in each.groups):
+            shards = group_of(group[0], self.shard)
+            if not set(group) <= set(shards):
+                raise ValueError(f"ranks {group}, which hold all parts, are not among {shards}, which share the states")
         others = [each for each in self.dimensions if each.states is None]
         apart = [replace(each, weights="parts") if each.weights == "mixed" else each for each in others]
         return Mesh.of(self.hosts, ranks // parts if len(self.replicate[0]) > 1 else None, dimensions=apart)
