@@ -204,13 +204,13 @@ def parallel_groups(
     inner = mesh.of_parts()
     if inner is None:
         return found
+    assert set(inner.replicate) == set(mesh.replicate), "each copy of the states has all parts"
     shard, lone = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
     of_parts = replace(
         found,
         mesh=inner,
-        same_weights=shard,
+        same_weights=shard if inner.same_weights == inner.shard else group(inner.same_weights),
         shard=shard,
-        replicate=lone,
         gather=shard,
         across_gather=lone,
         access=apart(inner.shard, Channel.ACCESS),

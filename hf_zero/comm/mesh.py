@@ -189,12 +189,23 @@ class Mesh:
         world 4, 2 ranks along `expert`      rank 0 1 2 3
             shard of rank 0 here                  0   2          the same experts
             shard of rank 0 in this mesh          0 1 2 3        everything else
+
+        Where there are copies of the states, each has all parts.
+
+        Raises:
+            ValueError: groups of shards do not hold whole groups of parts.
         """
-        if all(each.weights != "mixed" for each in self.dimensions):
+        mixed = [each for each in self.dimensions if each.weights == "mixed"]
+        if not mixed:
             return None
+        ranks, parts = len(self.shard[0]), math.prod(len(each.groups[0]) for each in mixed)
+        for group in (group for each in mixed for group in each.groups):
+            shards = group_of(group[0], self.shard)
+            if not set(group) <= set(shards):
+                raise ValueError(f"ranks {group}, which hold all parts, are not among {shards}, which share the states")
         others = [each for each in self.dimensions if each.states is None]
         apart = [replace(each, weights="parts") if each.weights == "mixed" else each for each in others]
-        return Mesh.of(self.hosts, dimensions=apart)
+        return Mesh.of(self.hosts, ranks // parts if len(self.replicate[0]) > 1 else None, dimensions=apart)
 
     @property
     def same_weights(self) -> Partition:

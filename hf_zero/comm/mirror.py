@@ -139,6 +139,14 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
+def mesh_of_group(group: Any, name: str) -> Any:
+    """torch's device mesh of one dimension, over ranks that have a group already."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    kind = kind_of_backend(str(_torch.get_backend_config())) or "cpu"
+    return DeviceMesh.from_group(group, kind, mesh_dim_names=(name,))
+
+
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE and their kin from what mpirun or srun have set; nothing where they are set already."""
     set_rank_environment(os.environ, distributed_port)

@@ -49,6 +49,8 @@ ASKED_BY: dict[str, str] = {
     "optimizer.ZeroOneAdam": "one_bit",
     "service.tune": "autotuning",
     "service.measure": "autotuning",
+    "service.expert_size": "experts",
+    "service.spread_experts": "experts",
 }
 
 

@@ -5,7 +5,8 @@
     p = p * (1 - lr * weight_decay) - lr * O
 
 `orthogonal` is five Newton-Schulz steps of fifth order (Jordan et al. 2024, kellerjordan.github.io/posts/muon). It
-needs the whole matrix, so shards of U are gathered, and every rank makes orthogonal what it owns a part of.
+needs the whole matrix, so shards of U are gathered, and every rank makes orthogonal what it owns a part of. Where ranks
+hold parts of a matrix (tensor parallelism), those are gathered as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.comm.parts import HeldPart
+from hf_zero.layout import Piece
+from hf_zero.layout.cuts import Cut
 from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.elementwise import ElementwiseUpdater, LoneOptimizer, check_rates
 from hf_zero.optim.traits import Sees, Traits
@@ -47,6 +51,11 @@ def direction(update: Tensor) -> Tensor:
     matrix = update.flatten(1) if update.dim() == 4 else update
     rows, columns = matrix.shape[-2:]
     return (orthogonal(matrix) * math.sqrt(max(1.0, rows / columns))).view(update.shape)
+
+
+def is_independent(cut: Cut) -> bool:
+    """Whether parts of a tensor are made orthogonal as the whole would be: it is a batch, of which each has some."""
+    return len(cut.shape) == 3 and cut.dim == 0
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -107,7 +116,7 @@ class Muon(LoneOptimizer):
             assert peers is not None, "where a rank has whole tensors Muon runs as itself"
             return MuonUpdater(self, sub_groups, peers)
 
-        return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)
+        return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False, joins_parts=True)
 
 
 def muon_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -146,6 +155,9 @@ class MuonUpdater(Updater):
         self._peers = peers
         self._others = ElementwiseUpdater(optimizer, sub_groups, AdamFamily())
 
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["use_muon"] else self._others.state_names(group)
+
     def state_replaced(self) -> None:
         self._others.state_replaced()
 
@@ -177,12 +189,28 @@ class MuonUpdater(Updater):
             gradient = reduced.narrow(0, piece.in_shard, piece.numel).to(update.dtype) * gradients.scale
             part = momentum_update(buffer.narrow(0, piece.in_shard, piece.numel), gradient, group["momentum"])
             update.narrow(0, piece.in_shard, piece.numel).copy_(part)
-        whole = self._peers.gather_whole(sub_group, update)
-        lr = float(group["lr"])
-        for piece in used:
-            orthogonalised = direction(whole[piece.parameter]).reshape(-1)
-            part = sub_group.master.narrow(0, piece.in_shard, piece.numel)
-            part.mul_(1 - lr * group["weight_decay"])
-            part.sub_(orthogonalised.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
-            if sub_group.lp_param is not None:
-                sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(part)
+        held = self._peers.gather_whole(sub_group, update)
+        own, lr = {piece.parameter: piece for piece in used}, float(group["lr"])
+        for parameter in self._peers.members(sub_group):
+            part = self._joined_part(parameter)
+            # Ranks that hold the rest of a matrix are all asked for theirs, whoever owns what of it.
+            if parameter not in gradients.used or (parameter not in own and part is None):
+                continue
+            whole = held[parameter] if part is None else part.whole(held[parameter])
+            if parameter in own:
+                found = direction(whole) if part is None else part.of(direction(whole))
+                self._apply(sub_group, own[parameter], found.reshape(-1), lr, group["weight_decay"])
+
+    def _joined_part(self, parameter: int) -> HeldPart | None:
+        """What this rank holds of a matrix that has to be put together first; None: what it holds is enough."""
+        part = self._peers.part_of(parameter)
+        return None if part is None or is_independent(part.cut) else part
+
+    @staticmethod
+    def _apply(sub_group: SubGroup, piece: Piece, found: Tensor, lr: float, weight_decay: float) -> None:
+        """`found`: the direction of all that this rank holds of the parameter."""
+        master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
+        master.mul_(1 - lr * weight_decay)
+        master.sub_(found.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
+        if sub_group.lp_param is not None:
+            sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(master)

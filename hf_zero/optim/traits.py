@@ -201,6 +201,7 @@ class Traits:
         family: its elementwise rule, if it has one.
         highest_stage: the last stage at which it works.
         serves_whole_buckets: whether `make` is also right where a rank owns whole buckets.
+        joins_parts: whether `make` is also right where a rank holds parts of parameters, and other ranks the rest.
         unmet: what it needs and a sharded step does not have.
     """
 
@@ -209,6 +210,7 @@ class Traits:
     family: Family | None = None
     highest_stage: int = 3
     serves_whole_buckets: bool = True
+    joins_parts: bool = False
     unmet: str | None = None
 
     @property

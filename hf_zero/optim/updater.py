@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
+from hf_zero.comm.parts import HeldPart
 from hf_zero.layout import Bucket, Interval
 from hf_zero.offload.sub_group import MasterTensor, SubGroup
 from hf_zero.optim.stager import StateForm, StateStager
@@ -67,6 +68,8 @@ class Peers:
             (a new tensor); what nobody gives is zero.
         members: the parameters that have a part in a sub-group on any rank, in the order in which they lie.
         spread: of every parameter, in the order of the layout.
+        part_of: what this rank holds of a parameter of which other ranks hold the rest; None: all of it. What
+            `gather_whole` gives is that part.
     """
 
     rank: int
@@ -76,6 +79,7 @@ class Peers:
     scatter_whole: Callable[[SubGroup, Mapping[int, Tensor]], Tensor]
     members: Callable[[SubGroup], Sequence[int]]
     spread: Callable[[], Sequence[Spread]]
+    part_of: Callable[[int], HeldPart | None] = lambda parameter: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ MEANT = {
     "--dtype": "--precision",
     "--tp": "--tensor-parallel",
     "--sp": "--sequence-parallel",
+    "--ep": "--expert-parallel",
     "--lora": "--lora-rank",
     "--output": "--write",
 }
@@ -123,6 +124,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="ranks that hold parts of the same sequences (1; of --longest a host's, as heads divide)",
+    )
+    training.add_argument(
+        "--expert-parallel", type=int, default=1, metavar="N", help="ranks that hold all experts between them (1)"
     )
     training.add_argument(
         "--config", metavar="DS.JSON", help="yours: what it says goes before the above, and it gets a row of its own"

@@ -6,9 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hf_zero.config import ConfigDict, ConfigError, Resolved, TrainingView, Views, examine, load_config, resolve
+from hf_zero.config import (
+    ConfigDict,
+    ConfigError,
+    Problem,
+    Resolved,
+    TrainingView,
+    Views,
+    examine,
+    load_config,
+    resolve,
+)
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.checks import model_dtype
+from hf_zero.config.extras import service
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 from hf_zero.config.sources import is_auto
 from hf_zero.planning.model import PlannedModel
@@ -84,6 +95,7 @@ class Training:
         nvme_path: None: no drive is used.
         tensor_parallel: ranks that hold parts of the same matrices.
         sequence_parallel: ranks that hold parts of the same sequences.
+        expert_parallel: ranks that hold all experts between them.
     """
 
     length: int = 2048
@@ -96,6 +108,7 @@ class Training:
     clip: float = 1.0
     tensor_parallel: int = 1
     sequence_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def tokens(self) -> int:
@@ -111,6 +124,11 @@ class Training:
     def neighbours(self) -> int:
         """Ranks that see the same samples: consecutive ones. (Not both are more than one.)"""
         return self.tensor_parallel * self.sequence_parallel
+
+    @property
+    def exchanging(self) -> int:
+        """Ranks that send each other activations in every layer: consecutive ones."""
+        return max(self.neighbours, self.expert_parallel)
 
     def data_ranks(self, ranks: int) -> int:
         """Of `ranks`, as many as see different samples."""
@@ -196,6 +214,8 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
         config["optimizer"] = {"type": training.optimizer, "params": {"lr": "auto"}}
     config |= {"tensor_parallel": {"autotp_size": training.tensor_parallel}} if training.tensor_parallel > 1 else {}
     config |= {"sequence_parallel_size": training.sequence_parallel} if training.sequence_parallel > 1 else {}
+    if training.expert_parallel > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": training.expert_parallel}
     keys = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
     return config | dict.fromkeys(keys.split(), "auto")
 
@@ -212,9 +232,16 @@ def resolved(config: dict[str, Any], training: Training, model: PlannedModel, ra
 def check_sizes(training: Training, ranks: int) -> None:
     """
     Raises:
-        ConfigError: ranks cannot share matrices or sequences like that, as engines have it.
+        ConfigError: ranks cannot share matrices, sequences or experts like that, as engines have it.
     """
-    resolve(ds_config(PREFERRED[0], training), training.view(), world_size=ranks)
+    experts = training.expert_parallel
+    resolve(ds_config(PREFERRED[min(1, experts - 1)], training), training.view(), world_size=ranks)
+    if ranks % experts:
+        rule = f"world size = data ranks x expert_parallel.autoep_size does not hold: {ranks} != n x {experts}"
+        raise ConfigError(Problem("--expert-parallel", experts, rule, "give a divisor of the ranks"))
+    if experts > 1 and training.sequence_parallel > 1:
+        rule = "messages of experts and of sequences go through different groups, and a plan counts those of one"
+        raise ConfigError(Problem("--expert-parallel", experts, rule, "plan with one of the two"))
 
 
 # A ds.json of the user's
@@ -248,6 +275,9 @@ def training_of(config: ConfigDict, training: Training, ranks: int) -> Training:
         clip=examined.config.gradient_clipping if clips else training.clip,
         sequence_parallel=examined.sequence_size,
         tensor_parallel=examined.tensor_size,
+        expert_parallel=service("expert_size")(examined.config)
+        if "expert_parallel" in config
+        else training.expert_parallel,
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, resolve
+from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, Problem, resolve
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
@@ -94,14 +94,15 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     """Estimate all candidates and choose.
 
     Args:
-        model: cut for `training.tensor_parallel` ranks.
+        model: cut for `training.tensor_parallel` ranks, its experts spread over `training.expert_parallel`.
         given: a ds.json of the user's, with which `training` agrees.
 
     Raises:
         ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
             cannot share the model's sequences.
     """
-    assert model.tensor_size == training.tensor_parallel, "the model of another plan"
+    sizes = training.tensor_parallel, training.expert_parallel
+    assert (model.tensor_size, model.expert_size) == sizes, "the model of another plan"
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     traces: dict[bool, Trace] = {}
@@ -125,8 +126,26 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
     yours = () if given is None else tuple(given_estimates(model, hardware, training, given, size))
+    notes += [_of_experts(model, hardware, training, traces)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
     return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
+
+
+def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, Trace]) -> str:
+    """What tokens on their way to experts cost, beside what stage 3 would send in their place."""
+    tokens, size = training.micro_batch * training.local_length, model.dtype.itemsize
+    sent = [
+        f"{Traffic.of(_exchanges(hardware, training, seen)).total / tokens:,.0f}"
+        + " with checkpointing" * checkpointing
+        for checkpointing, seen in traces.items()
+    ]
+    whole, trained = (numel * model.expert_size for numel in model.apart)
+    sizes = Sizes(gathered=whole, trained=trained, weight_bytes=size, gradient_bytes=size)
+    plain = Traffic.of(traffic_of(sizes, Wiring(ranks=hardware.ranks, per_host=hardware.per_host))).total
+    return (
+        f"experts over {model.expert_size} ranks, evenly routed: per token {' or '.join(sent)} bytes leave a rank in a "
+        f"forward and a backward, in place of {plain / tokens:,.0f} of stage 3's gathers and reductions of all experts"
+    )
 
 
 def given_estimates(
@@ -212,6 +231,10 @@ def _estimated(
 ) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
     """What an `Estimate` has beside candidate and config."""
     setting = setting_of(answers, size, hardware)
+    if setting.shard_ranks % model.expert_size:
+        equation = f"{setting.shard_ranks} != n x {model.expert_size}"
+        rule = f"ranks per shard group = n x ranks along expert does not hold: {equation}"
+        raise ConfigError(Problem("--expert-parallel", model.expert_size, rule, "give a divisor of the shard group"))
     memory = rank_memory(model, setting, seen)
     on_host = answers.section(ActivationCheckpointing).cpu_checkpointing
     if checkpointing and on_host and hardware.separate:
@@ -230,16 +253,17 @@ def kept_by_layers(model: PlannedModel, training: Training) -> int:
 
 
 def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
-    """Activations, among ranks that hold parts of the same matrices or sequences."""
-    return exchanges_of(seen.messages, group=training.neighbours, per_host=hardware.per_host, accumulation=accumulation)
+    """Activations, among ranks that hold parts of the same matrices or sequences, or experts of the same layers."""
+    return exchanges_of(seen.messages, group=training.exchanging, per_host=hardware.per_host, accumulation=accumulation)
 
 
 def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> list[Transfer]:
-    size, whole = model.dtype.itemsize, model.num_parameters
+    size, (apart, trained_apart) = model.dtype.itemsize, model.apart
+    rest = model.num_parameters - apart
     sizes = Sizes(
-        gathered=whole,
-        trained=model.num_trained,
-        kept=min(whole, answers.zero.keys.stage3_max_live_parameters),
+        gathered=rest,
+        trained=model.num_trained - trained_apart,
+        kept=min(rest, answers.zero.keys.stage3_max_live_parameters),
         weight_bytes=size,
         gradient_bytes=size,
     )
@@ -255,7 +279,15 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         gradient_bits=answers.zero.gradient_bits,
         hops=2 if answers.zero.hops == 2 else 1,
     )
-    return traffic_of(sizes, wiring)
+    found = traffic_of(sizes, wiring)
+    if apart:  # gradients travel among ranks with the same experts, which are so many places apart
+        stays = answers.zero.stage == 3
+        experts = replace(sizes, gathered=0, kept=0, trained=0 if stays else trained_apart)
+        ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, model.expert_size)
+        shard = wiring.shard // model.expert_size if wiring.shard is not None else None
+        alike = replace(wiring, ranks=ranks, per_host=per_host, shard=shard, second_shard=1, gradient_bits=None)
+        found += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
+    return found
 
 
 def setting_of(answers: Resolved, size: OptimizerSize, hardware: Hardware) -> Setting:
@@ -282,7 +314,8 @@ def _step(
     zero, shard = answers.zero, shard_ranks(answers, hardware)
     optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None
     tokens, machine = training.micro_batch * training.local_length, hardware.machine()
-    shape = Shape(model.name, model.num_parameters, max(1, model.layers), flops=seen.forward_flops / tokens)
+    flops, (apart, _) = seen.forward_flops / tokens, model.apart
+    shape = Shape(model.name, model.num_parameters - apart, max(1, model.layers), flops=flops, apart=apart)
     exchange = {"forward": 0.0, "backward": 0.0}
     for each in _exchanges(hardware, training, seen):
         exchange[each.phase] += exchange_seconds(machine, each.operation, each.within, each.across)
@@ -300,6 +333,7 @@ def _step(
         shard=shard,
         second_shard=second_shard(answers, hardware),
         tensor=training.tensor_parallel,
+        experts=training.expert_parallel,
         exchange=(exchange["forward"], exchange["backward"]),
         gathers=zero.keys,
         agreement=_agreement(answers, hardware),

@@ -75,7 +75,8 @@ def _longest(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training, ConfigDict | None]:
     """Model, machine, training and ds.json of the arguments."""
-    least = dict.fromkeys(("seq_length", "micro_batch", "accumulation", "tensor_parallel", "sequence_parallel"), 1)
+    names = "seq_length micro_batch accumulation tensor_parallel sequence_parallel expert_parallel"
+    least = dict.fromkeys(names.split(), 1)
     for key, smallest in (least | {"lora_rank": 0, "measure": 0}).items():
         value = getattr(arguments, key)
         if value is not None and value < smallest:
@@ -91,6 +92,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
         nvme_path=arguments.nvme_path,
         tensor_parallel=arguments.tensor_parallel,
         sequence_parallel=arguments.sequence_parallel or 1,
+        expert_parallel=arguments.expert_parallel,
     )
     machine = hardware(vars(arguments))
     given = None if arguments.config is None else load_config(arguments.config)
@@ -99,7 +101,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
     check_sizes(training, machine.ranks)
     if arguments.calibrate:
         machine = calibrated(machine, training.precision)
-    model = load_model(arguments.model, training.precision, arguments.lora_rank, training.tensor_parallel)
+    sizes = training.tensor_parallel, training.expert_parallel
+    model = load_model(arguments.model, training.precision, arguments.lora_rank, *sizes)
     return model, machine, training, given
 
 

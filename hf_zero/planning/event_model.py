@@ -72,12 +72,14 @@ class Shape:
 
     Attributes:
         flops: of one token's forward, where it is known better than as two for each parameter.
+        apart: parameters besides, this rank's experts, which are sharded over the ranks that hold the same.
     """
 
     name: str
     parameters: float
     units: int
     flops: float | None = None
+    apart: float = 0.0
 
 
 @cache
@@ -109,6 +111,7 @@ class Setup:
     shard: int | None = None  # ranks that share the states, on one host; None: all
     second_shard: int = 1  # of stage 3: ranks of a host that gather around use (hpZ); 1: all that share the states
     tensor: int = 1  # consecutive ranks that hold parts of the same matrices; the others share the states
+    experts: int = 1  # consecutive ranks that hold all experts between them
     exchange: tuple[float, float] = (0.0, 0.0)  # seconds of a forward and of a backward in which activations travel
     gathers: Zero = field(default_factory=default_gathers)
     agreement: Literal["plan", "memory", "messages"] = "plan"
@@ -231,31 +234,34 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     lane = machine.gpus // setup.tensor
     ranks = min(setup.shard or lane, lane)
     owned = numel / ranks if setup.stage else numel
-    updated = owned * setup.trained
+    kept, kept_ranks = shape.apart / shape.units, max(1, ranks // setup.experts)
+    kept_once = _exchange(machine, 2 * kept, kept_ranks, setup.experts)
+    updated = (owned + kept / kept_ranks) * setup.trained
     once = _exchange(machine, 2 * numel, ranks, setup.tensor)
     reduce = once * (2 if setup.stage == 0 else 1)
     if ranks < lane:  # what the shards' ranks have summed is summed over the copies of each shard
         copies = lane / ranks
-        reduce += 2 * 2 * owned * (copies - 1) / copies / min(machine.link, machine.network)
+        reduce += 2 * 2 * (owned + kept / kept_ranks) * (copies - 1) / copies / min(machine.link, machine.network)
     around_use, updated_rows, gathering = once, 0.0, ranks
     if setup.stage == 3 and 1 < setup.second_shard < ranks:  # what they keep between them they get after an update
         gathering, groups = setup.second_shard, ranks / setup.second_shard
         around_use = _exchange(machine, 2 * numel, setup.second_shard, setup.tensor)
         updated_rows = 2 * numel / setup.second_shard * (groups - 1) / groups / min(machine.link, machine.network)
+    reduce += kept_once
+    updated_rows += kept_once if setup.stage == 3 else 0.0  # they stay gathered
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
-    moved = 2 * owned / machine.host_link
     states = STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0
     return _Seconds(
         forward=forward,
         backward=forward * (1 + setup.trained + setup.recomputes),
         gather=around_use if setup.stage == 3 else 0.0,
         reduce=reduce * setup.trained,
-        bring=moved if setup.offload_parameters else 0.0,
-        take=moved * setup.trained if setup.offload_optimizer else 0.0,
+        bring=2 * owned / machine.host_link if setup.offload_parameters else 0.0,
+        take=2 * updated / machine.host_link if setup.offload_optimizer else 0.0,
         host_update=UPDATE_BYTES * updated / machine.host_memory if setup.offload_optimizer else 0.0,
         update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
-        gather_updated=once if setup.stage in (1, 2) else updated_rows * setup.trained,
+        gather_updated=once + kept_once if setup.stage in (1, 2) else updated_rows * setup.trained,
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
         read_states=states,
         write_states=states,

@@ -34,7 +34,7 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, GRADIENT_BUFFERS
 from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.gathered_modules import assign_units
-from hf_zero.planning.model import PlannedModel
+from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import Trace
 from hf_zero.precision import Precision, precision_from
 
@@ -167,7 +167,7 @@ def plan_units(
     everything = list(model.module.parameters())
     stays = stay_gathered(
         [parameter.numel() for parameter in everything],
-        [False] * len(everything),
+        [is_apart(parameter) for parameter in everything],
         largest=policy.stage3_param_persistence_threshold,
         budget=policy.stage3_model_persistence_threshold,
     )
@@ -176,11 +176,11 @@ def plan_units(
     unit_of: dict[int, int] = {}
     for _, members in assign_units(model.gathered_modules):
         chosen = [parameter for parameter in members if id(parameter) not in persistent]
-        unit = _unit(chosen, spec_of, specs, world)
+        unit = _unit(chosen, spec_of, specs, (world, model.expert_size))
         if unit.parts:
             unit_of.update({id(parameter): len(units) for parameter in chosen})
             units.append(unit)
-    rest = _unit([p for p in everything if id(p) in persistent], spec_of, specs, world)
+    rest = _unit([p for p in everything if id(p) in persistent], spec_of, specs, (world, model.expert_size))
     uses = _uses(model, units, unit_of)
     plan = plan_gathers(
         [use for _, use in uses],
@@ -197,14 +197,19 @@ def plan_units(
 
 
 def _unit(
-    members: Sequence[nn.Parameter], spec_of: dict[int, int], specs: Sequence[ParameterSpec], world: int
+    members: Sequence[nn.Parameter],
+    spec_of: dict[int, int],
+    specs: Sequence[ParameterSpec],
+    sizes: tuple[int, int],
 ) -> PlannedUnit:
-    by_dtype: dict[str, list[nn.Parameter]] = {}
+    """`sizes`: ranks that share states, and those that hold all experts between them."""
+    alike: dict[tuple[str, int], list[nn.Parameter]] = {}
     for parameter in members:
         if parameter.is_floating_point() and parameter.numel():
-            by_dtype.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(parameter)
+            world = sizes[0] // sizes[1] if is_apart(parameter) else sizes[0]
+            alike.setdefault((str(parameter.dtype).removeprefix("torch."), world), []).append(parameter)
     parts = []
-    for dtype, chosen in by_dtype.items():
+    for (dtype, world), chosen in alike.items():
         groups = [specs[spec_of[id(p)]].group if id(p) in spec_of else None for p in chosen]
         laid = [MemberSpec(index, p.numel(), group) for index, (p, group) in enumerate(zip(chosen, groups))]
         parts.append((lay_rows(laid, world=world, dtype=dtype, full_align=ALIGN_NUMEL), tuple(chosen)))
@@ -339,10 +344,20 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemo
     return ledger.result(setting)
 
 
-def trained_specs(module: nn.Module) -> list[ParameterSpec]:
-    """As the engine has them under Trainer: two groups, of which the second (biases, norms) is not decayed."""
+def trained_specs(module: nn.Module, ranks_with_same: int = 0) -> list[ParameterSpec]:
+    """As the engine has them under Trainer: two groups, of which the second (biases, norms) is not decayed.
+
+    Args:
+        ranks_with_same: that hold the same experts, where these are spread over ranks.
+    """
     return [
-        ParameterSpec(name, parameter.numel(), int(parameter.dim() < 2), str(parameter.dtype).removeprefix("torch."))
+        ParameterSpec(
+            name,
+            parameter.numel(),
+            int(parameter.dim() < 2),
+            str(parameter.dtype).removeprefix("torch."),
+            world=ranks_with_same if is_apart(parameter) else 0,
+        )
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
@@ -357,21 +372,21 @@ def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, Planned
 
 @lru_cache(maxsize=4)  # many candidates of one model have the same
 def _unit_layout(model: PlannedModel, ranks: int, policy: Zero, looks_far: bool) -> tuple[FlatLayout, PlannedUnits]:
-    specs = _specs(model)
+    specs = _specs(model, ranks)
     units = plan_units(model, specs, ranks, policy, looks_far=looks_far)
     return FlatLayout(specs, units.buckets, ranks), units
 
 
 @lru_cache(maxsize=4)
 def _flat_layout(model: PlannedModel, ranks: int, bucket_numel: int) -> FlatLayout:
-    specs = _specs(model)
+    specs = _specs(model, ranks)
     numel = effective_bucket_numel(sum(spec.numel for spec in specs), bucket_numel)
     return plan_layout(specs, world=ranks, bucket_numel=numel)
 
 
 @lru_cache(maxsize=4)
-def _specs(model: PlannedModel) -> tuple[ParameterSpec, ...]:
-    return tuple(trained_specs(model.module))
+def _specs(model: PlannedModel, ranks: int) -> tuple[ParameterSpec, ...]:
+    return tuple(trained_specs(model.module, ranks // model.expert_size))
 
 
 class _Ledger:

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import ConfigError, ModelView, Problem
+from hf_zero.config.extras import service
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
@@ -151,6 +152,7 @@ class PlannedModel:
         lora_rank: 0 where all parameters are trained.
         notes: what was assumed.
         tensor_size: ranks that hold parts of the same matrices; `module` is the first one's part, the largest.
+        expert_size: ranks that hold all experts between them; `module` has those of the first one.
     """
 
     name: str
@@ -161,6 +163,7 @@ class PlannedModel:
     lora_rank: int = 0
     notes: tuple[str, ...] = field(default=())
     tensor_size: int = 1
+    expert_size: int = 1
 
     @cached_property
     def whole(self) -> tuple[int, int]:
@@ -176,6 +179,12 @@ class PlannedModel:
     @cached_property
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+
+    @cached_property
+    def apart(self) -> tuple[int, int]:
+        """(parameters, trained ones) whose states are sharded over the ranks that hold the same: experts over ranks."""
+        numels = [(p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p)]
+        return sum(numel for numel, _ in numels), sum(numel for numel, is_trained in numels if is_trained)
 
     @cached_property
     def num_frozen_bytes(self) -> int:
@@ -228,25 +237,27 @@ class PlannedModel:
         Raises:
             ConfigError: it cannot be cut like that.
         """
-        module = _build(self.config, self.dtype, self.lora_rank, tensor_size)
+        module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size)
         return replace(
             self, module=module, gathered_modules=tuple(find_gathered_modules(module)), tensor_size=tensor_size
         )
 
 
-def load_model(source: str, precision: str = "bf16", lora_rank: int = 0, tensor_size: int = 1) -> PlannedModel:
+def load_model(
+    source: str, precision: str = "bf16", lora_rank: int = 0, tensor_size: int = 1, expert_size: int = 1
+) -> PlannedModel:
     """From a folder, a config.json, a hub name (its config.json from the cache if it is there), or a number of
     parameters (`7e9`, `70b`), which means a Llama of about that size.
 
     Raises:
         ConfigError: for a source that is none of these, or a model that cannot be built from its config or cut for
-            `tensor_size` ranks.
+            `tensor_size` ranks, or its experts spread over `expert_size`.
     """
     count = count_of(source)
     try:
         with collector_off():
             config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
-            module = _build(config, _DTYPES[precision], lora_rank, tensor_size)
+            module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size)
     except ConfigError:
         raise
     except ImportError as error:
@@ -255,7 +266,14 @@ def load_model(source: str, precision: str = "bf16", lora_rank: int = 0, tensor_
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     gathered = tuple(find_gathered_modules(module))
-    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes), tensor_size)
+    sizes = tensor_size, expert_size
+    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes), *sizes)
+
+
+def is_apart(parameter: nn.Parameter) -> bool:
+    """Whether its states have groups of ranks of their own."""
+    part = held_part(parameter)
+    return part is not None and part.is_mixed
 
 
 def trace(
@@ -375,10 +393,10 @@ def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
     return _with_lora(model, lora_rank) if lora_rank else model
 
 
-def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int) -> nn.Module:
+def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int) -> nn.Module:
     """
     Raises:
-        ConfigError: it cannot be cut for `tensor_size` ranks.
+        ConfigError: it cannot be cut for `tensor_size` ranks, or its experts not spread over `expert_size`.
     """
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -389,6 +407,13 @@ def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int) ->
     except ValueError as error:
         fix = "give another number, or leave it out: stage 3 shards the same matrices"
         raise ConfigError(Problem("--tensor-parallel", tensor_size, str(error), fix)) from None
+    try:
+        if expert_size > 1:
+            service("spread_experts")(model, AbsentRanks(expert_size), torch.device("meta"))
+    except ValueError as error:
+        raise ConfigError(
+            Problem("--expert-parallel", expert_size, str(error), "give another, or leave it out")
+        ) from None
     return model
 
 
@@ -406,7 +431,8 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 def _fresh(model: PlannedModel) -> nn.Module:
     """One whose checkpointing is switched as wanted, whatever another trace has done."""
-    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, model.tensor_size)
+    sizes = model.tensor_size, model.expert_size
+    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes)
 
 
 def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
@@ -418,7 +444,7 @@ def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
         raise NotAlike("layers of several kinds")
     if kinds:
         text.layer_types = list(kinds[:layers])
-    return _build(config, model.dtype, model.lora_rank, model.tensor_size)
+    return _build(config, model.dtype, model.lora_rank, model.tensor_size, model.expert_size)
 
 
 def _layer_prefix(model: nn.Module) -> str:

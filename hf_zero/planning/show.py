@@ -117,7 +117,7 @@ def _other_ranks(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: bool
                 best = Remedy(f"sequence_parallel_size {size}", _device_bytes(shared, candidate, tiling, on_host))
     if best is not None:
         yield best
-    if training.sequence_parallel > 1:
+    if training.sequence_parallel > 1 or training.expert_parallel > 1:
         return
     for size in range(training.tensor_parallel + 1, hardware.per_host + 1):
         if hardware.per_host % size:
@@ -212,6 +212,7 @@ def title(plan: Plan) -> str:
     total, num_trained = model.whole
     trained = "" if num_trained == total else f" ({num_trained / 1e6:,.1f}M trained)"
     parts = f" in {model.tensor_size} parts" if model.tensor_size > 1 else ""
+    parts += f", experts over {model.expert_size} ranks" if model.expert_size > 1 else ""
     shared = {"tensor group": training.tensor_parallel, "sequence group": training.sequence_parallel}
     per = next((f"{kind} of {size} ranks" for kind, size in shared.items() if size > 1), "rank")
     return (
@@ -287,6 +288,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "optimizer": training.optimizer,
             "tensor_parallel": training.tensor_parallel,
             "sequence_parallel": training.sequence_parallel,
+            "expert_parallel": training.expert_parallel,
             "data_ranks": training.data_ranks(hardware.ranks),
         },
         "yours": [_as_dict(each, plan) for each in plan.yours],

@@ -8,9 +8,9 @@ what stages and offload keep at the same time.
 Attention is counted as fused kernels have it, which keep their inputs, their output and one number per row; on a CPU
 with dropout, for which torch has none there, as it is. Experts are counted as one product of all chosen rows.
 
-A model that is cut for several ranks (`hf_zero.tensor`) runs as the first of them: the others are `AbsentRanks`, whose
-messages move nothing and are written down. Ranks that share a sequence each see a part of it; around attention their
-messages (`Ulysses`) are counted, not made.
+A model that is cut for several ranks (`hf_zero.tensor`, experts over ranks) runs as the first of them: the others are
+`AbsentRanks`, whose messages move nothing and are written down; tokens are routed evenly. Ranks that share a sequence
+each see a part of it; around attention their messages (`Ulysses`) are counted, not made.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Segment:
         name: of the module or the parameter.
         peak: bytes that lived at most, parameters, buffers and complete gradients left out.
         flops: of matrix products and attention.
-        sent: (operation, bytes) of messages to ranks that hold other parts of matrices or sequences.
+        sent: (operation, bytes) of messages to ranks that hold other parts of matrices or sequences, or other experts.
     """
 
     event: Kind
@@ -82,6 +82,9 @@ class AbsentRanks(LoneCollectives):
     def all_gather(self, flat: Tensor) -> Pending:
         self.sent["all_gather"] += num_bytes(flat)
         return Pending()
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        self.sent["all_to_all"] += sum(map(num_bytes, sent))
 
 
 def messages_of(model: nn.Module) -> Counter[str]:

@@ -19,6 +19,7 @@ from hf_zero.sequence.forwards import MARK, after_forward, before_forward, insta
 from hf_zero.sequence.layer import HEADS, POSITIONS, exchange, gather
 from hf_zero.sequence.shared import (
     MODULES,
+    RUNNING,
     Shared,
     check_heads,
     copies_of_key_heads,
@@ -127,7 +128,7 @@ def _around(core: Callable[..., Any]) -> Callable[..., Any]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **more: Any
     ) -> Any:
         shared = MODULES.get(module)
-        if shared is None or not shared.is_on(module):
+        if shared is None or not (shared.is_on(module) or RUNNING.sight is not None):
             return core(module, query, key, value, attention_mask, *args, **more)
         return _attend(core, shared.group, module, query, key, value, attention_mask, *args, **more)
 

@@ -30,7 +30,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
     RUNNING.sights.append(None)
     if shared is None or seen is None:
         return None
-    if not shared.is_on(model):
+    # A script that never calls train() trains what from_pretrained has left in eval mode: gradients tell the two apart.
+    if not shared.is_on(model) and not (is_part(seen) and torch.is_grad_enabled()):
         _check_whole(shared, seen)
         return None
     # Of the class: programs put forwards of their own into models, which take anything.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives, ParallelGroups
+from hf_zero.comm import Collectives, LoneCollectives, ParallelGroups
+from hf_zero.comm.parts import held_part
 from hf_zero.config import ZeroPolicy
+from hf_zero.config.extras import optimizer_type
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.grads.sparse_rows import parameters_of_embeddings
@@ -41,11 +43,21 @@ if TYPE_CHECKING:
 # What an optimizer may ask of the other ranks in the middle of its step.
 
 
-def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
-    """Sums of small tensors, and whole tensors out of shards."""
+def peers_of(
+    store: ParameterStore, collectives: Collectives, group_of: Callable[[Tensor], Collectives] | None = None
+) -> Peers:
+    """Sums of small tensors, and whole tensors out of shards.
+
+    Args:
+        collectives: the ranks that hold shards of the same states; this one alone where each owns whole buckets.
+        group_of: those of a parameter, where they are not always the same.
+    """
+
+    def ranks_of(sub_group: SubGroup) -> Collectives:
+        return collectives if group_of is None else group_of(store.buckets[sub_group.bucket].parameters[0])
 
     def gather_whole(sub_group: SubGroup, values: Tensor) -> dict[int, Tensor]:
-        length = values.numel()
+        collectives, length = ranks_of(sub_group), values.numel()
         everyone = torch.empty(collectives.size * length, dtype=values.dtype, device=store.device)
         everyone.narrow(0, collectives.rank * length, length).copy_(values)
         collectives.all_gather(everyone).wait()
@@ -58,7 +70,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
             values.copy_(travelling)
 
     def scatter_whole(sub_group: SubGroup, wholes: Mapping[int, Tensor]) -> Tensor:
-        length, dtype = sub_group.part.numel, sub_group.master.dtype
+        collectives, length, dtype = ranks_of(sub_group), sub_group.part.numel, sub_group.master.dtype
         everyone = torch.zeros(collectives.size * length, dtype=dtype, device=store.device)
         for slot, place in _places(store, sub_group, everyone):
             if slot.parameter in wholes:
@@ -76,6 +88,7 @@ def peers_of(store: ParameterStore, collectives: Collectives) -> Peers:
         scatter_whole=scatter_whole,
         members=lambda sub_group: [slot.parameter for slot in _slots(store, sub_group)],
         spread=lambda: spread_of(store),
+        part_of=lambda parameter: held_part(store.parameters[parameter]),
     )
 
 
@@ -243,7 +256,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
     # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.
     wants_flat = plan.zero.optimizer_sees == "flat_shards" and plan.zero.stage > 0 and traits.sees is Sees.FLAT_SHARDS
-    whole_tensors = not sharding.shards_optimizer and traits.keeps_shapes and not wants_flat
+    asks_peers = sharding.shards_optimizer or (plan.groups.holds_parts and traits.joins_parts)
+    whole_tensors = not asks_peers and traits.keeps_shapes and not wants_flat
     cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
     placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
@@ -268,7 +282,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     suit_precision(optimizer, plan.precision)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
-    peers = _peers(store, shard) if sharding.shards_optimizer else None
+    peers = _peers(store, plan.groups, sharding) if asks_peers else None
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
         updater.rounds_stochastically = plan.precision.rounds_stochastically
@@ -292,13 +306,20 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:
-    """Raise ValueError for an optimizer that asks all ranks, where not all hold shards of the same parameters."""
-    if groups.of_parts is not None and not traits.cuts:
-        raise ValueError(
-            f"{type(optimizer).__name__} works on {traits.sees.value}, and with expert parallelism ranks hold shards "
-            "of different parameters: take an optimizer that updates one element at a time (AdamW), or remove "
-            "expert_parallel"
-        )
+    """Raise ValueError for an optimizer that looks at more than ranks hold, where they hold parts of tensors."""
+    if not groups.holds_parts or traits.cuts or traits.joins_parts:
+        return
+    name, kind = type(optimizer).__name__, optimizer_type(type(optimizer).__name__)
+    if groups.of_parts is not None:
+        section, why = "expert_parallel", "ranks hold shards of different parameters"
+    elif traits.sees is not Sees.BUCKETS or (kind is not None and kind.whole_tensors):
+        section, why = "tensor parallelism", "a rank holds parts of matrices, which only Muon puts together"
+    else:
+        return
+    raise ValueError(
+        f"{name} works on {traits.sees.value}, and with {section} {why}: take an optimizer that updates one element at "
+        f'a time (AdamW), or "Muon" in ds.json\'s optimizer section, or remove {section}'
+    )
 
 
 def _sparse(module: nn.Module, plan: Plan) -> set[int]:
@@ -312,9 +333,27 @@ def _sparse(module: nn.Module, plan: Plan) -> set[int]:
     return sparse
 
 
-def _peers(store: ParameterStore, shard: Collectives) -> Peers:
+def _peers(store: ParameterStore, groups: ParallelGroups, sharding: Sharding) -> Peers:
+    """Collective where ranks hold parts."""
+    if groups.holds_parts:
+        _check_order(store, groups)
+    if not sharding.shards_optimizer:
+        return peers_of(store, LoneCollectives(groups.shard.ranks[groups.shard.rank]))
+    if groups.of_parts is None:
+        return peers_of(store, groups.shard)
+    return peers_of(store, groups.shard, lambda parameter: groups.of(parameter).shard)
 
-    return peers_of(store, shard)
+
+def _check_order(store: ParameterStore, groups: ParallelGroups) -> None:
+    """Raise ValueError, on all ranks, where those that hold parts of the same tensors would update them in another
+    order and wait for each other: a bucket has room for more of the smaller parts."""
+    order = [[slot.parameter for slot in bucket.bucket.slots] for bucket in store.buckets]
+    if any(theirs != order for theirs in groups.world.gather_objects(order)):
+        raise ValueError(
+            "parts of tensors differ so much in size between ranks that these lie in different buckets, and an "
+            "optimizer of whole tensors would not meet: take a size that divides heads and widths, or raise "
+            "zero_optimization.reduce_bucket_size"
+        )
 
 
 def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:

@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_zero
 from hf_zero.api import gathered_parameters
+from hf_zero.api.zero_init import Init
 from hf_zero.comm import ledger
-from tests.support.memory import live_bytes
+from tests.support.memory import anonymous_memory, live_bytes
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
 
@@ -83,6 +85,32 @@ def test_weights_come_whole_one_after_the_other(stage: int) -> None:
             assert num_bytes == whole // WORLD  # the other rank's half of each
         else:
             assert risen == num_bytes == 0
+
+
+def run_large(rank: int) -> tuple[int, int, int, int]:
+    """(parameters, bytes of the largest, how far tensors rose, how far anonymous memory rose) while all are given."""
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+    config = LlamaConfig(vocab_size=32000, tie_word_embeddings=True, use_cache=False, **shape)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    with Init(config_dict_or_path=settings):
+        model = LlamaForCausalLM(config)
+    engine = hf_zero.initialize(model=model, config=settings)[0]
+    rest, most, numel, largest = live_bytes(), 0, 0, 0
+    with anonymous_memory() as watched:
+        for name, values in hf_zero.gathered_weights(engine):
+            most = max(most, live_bytes())
+            if name != "lm_head.weight":
+                numel, largest = numel + values.numel(), max(largest, values.nbytes)
+    return numel, largest, most - rest, watched.grown
+
+
+@pytest.mark.slow
+def test_a_model_of_110_million_rises_by_one_parameter() -> None:
+    for numel, largest, risen, grown in run_ranks(run_large, WORLD, timeout_s=250):
+        assert 109e6 < numel < 111e6
+        assert 0 < risen <= 1.05 * largest
+        assert grown <= 1.05 * largest
 
 
 def run_adapted(rank: int, kind: str) -> tuple[list[str], float, int]:

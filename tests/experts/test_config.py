@@ -22,17 +22,13 @@ def _resolved(section: dict[str, Any], world: int = 4, **more: Any) -> Any:
     return resolve({**BASE, "expert_parallel": section, **more}, world_size=world)
 
 
-def _zero(**keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 3, **keys}}
-
-
 @pytest.mark.parametrize(
     ("more", "named"),
     [
         ({"zero_optimization": {"stage": 0}}, "stage 0"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
-        ({"hf_zero": {"shard_group": 2}}, "hybrid sharding"),
-        (_zero(mics_shard_size=2), "hybrid sharding"),
+        ({"hf_zero": {"shard_group": 1}}, "a shard group of 1: .* 1 != n x 2"),
+        ({"hf_zero": {"shard_group": 2}, "sequence_parallel_size": 2}, "a shard group of 2: .* 2 != n x 4"),
     ],
 )
 def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) -> None:
@@ -86,15 +82,26 @@ class _Plain(nn.Module):
         self.layer = nn.Linear(2, 2)
 
 
+def test_copies_of_states_each_have_all_parts() -> None:
+    expert = Dimension(name="expert", groups=consecutive(range(8), 2), samples="own", weights="mixed")
+    mesh = Mesh.of(Hosts.one(8), 4, dimensions=[expert])
+    inner = mesh.of_parts()
+    assert inner is not None and inner.shard == ((0, 2), (4, 6), (1, 3), (5, 7))
+    assert set(inner.replicate) == set(mesh.replicate) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    larger = Dimension(name="expert", groups=consecutive(range(8), 8), samples="own", weights="mixed")
+    with pytest.raises(ValueError, match=r"ranks \(0, 1, .* hold all parts, are not among \(0, 1, 2, 3\)"):
+        Mesh.of(Hosts.one(8), 4, dimensions=[larger]).of_parts()
+
+
 def _refused(rank: int) -> list[str]:
     """Messages of what only a model, an optimizer or the number of ranks tell."""
     section = {"enabled": True, "autoep_size": 2}
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
     said = []
     for model, size, more in (
         (_Plain(), 2, {}),
         (model_of("mixtral"), 3, {}),
-        (model_of("mixtral"), 2, muon),
+        (model_of("mixtral"), 2, lamb),
     ):
         config = {**BASE, "zero_optimization": {"stage": 2}, "expert_parallel": section | {"autoep_size": size}, **more}
         options: dict[str, Any] = {} if more else {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -111,8 +118,8 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_what_the_model_tells_is_refused() -> None:
-    plain, uneven, muon, groups = run_ranks(_refused, 2)[0]
+    plain, uneven, lamb, groups = run_ranks(_refused, 2)[0]
     assert "has no packed experts" in plain and "modules of single experts are not spread" in plain
     assert "world size = data ranks x expert_parallel.autoep_size does not hold" in uneven
-    assert "Muon" in muon and "ranks hold shards of different parameters" in muon
+    assert "Lamb" in lamb and "ranks hold shards of different parameters" in lamb
     assert groups == "(2, 1) False"

@@ -42,6 +42,11 @@ def test_four_ranks_train_as_one_process() -> None:
     _check([("mixtral", 1, 2, "eager"), ("mixtral", 3, 2, "grouped_mm"), ("gpt-oss", 2, 2, "batched_mm")], 4)
 
 
+def test_copies_of_the_states() -> None:
+    """Two copies: in each, both ranks hold all experts between them."""
+    _check([("mixtral", 2, 2, "eager"), ("qwen3", 3, 2, "eager")], 4, hf_zero={"shard_group": 2})
+
+
 def test_accumulation_of_micro_batches() -> None:
     cases = [(kind, stage, 2, "eager") for kind, stage in (("qwen3", 1), ("qwen3", 2), ("deepseek", 3))]
     _check(cases, 2, steps=3, accumulated=2)

@@ -16,20 +16,24 @@ DEFAULT: list[Way] = [(1, 2, 3, 4), (3, 2, 2, 1)]
 ALL: list[Way] = [(2, 4, 1, 2), (1, 1, 3, 2), (3, 4, 3, 2), (2, 2, 1, 1), (3, 1, 2, 4)]
 
 
-def _resumed(rank: int, ways: list[Way], kind: str, folder: str, device: str) -> dict[str, tuple[float, ...]]:
+def _resumed(
+    rank: int, ways: list[Way], kind: str, folder: str, device: str, copies: tuple[int, int]
+) -> dict[str, tuple[float, ...]]:
+    """`copies`: of the states, as ways save and as they go on; 1: none but the only one."""
     data, model = batches(WORLD * 4), model_of(kind)
     plain = in_one_process(model, data, together=WORLD)
     half = in_one_process(model, data[: WORLD * 2], together=WORLD)
     place = {"device": device, "nvme_path": folder}
+    groups = [{"hf_zero": {"shard_group": WORLD // number}} if number > 1 else {} for number in copies]
     offload = {} if device == "none" else {"offload_optimizer": place, "offload_param": place}
     found = {}
     for number, (stage, size, stage_then, size_then) in enumerate(ways):
-        engine = engine_of(model, stage, size, rank, offload)
+        engine = engine_of(model, stage, size, rank, offload, **groups[0])
         before = train(engine, data[: WORLD * 2], rank, WORLD)
         found[f"{stage}, {size}"] = before.differs_from(half, half.losses[rank::WORLD])
         engine.save_checkpoint(folder, f"{number}")
         engine.destroy()
-        engine = engine_of(model, stage_then, size_then, rank, offload)
+        engine = engine_of(model, stage_then, size_then, rank, offload, **groups[1])
         engine.load_checkpoint(folder, f"{number}")
         after = train(engine, data[WORLD * 2 :], rank, WORLD)
         engine.destroy()
@@ -42,13 +46,24 @@ def _resumed(rank: int, ways: list[Way], kind: str, folder: str, device: str) ->
     return found
 
 
-def _check(ways: list[Way], kind: str, folder: Path, device: str = "none") -> None:
-    for found in run_ranks(_resumed, WORLD, ways, kind, str(folder), device, timeout_s=1200):
+def _check(ways: list[Way], kind: str, folder: Path, device: str = "none", copies: tuple[int, int] = (1, 1)) -> None:
+    for found in run_ranks(_resumed, WORLD, ways, kind, str(folder), device, copies, timeout_s=1200):
         assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
 
 
 def test_training_goes_on_with_other_groups(tmp_path: Path) -> None:
     _check(DEFAULT, "mixtral", tmp_path)
+
+
+def test_copies_of_states_go_on(tmp_path: Path) -> None:
+    _check([(2, 2, 3, 2)], "mixtral", tmp_path, copies=(2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("copies", [(2, 1), (1, 2), (2, 2)])
+def test_copies_go_on_any_way(copies: tuple[int, int], tmp_path: Path) -> None:
+    _check([(1, 2, 3, 2), (3, 2, 1, 1), (2, 1, 2, 2)], "mixtral", tmp_path, copies=copies)
 
 
 @pytest.mark.slow

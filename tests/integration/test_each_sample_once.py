@@ -152,9 +152,14 @@ def _parts_are_not_evaluated(shared: dict[str, Any]) -> None:
     loader = DataLoader(Rows(samples(8)), BATCH, collate_fn=padded)  # type: ignore[arg-type]
     model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     part = next(iter(loader))
-    model(**part)
-    with pytest.raises(RuntimeError, match=r"in eval mode.* ranks (0, 1|2, 3) share: it would be taken for the whole"):
-        model.eval()(**part)
+    trained = model(**part).loss
+    # accelerate's example for Ulysses never calls train(), and from_pretrained leaves a model in eval mode.
+    assert torch.equal(model.eval()(**part).loss, trained)
+    ranks = r"in eval mode.* ranks (0, 1|2, 3) share: it would be taken for the whole"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=ranks):
+        model(**part)
+    group = model.get_sequence_parallel_group()
+    assert accelerator.torch_device_mesh["sp"].get_group() is group, "as accelerate's example asks for it"
 
 
 @pytest.mark.slow

@@ -1,26 +1,29 @@
-"""A set of products that has every accepted pair of features trains as one process does; the rest says why not."""
+"""Sets of products with every accepted pair or triple of features train as one process does; the rest says why not."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.products.table import TOLERANCES, Product, covering, largest_differences, named, pairs_of, split
+from tests.products.table import WORLD, choices_of, covering, largest_differences, split, wrong_ones
 
 
-@pytest.fixture(scope="module")
-def products() -> tuple[list[Product], dict[Product, str]]:
-    return split()
-
-
-def test_refusals_say_what_to_change(products: tuple[list[Product], dict[Product, str]]) -> None:
-    valid, refused = products
+@pytest.mark.parametrize("world", [WORLD, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8))])
+def test_refusals_say_what_to_change(world: int) -> None:
+    valid, refused = split(world)
     assert valid and all(len(why.split()) > 5 for why in refused.values())
     few = covering(valid)
-    assert {pair for product in few for pair in pairs_of(product)} == {p for each in valid for p in pairs_of(each)}
+    every = {choice for product in valid for choice in choices_of(product, 2)}
+    assert {choice for product in few for choice in choices_of(product, 2)} == every
 
 
 @pytest.mark.lengthy
 @pytest.mark.timeout(900)
-def test_every_pair_trains_as_one_process(products: tuple[list[Product], dict[Product, str]]) -> None:
-    found = largest_differences(covering(products[0]))
-    assert {p: worst for p, worst in found.items() if not worst <= TOLERANCES[named(p)["precision"]]} == {}
+def test_every_pair_trains_as_one_process() -> None:
+    assert wrong_ones(largest_differences(covering(split()[0]))) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("world", "order"), [(2, 2), (8, 2), (WORLD, 3)])
+def test_more_ranks_and_every_triple(world: int, order: int) -> None:
+    assert wrong_ones(largest_differences(covering(split(world)[0], order), world)) == {}

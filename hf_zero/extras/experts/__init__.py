@@ -9,4 +9,8 @@ EXTRA = Extra(
     name="experts",
     sections=(OwnSection(path="expert_parallel", kind=ExpertParallel, doc="Experts over ranks (docs/experts.md)."),),
     examine=examine,
+    services={
+        "expert_size": "hf_zero.extras.experts.section:expert_size",
+        "spread_experts": "hf_zero.extras.experts.spread:spread",
+    },
 )

@@ -39,14 +39,19 @@ def through_experts(
         compute: this rank's experts, by their own numbers.
         own: how many these are; rank r has those from r * own on.
         trains: whether they want gradients.
+
+    On the meta device, where nobody knows the way of a token, as many go to each rank.
     """
     tokens, k = chosen.shape
     flat = chosen.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    sent = torch.bincount(flat, minlength=own * group.size)
+    sent = torch.bincount(flat, minlength=own * group.size) if not flat.is_meta else flat.new_empty(own * group.size)
     received = torch.empty_like(sent)
     group.all_to_all(received.chunk(group.size), sent.chunk(group.size))
-    away, here = torch.stack([sent, received]).view(2, group.size, own).sum(-1).tolist()
+    if flat.is_meta:
+        away = here = [(len(flat) + rank) // group.size for rank in range(group.size)]
+    else:
+        away, here = torch.stack([sent, received]).view(2, group.size, own).sum(-1).tolist()
     rows = hidden.reshape(tokens, -1)[order // k]
     if trains and torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # all ranks of the group meet in backward, also those to which no token has come
@@ -54,8 +59,8 @@ def through_experts(
     made = arrived  # as it is where nothing has come, which keeps it in the graph
     if len(arrived):
         experts = torch.arange(own, device=flat.device).repeat(group.size)
-        numbers = experts.repeat_interleave(received, output_size=len(arrived)).unsqueeze(1)
-        made = compute(arrived, numbers, weights.new_ones(len(arrived), 1)).to(arrived.dtype)
+        numbers = experts.repeat_interleave(received, output_size=len(arrived))
+        made = compute(arrived, numbers.unsqueeze(1), weights.new_ones(len(arrived), 1)).to(arrived.dtype)
     returned = _travel(group, made, here, away)
     by_token = returned[torch.argsort(order)].view(tokens, k, -1)
     return (by_token * weights.reshape(tokens, k, 1)).sum(1).to(hidden.dtype).view(hidden.shape)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hf_zero.config.choices.shard_groups import shard_size_in
 from hf_zero.config.errors import Problem, Remark
 from hf_zero.config.features import Examined
 from hf_zero.config.schema.fields import Flag, Positive, Section, ignored, supported, unsupported
+from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero
 
 if TYPE_CHECKING:
@@ -84,12 +86,17 @@ class ExpertParallel(Section):
         return self.autoep_size if self.enabled else 1
 
 
+def expert_size(config: Root) -> int:
+    """Ranks that hold all experts between them; 1 where a config spreads none."""
+    return config.section(ExpertParallel).size
+
+
 def examine(config: Root) -> Examined:
     section = config.section(ExpertParallel)
     if section.size == 1:
         return Examined()
     problems = [
-        Problem(PATH, section.autoep_size, f"experts over ranks do not go with {what} yet: {why}", fix)
+        Problem(PATH, section.autoep_size, f"experts over ranks do not go with {what}: {why}", fix)
         for what, why, fix in _beside(config)
     ]
     remark = Remark(PATH, _SENT, section.autoep_size)
@@ -98,11 +105,14 @@ def examine(config: Root) -> Examined:
 
 def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
     """What does not go together, why, and what to do."""
-    zero, own, tensor = config.section(Zero), config.hf_zero, config.tensor_parallel
-    if zero.stage == 0:
-        yield "stage 0", "it has all states on every rank", "set zero_optimization.stage to 1, 2 or 3"
+    tensor = config.tensor_parallel
+    if config.section(Zero).stage == 0:
+        why = "its checkpoints are the file of one rank, which has all states; stage 1 sends as many bytes"
+        yield "stage 0", why, "set zero_optimization.stage to 1, 2 or 3"
+    parts = config.section(ExpertParallel).size * config.sequence_parallel_size
+    shard = shard_size_in(config.section(Zero), config.hf_zero or HfZero())
+    if isinstance(shard, int) and shard % parts:
+        why = f"ranks per shard group = n x autoep_size x sequence_parallel_size does not hold: {shard} != n x {parts}"
+        yield f"a shard group of {shard}", why, "give a larger shard group, in which all experts are"
     if tensor is not None and tensor.autotp_size > 1:
         yield "tensor_parallel.autotp_size", "its ranks would send the same tokens twice", "use one of the two"
-    if (own is not None and own.shard_group) or (zero.mics_shard_size or 0) > 0:
-        why = "gradients are summed over copies for all parameters alike, and experts have other copies"
-        yield "hybrid sharding", why, "remove the shard group"

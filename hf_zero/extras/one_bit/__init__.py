@@ -63,6 +63,7 @@ EXTRA = Extra(
             arguments=_ONE_BIT_LAMB,
             made_by="hf_zero.extras.one_bit.lamb:OneBitLamb",
             highest_stage=1,
+            whole_tensors=True,
         ),
         OptimizerType(
             name="ZeroOneAdam",

@@ -12,8 +12,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
 from hf_zero.api.inputs import model_view
+from hf_zero.comm.mirror import mesh_of_group
 from hf_zero.config import ConfigError, Other, Problem, Views, examine
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, drop_unfilled, fill
@@ -138,6 +140,14 @@ def show_filled(plugin: Any) -> None:
     if shown is not None:
         shown.clear()
         shown.update(copy.deepcopy(dict(plugin.deepspeed_config)))
+
+
+def show_sequence_mesh(accelerator: Any, prepared: Sequence[Any]) -> None:
+    """accelerate makes no device mesh where DeepSpeed shares sequences, and its own example asks that for the group."""
+    engine = next((each for each in prepared if isinstance(each, ZeroEngine)), None)
+    size = sequence_size(getattr(accelerator, "parallelism_config", None), {}) or 1
+    if engine is not None and size > 1 and getattr(accelerator.state, "device_mesh", engine) is None:
+        accelerator.state.device_mesh = mesh_of_group(engine.get_sequence_parallel_group(), "sp")
 
 
 def _other_ranks(accelerator: Any) -> Iterator[Problem]:

@@ -15,7 +15,13 @@ from hf_zero.api.engine import ZeroEngine
 from hf_zero.config import ConfigError
 from hf_zero.config.fill import unfilled_autos
 from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined, no_engine, raise_both
-from hf_zero.integration.huggingface.prepare import fill_autos, is_schedule, prepare_each, show_filled
+from hf_zero.integration.huggingface.prepare import (
+    fill_autos,
+    is_schedule,
+    prepare_each,
+    show_filled,
+    show_sequence_mesh,
+)
 from hf_zero.integration.huggingface.samples import (
     deal_to_groups,
     gather_sample_objects,
@@ -82,6 +88,7 @@ def around_prepare_deepspeed(original: Callable[..., Any]) -> Callable[..., Any]
             self.deepspeed_engine_wrapped = earlier
             raise
         show_filled(self.deepspeed_plugin)
+        show_sequence_mesh(self, result)
         self.deepspeed_engine_wrapped = joined(
             earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
         )

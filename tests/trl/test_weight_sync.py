@@ -1,0 +1,111 @@
+"""TRL's hand-over of weights to a vLLM-style engine, states on the host meanwhile: what arrives is what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_zero
+from hf_zero.comm import ledger
+from tests.support.ranks import run_ranks
+from tests.support.requirements import requires
+
+pytestmark = requires(modules=("trl", "peft"))
+WORLD, ROUNDS = 2, 3
+
+
+class Receiver:
+    """What a server's client and a colocated engine's model are to TRL: they take named weights."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def update_named_params(self, metadata: list[tuple[str, str, list[int]]], params: Iterator[Any]) -> None:
+        self.load_weights(params)
+        told = {name: shape for name, _, shape in metadata}
+        assert told == {name: list(values.shape) for name, values in self.weights.items()}
+
+    def load_weights(self, params: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights |= {name: values.clone() for name, values in params}
+
+    def reset_prefix_cache(self) -> None:
+        return None
+
+
+def _prepared(kind: str, stage: int) -> tuple[Any, Any, Any]:
+    """(accelerator, engine, optimizer) as GRPOTrainer has them."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+    if kind == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, engine, optimizer
+
+
+def run_sync(rank: int, kind: str, mode: str, stage: int) -> list[tuple[float, int, int]]:
+    """By round: the largest difference of what arrived; bytes that came from the other rank, and that weights have."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    accelerator, engine, optimizer = _prepared(kind, stage)
+    receiver, found = Receiver(), []
+    with mock.patch.object(VLLMGeneration, "_init_vllm"):
+        generation = VLLMGeneration(accelerator.unwrap_model(engine), accelerator, None, mode=mode)
+    generation.vllm_client, generation._weight_metadata = receiver, None
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=receiver))
+    executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
+    generation.llm = SimpleNamespace(llm_engine=executor, reset_prefix_cache=receiver.reset_prefix_cache)
+    for number in range(ROUNDS):
+        engine.offload_states()  # the memory of the device is the rollout's
+        ledger.reset()
+        generation.sync_weights()
+        received = sum(tally.within for tally in ledger.tallies.values())
+        engine.reload_states()
+        expected = {name: values.clone() for name, values in hf_zero.gathered_weights(engine)}
+        if mode == "colocate" or rank == 0:
+            assert receiver.weights.keys() == expected.keys()
+            apart = max(float((receiver.weights[name] - values).abs().max()) for name, values in expected.items())
+        else:
+            apart = 0.0
+        found.append((apart, received, sum(values.nbytes for values in expected.values())))
+        tokens = torch.arange(12).view(2, 6) + number + rank
+        accelerator.backward(engine(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "stage"),
+    [
+        ("full", "server", 3),
+        pytest.param("full", "colocate", 3, marks=pytest.mark.slow),
+        pytest.param("full", "server", 2, marks=pytest.mark.slow),
+        ("lora", "colocate", 3),
+        pytest.param("lora", "server", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_what_arrives_is_what_trains(kind: str, mode: str, stage: int) -> None:
+    for found in run_ranks(run_sync, WORLD, kind, mode, stage):
+        assert len(found) == ROUNDS and all(apart <= (0 if kind == "full" else 1e-6) for apart, _, _ in found)
+        if kind == "full":
+            # A server is first told names and shapes, for which TRL goes through all weights once more.
+            passes = [1 + (mode == "server" and number == 0) for number in range(ROUNDS)]
+            shares = [each * whole // WORLD * (stage == 3) for each, (_, _, whole) in zip(passes, found, strict=True)]
+            assert [received for _, received, _ in found] == shares
