@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.config.choices.shard_groups import shard_size_in
+from hf_zero.config.choices.groups import shard_size_in
 from hf_zero.config.errors import Problem, Remark
 from hf_zero.config.features import Examined
 from hf_zero.config.schema.fields import Flag, Positive, Section, ignored, supported, unsupported
