@@ -9,14 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 END, PAD = "<|end|>", "<|pad|>"
 # Any of these many tokens ends a sequence, so that a freshly initialised model ends at many different lengths.
@@ -98,24 +91,10 @@ def rows(method: str, count: int) -> list[dict[str, Any]]:
     return [{"prompt": head} for head, _ in halves]
 
 
-def model_with_experts(seed: int = 0) -> MixtralForCausalLM:
-    """Of four experts, of which a token takes two."""
-    shape = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-    end, pad = tokenizer().eos_token_id, tokenizer().pad_token_id
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return MixtralForCausalLM(
-            MixtralConfig(
-                **shape, vocab_size=len(tokenizer()), num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-                sliding_window=None, bos_token_id=end, eos_token_id=end, pad_token_id=pad,
-            )
-        )  # fmt: skip
-
-
-def write(folder: Path, method: str, count: int, *, experts: bool = False) -> None:
+def write(folder: Path, method: str, count: int) -> None:
     """Model, reward model and rows on disk, as a user would have them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (model_with_experts() if experts else language_model()).save_pretrained(folder / "model")
+    language_model().save_pretrained(folder / "model")
     reward_model().save_pretrained(folder / "reward_model")
     for name in ("model", "reward_model"):
         tokenizer().save_pretrained(folder / name)

@@ -48,7 +48,6 @@ class Run:
     processes: int = 2
     options: dict[str, object] = field(default_factory=dict)  # of the command line
     ds: dict[str, Any] = field(default_factory=dict)  # of ds.json
-    experts: bool = False  # whether the model has some
 
     @property
     def ds_config(self) -> dict[str, Any]:
@@ -65,7 +64,7 @@ class Run:
 
     def words(self, folder: Path) -> list[str]:
         """The command line; writes the files that it names."""
-        material.write(folder, self.method, GLOBAL_BATCH * STEPS, experts=self.experts)
+        material.write(folder, self.method, GLOBAL_BATCH * STEPS)
         options: dict[str, object] = {
             "model_name_or_path": folder / ("reward_model" if self.method == "reward" else "model"),
             "folder": folder,

@@ -69,12 +69,3 @@ def test_other_numbers_of_ranks(stage: int, processes: int, tmp_path: Path) -> N
     assert_same_training(
         result if processes == 1 else type(result)(result.log, expected.evaluation, result.saved), expected
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_experts_over_ranks(stage: int, tmp_path: Path) -> None:
-    """TRL's script for a model with experts; its own part of the loss is the router's, which DDP averages alike."""
-    ds = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
-    case = Run(stage=stage, ds=ds, experts=True)
-    assert_same_training(run(case, tmp_path), without_engine(case, processes=case.processes))
