@@ -187,8 +187,8 @@ class MuonUpdater(Updater):
         update = torch.zeros_like(sub_group.master)
         for piece in used:
             gradient = reduced.narrow(0, piece.in_shard, piece.numel).to(update.dtype) * gradients.scale
-            moved = momentum_update(buffer.narrow(0, piece.in_shard, piece.numel), gradient, group["momentum"])
-            update.narrow(0, piece.in_shard, piece.numel).copy_(moved)
+            own_part = momentum_update(buffer.narrow(0, piece.in_shard, piece.numel), gradient, group["momentum"])
+            update.narrow(0, piece.in_shard, piece.numel).copy_(own_part)
         held = self._peers.gather_whole(sub_group, update)
         own, lr = {piece.parameter: piece for piece in used}, float(group["lr"])
         for parameter in self._peers.members(sub_group):

@@ -91,6 +91,26 @@ def test_evaluation_and_bytes_on_their_way() -> None:
     assert sum(sent for _, _, sent in told) == len(told) * rows
 
 
+def _generated(rank: int, stage: int) -> tuple[list[int], list[int]]:
+    """What this rank generates from a prompt of its own, of another length on each rank; and the dense model."""
+    model = model_of("mixtral").eval()
+    prompt = batches(2)[rank]["input_ids"][:1, : 3 + rank]
+    options: dict[str, Any] = {"max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+    expected: Any = model.generate(prompt, **options)  # type: ignore[operator]
+    engine = engine_of(model, stage, 2)
+    engine.eval()
+    with torch.no_grad():
+        found = engine.module.generate(prompt, synced_gpus=True, **options)
+    return found[0].tolist(), expected[0].tolist()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_generate_texts_of_other_lengths(stage: int) -> None:
+    """One that has ended goes on with the others, whose tokens may be routed to its experts."""
+    for found, expected in run_ranks(_generated, 2, stage):
+        assert found == expected
+
+
 def test_tokens_are_less_than_the_experts_that_stage_3_gathers() -> None:
     """Mixtral-8x7B on four ranks in bf16, with 8,192 tokens of a rank: in each layer 8 experts of three matrices."""
     experts = 8 * 3 * 4096 * 14336

@@ -20,19 +20,20 @@ from tests.products.table import (
     wrong_ones,
 )
 
+ORDERS = {2: "pair", 3: "triple"}
 INTRODUCTION = """# Features together
 
 Of the {number} products of {features},
-{valid} are accepted on four ranks, {moot} have a key without effect, and {refused} are refused. The {few} in the first
-table have every triple that is accepted on four ranks, those in the others every pair on two and on eight. Each trains
-a small mixture-of-experts model for {steps} updates; the last column is the largest difference of a loss, a norm or a
-weight from one process in fp32 (at most {fp32:.0e} in fp32 and {bf16:.0e} in bf16). `python -m tests.products` makes
-this page; `make test` trains products with every pair on four ranks, `make test-all` these.
+{valid} are accepted on four ranks, {moot} have a key without effect, and {refused} are refused. Each product in the
+tables trains a small mixture-of-experts model for {steps} updates; the last column is the largest difference of a loss,
+a norm or a weight from one process in fp32 (at most {fp32:.0e} in fp32 and {bf16:.0e} in bf16). `python -m
+tests.products` makes this page, with `--all` also of every triple on four ranks and every pair on eight, as `make
+test-all` trains them; `make test` trains every pair on four.
 """
 
 
-def table_of(world: int, few: list[Product], found: dict[Product, float]) -> Iterator[str]:
-    yield from ("", f"## On {world} ranks", "")
+def table_of(world: int, order: int, few: list[Product], found: dict[Product, float]) -> Iterator[str]:
+    yield from ("", f"## On {world} ranks", "", f"These have every {ORDERS[order]} that is accepted.", "")
     yield f"| {' | '.join(VALUES)} | difference |"
     yield "|---" * (len(VALUES) + 1) + "|"
     yield from (f"| {' | '.join(product)} | {found[product]:.0e} |" for product in few)
@@ -53,19 +54,22 @@ def refusals() -> Iterator[str]:
 
 def main() -> None:
     valid, refused = split()
-    sets = {world: covering(split(world)[0], 3 if world == WORLD else 2) for world in (WORLD, 2, 8)}
+    words = sys.argv[1:]
+    sets = ((WORLD, 3), (2, 2), (8, 2)) if "--all" in words else ((WORLD, 2), (2, 2))
     moot = sum(MOOT in why for why in refused.values())
     text = INTRODUCTION.format(
-        number=len(valid) + len(refused), features=", ".join(VALUES), valid=len(valid), few=len(sets[WORLD]),
-        steps=STEPS, moot=moot, refused=len(refused) - moot, **TOLERANCES,
+        number=len(valid) + len(refused), features=", ".join(VALUES), valid=len(valid), steps=STEPS, moot=moot,
+        refused=len(refused) - moot, **TOLERANCES,
     )  # fmt: skip
     lines, wrong = text.splitlines(), {}
-    for world, few in sets.items():
+    for world, order in sets:
+        few = covering(split(world)[0], order)
         found = largest_differences(few, world)
-        lines += table_of(world, few, found)
+        lines += table_of(world, order, few, found)
         wrong |= wrong_ones(found)
     lines += refusals()
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/products.md").write_text("\n".join(lines) + "\n")
+    path = next((word for word in words if word != "--all"), "docs/products.md")
+    Path(path).write_text("\n".join(lines) + "\n")
     if wrong:
         raise SystemExit(f"wrong: {wrong}")
 

@@ -1,6 +1,7 @@
 """Products of features: their configs, which are refused, sets that have every pair or triple, and how they train.
 
-python -m tests.products      trains the sets on two, four and eight ranks and writes docs/products.md
+python -m tests.products            trains every pair on four and on two ranks and writes docs/products.md
+python -m tests.products --all      every triple on four ranks and every pair on eight, too
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,6 +92,10 @@ def _refusal(choice: Choice, world: int) -> str | None:
     }.items():
         if chosen[name] == value and chosen["stage"] not in stages:
             return f"{name} {value}: {MOOT} at stage {chosen['stage']}, and the engine says so"
+    parts = {name: int(chosen[name]) for name in ("tensor", "sequence", "expert")}
+    if world % math.prod(parts.values()):
+        factors = " x ".join(f"{name} {size}" for name, size in parts.items())
+        return f"world size = data ranks x {factors} does not hold: {world} != n x {math.prod(parts.values())}"
     try:
         resolve(config_of(product), world_size=world)
     except ConfigError as error:
