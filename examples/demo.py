@@ -54,7 +54,8 @@ class Machine:
 def multiplies_bf16() -> bool:
     """Whether this processor has products in bf16; one that only emulates them takes a hundred times as long.
 
-    What it says of itself does not tell which of them PyTorch has a fast path for, so a layer's three are timed.
+    What it says of itself does not tell which of them PyTorch has a fast path for, so a layer's three are timed: in CPU
+    time of one thread, because a machine that is busy with something else keeps threads waiting for each other.
     """
     import torch
 
@@ -62,13 +63,18 @@ def multiplies_bf16() -> bool:
         inputs, weight = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
         best = float("inf")
         for _ in range(3):
-            started = time.perf_counter()
+            started = time.thread_time()
             outputs = torch.nn.functional.linear(inputs, weight)
             outputs @ weight, outputs.T @ inputs
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
-    return seconds(torch.bfloat16) < 4 * seconds(torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return seconds(torch.bfloat16) < 4 * seconds(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def flags(values: dict[str, int]) -> list[str]:
