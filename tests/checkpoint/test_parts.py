@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.background import BackgroundSave, Snapshot
 from hf_zero.checkpoint.consolidate import save_whole_weights
-from hf_zero.checkpoint.files.stream import Written, into_place, streamed, write_small
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Written, into_place, streamed, write_small
 from hf_zero.checkpoint.files.torch_file import ALIGN_BYTES, archive_headers, place_records, plain
 from hf_zero.checkpoint.save import Exchange, Placed, join
 from hf_zero.checkpoint.transaction import ZERO_TO_FP32
@@ -93,6 +93,15 @@ def test_copies_for_a_background_save_are_apart_and_tied_tensors_stay_one() -> N
     weight.zero_()
     assert isinstance(copied, OrderedDict) and copied["a"] is copied["b"][0] and copied["b"][1] == 5
     assert copied["a"].tolist() == copied["c"].materialise().tolist() == [1, 1, 1]
+
+
+def test_batches_that_end_before_the_next_one_are_told_apart() -> None:
+    """A save beside training held now and then the values of another state: what arrived was known by its address, which
+    the batch after it had got when it was freed."""
+    awaited = [Awaited(torch.float32, (4,)) for _ in range(50)]
+    batches = ([(each, streamed(torch.full((4,), float(number))))] for number, each in enumerate(awaited))
+    copied = Snapshot(Arena(), None).keep(Arriving(list(awaited), batches))
+    assert [content.materialise()[0].item() for content in copied] == [*map(float, range(50))]
 
 
 def test_plain_objects_are_builtins() -> None:
