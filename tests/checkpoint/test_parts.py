@@ -6,6 +6,7 @@ import io
 import zipfile
 import zlib
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -16,7 +17,7 @@ from torch import nn
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.background import BackgroundSave, Snapshot
 from hf_zero.checkpoint.consolidate import save_whole_weights
-from hf_zero.checkpoint.files.stream import Arriving, Awaited, Written, into_place, streamed, write_small
+from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed, Written, into_place, streamed, write_small
 from hf_zero.checkpoint.files.torch_file import ALIGN_BYTES, archive_headers, place_records, plain
 from hf_zero.checkpoint.save import Exchange, Placed, join
 from hf_zero.checkpoint.transaction import ZERO_TO_FP32
@@ -98,10 +99,16 @@ def test_copies_for_a_background_save_are_apart_and_tied_tensors_stay_one() -> N
 def test_batches_that_end_before_the_next_one_are_told_apart() -> None:
     """A save beside training held now and then the values of another state: what arrived was known by its address, which
     the batch after it had got when it was freed."""
-    awaited = [Awaited(torch.float32, (4,)) for _ in range(50)]
-    batches = ([(each, streamed(torch.full((4,), float(number))))] for number, each in enumerate(awaited))
-    copied = Snapshot(Arena(), None).keep(Arriving(list(awaited), batches))
-    assert [content.materialise()[0].item() for content in copied] == [*map(float, range(50))]
+    first, second = (Awaited(torch.float32, (4,)) for _ in range(2))
+    content = streamed(torch.zeros(4))
+
+    def batches() -> Iterator[list[tuple[Awaited, Streamed]]]:
+        yield [(first, content)]
+        object.__setattr__(content, "parts", (torch.ones(4),))  # another object at the same address
+        yield [(second, content)]
+
+    copied = Snapshot(Arena(), None).keep(Arriving([first, second], batches()))
+    assert [each.materialise().tolist() for each in copied] == [[0] * 4, [1] * 4]
 
 
 def test_plain_objects_are_builtins() -> None:
