@@ -152,7 +152,8 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
         how = f"1/{shard}" if stage >= from_stage and shard > 1 else "whole"
         if there:
             yield f"{what}: {how} on each rank, " + ", ".join(f"{size(n)} {_words(engine, w)}" for w, n in there)
-    if stage == 3 and not zero.keys.stage3_gather_16bit_weights_on_model_save:
+    gathers = zero.keys.stage3_gather_16bit_weights_on_model_save
+    if stage == 3 and not gathers and not hasattr(engine.module, "peft_config"):  # adapters are written
         yield f"whole weights: {NOT_GATHERED}"
     totals = Counter[str]()
     for (_, where), num_bytes in sizes.items():
