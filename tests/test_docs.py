@@ -67,6 +67,8 @@ def sections() -> Iterator[tuple[str, dict[str, Any]]]:
     for page in PAGES:
         blocks = re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for block in blocks:
+            if '"architectures"' in block:
+                continue  # a model's
             text = block.strip()
             yield page.name, json.loads(text if text.startswith("{") else f"{{{text}}}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,9 +53,12 @@ def refusals() -> Iterator[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.products", description=__doc__)
+    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/products.md"), help="(default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="every triple on four ranks, every pair on eight")
+    options = parser.parse_args()
     valid, refused = split()
-    words = sys.argv[1:]
-    sets = ((WORLD, 3), (2, 2), (8, 2)) if "--all" in words else ((WORLD, 2), (2, 2))
+    sets = ((WORLD, 3), (2, 2), (8, 2)) if options.all else ((WORLD, 2), (2, 2))
     moot = sum(MOOT in why for why in refused.values())
     text = INTRODUCTION.format(
         number=len(valid) + len(refused), features=", ".join(VALUES), valid=len(valid), steps=STEPS, moot=moot,
@@ -68,8 +71,7 @@ def main() -> None:
         lines += table_of(world, order, few, found)
         wrong |= wrong_ones(found)
     lines += refusals()
-    path = next((word for word in words if word != "--all"), "docs/products.md")
-    Path(path).write_text("\n".join(lines) + "\n")
+    options.path.write_text("\n".join(lines) + "\n")
     if wrong:
         raise SystemExit(f"wrong: {wrong}")
 

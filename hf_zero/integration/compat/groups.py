@@ -9,9 +9,10 @@ either, is an error.
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_zero.sequence.groups import SequenceGroups, make_groups
+if TYPE_CHECKING:
+    from hf_zero.sequence.groups import SequenceGroups
 
 mpu: Any = None  # assigned by programs that have one
 mesh_device: Any = None
@@ -244,10 +245,14 @@ def __getattr__(name: str) -> object:
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """`sequence_parallel_size` consecutive ranks share sequences from now on. Collective; may be called again."""
+    from hf_zero.sequence.groups import make_groups  # this module is imported without torch
+
     make_groups(sequence_parallel_size)
 
 
 def _groups() -> SequenceGroups:
+    from hf_zero.sequence.groups import SequenceGroups
+
     groups = SequenceGroups.current()
     if groups is None:
         raise AssertionError("sequence parallel group is not initialized: call initialize_sequence_parallel first")
