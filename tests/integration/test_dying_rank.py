@@ -115,6 +115,7 @@ def run_timeouts(rank: int, folder: str) -> list[float]:
         known.native_group(0, comm.Channel.GATHER),
     ]
     device = torch.device("cpu")
+    torch.distributed.barrier()  # rank 0 keeps the store through which the other makes its groups
     return [link.timeout_s, *(group._get_backend(device).options._timeout.total_seconds() for group in groups)]
 
 
