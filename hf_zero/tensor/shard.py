@@ -124,9 +124,9 @@ def _by_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     rules = _BY_NAME.get(str(kind))
     if rules is None:
         raise ValueError(
-            f"{type(model).__name__} ({kind or 'not of transformers'}) has no tensor-parallel plan (tp_plan), and its "
-            f"layers are of no shape that is known without one ({', '.join(_BY_NAME)}); set tp_plan on the model, or "
-            "remove tensor_parallel.autotp_size"
+            f"{type(model).__name__} ({kind or 'not of transformers'}) has no tensor-parallel plan (tp_plan) that cuts "
+            f"layers, and they are of no shape that is known without one ({', '.join(_BY_NAME)}); set tp_plan on the "
+            "model, or remove tensor_parallel.autotp_size"
         )
     return {name: style for name in names for end, style in rules.items() if name.endswith(f".{end}")}
 
@@ -176,6 +176,11 @@ def _plan_for(model: nn.Module) -> dict[str, str]:
 def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
     base = model_in(model)
     _Sharder(base, plan, group).run()
+    if all(held_part(parameter) is None for parameter in model.parameters()):
+        raise ValueError(
+            f"the tensor-parallel plan of {type(base).__name__} cuts nothing: it names {', '.join(sorted(plan))}, and "
+            "weights that are tied stay whole; remove tensor_parallel.autotp_size"
+        )
     vars(base)[_SHARDED] = group.ranks
 
 
@@ -296,6 +301,7 @@ class _Sharder:
         self._cut(module, intervals, of_outputs=True)
         if gathers:
             layers.gather_output(module, group, sizes_of(intervals))
+            layer_in(module).out_features = extent  # of what callers see
 
     def _rows(self, name: str, module: nn.Module, *, splits: bool) -> None:
         owner = self._modules[name.rpartition(".")[0]]
@@ -426,11 +432,12 @@ class _Sharder:
 
     def _cut(self, module: nn.Module, intervals: Intervals, *, of_outputs: bool) -> None:
         layer, sizes = layer_in(module), sizes_of(intervals)
-        weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+        weight, outputs = layer._parameters["weight"], _outputs(module)
         assert weight is not None
         self._keep(weight, 0 if of_outputs == isinstance(layer, nn.Linear) else 1, intervals)
-        if bias is not None and of_outputs:
-            self._keep(bias, 0, intervals)
+        for own in layer._parameters.values() if of_outputs else ():
+            if own is not None and own is not weight and own.shape[:1] == (outputs,):  # a bias, or a scale of outputs
+                self._keep(own, 0, intervals)
         name = ("out_features" if of_outputs else "in_features") if isinstance(layer, nn.Linear) else "nf"
         if of_outputs or isinstance(layer, nn.Linear):
             setattr(layer, name, sizes[self._group.rank])

@@ -21,6 +21,7 @@ _AUDIO = {"num_blocks": 2, "ext_pw_out_channel": 64, "depthwise_separable_out_ch
 
 # Attributes of configs, by their names without "Config".
 MORE: dict[str, dict[str, Any]] = {
+    "CodeGen": {"rotary_dim": 8},
     "CohereCompassText": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [4, 2, 2]}}},
     "DeepseekOcr2Text": {"mlp_layer_types": ["dense", *["sparse"] * 3]} | _ALIKE,
     "DeepseekOcr2VisionEncoder": {},
@@ -30,11 +31,16 @@ MORE: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeText": {"moe_intermediate_size": [32, 32], "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}},
     "Ernie4_5_VLMoeVision": {"depth": 2, "num_heads": 4, "patch_size": 8},
     "Esmc": _ALIKE,
+    "FalconH1": {"mamba_d_ssm": 128},
+    "GPTJ": {"rotary_dim": 8},
     "Gemma3nText": {"num_kv_shared_layers": 0, "num_hidden_layers": 5, "laurel_rank": 16},
     "Gemma4Vision": {"pooling_kernel_size": 2, "patch_size": 8, "position_embedding_size": 16} | _ALIKE,
     "Glm5NextText": {"index_kpool": 2, "qk_rope_head_dim": 0, "qk_head_dim": 16},
     "HiggsAudioV2": {"audio_token_id": 60, "audio_bos_token_id": 61, "audio_delay_token_id": 62}
     | {"codebook_size": 64, "audio_stream_bos_id": 64, "audio_stream_eos_id": 65, "num_codebooks": 2},
+    "HYV4VLText": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
+    "Inkling2LoopText": {"unpadded_vocab_size": 64},
+    "Inkling2Text": {"unpadded_vocab_size": 64},
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "Llama4": {"boi_token_index": 58, "eoi_token_index": 59, "image_token_index": 60},
     "Llama4Vision": _VISION
