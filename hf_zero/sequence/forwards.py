@@ -84,11 +84,14 @@ def _check_parts(shared: Shared, seen: Tensor) -> None:
 
 
 def _shift_labels(shared: Shared, model: nn.Module, keywords: dict[str, Any], seen: Tensor) -> None:
-    """A causal loss compares a position with the label of the next one, which the next rank may have."""
-    labels = keywords.get("labels")
-    if not isinstance(labels, Tensor) or keywords.get("shift_labels") is not None or labels.shape != seen.shape[:2]:
-        return
+    """A causal loss compares a position with the label of the next one, which the next rank may have. Labels that have
+    been shifted are given as both: models of transformers 5 compute no loss without `labels`."""
     if getattr(getattr(unwrapped(model), "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return
+    labels, shifted = keywords.get("labels"), keywords.get("shift_labels")
+    if labels is None and isinstance(shifted, Tensor):
+        keywords["labels"] = shifted
+    if not isinstance(labels, Tensor) or shifted is not None or labels.shape != seen.shape[:2]:
         return
     firsts = gather(shared.group, labels[:, :1].contiguous(), dim=1)
     ending = torch.full_like(labels[:, :1], IGNORED)

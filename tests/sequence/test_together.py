@@ -68,7 +68,7 @@ def _resumed_at_another_size(rank: int, folder: str) -> float:
     )
     loader.sampler.shuffle = False
     for part in loader:
-        loss = engine(**part, labels=part["shift_labels"]).loss
+        loss = engine(**part).loss  # as accelerate's example: labels have become shift_labels
         engine.backward(whole_loss(loss, part, engine.get_sequence_parallel_group()))
         engine.step()
     engine.save_checkpoint(folder, "saved")
