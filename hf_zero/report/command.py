@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config import Aio
 
 if TYPE_CHECKING:
-    from hf_zero.report.availability import Feature
-    from hf_zero.report.environment import Row
+    from hf_zero.report.environment import Feature, Row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; 1 if a drive could not be probed."""
-    from hf_zero.report.availability import features  # these load torch, which arguments do not need
-    from hf_zero.report.environment import between_devices
+    from hf_zero.report.environment import (
+        between_devices,
+        features,  # these load torch, which arguments do not need
+    )
 
     found = _sections()
     policy = Aio(block_size=arguments.block_size, queue_depth=arguments.queue_depth)
@@ -75,7 +76,7 @@ def _sections() -> dict[str, list[Row]]:
 def _drives(folders: Iterable[str], policy: Aio) -> tuple[list[Row], bool]:
     """Rows, and whether one could not be probed."""
     from hf_zero.offload.vector import StorageError
-    from hf_zero.report.availability import probe
+    from hf_zero.report.environment import probe
 
     rows, failed = [], False
     for folder in folders:

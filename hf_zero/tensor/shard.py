@@ -301,7 +301,8 @@ class _Sharder:
         self._cut(module, intervals, of_outputs=True)
         if gathers:
             layers.gather_output(module, group, sizes_of(intervals))
-            layer_in(module).out_features = extent  # of what callers see
+            layer: Any = layer_in(module)
+            layer.out_features = extent  # of what callers see
 
     def _rows(self, name: str, module: nn.Module, *, splits: bool) -> None:
         owner = self._modules[name.rpartition(".")[0]]

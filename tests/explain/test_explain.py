@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hf_zero.__main__ import main
 from hf_zero.config import Views, examine, load_config
-from hf_zero.explain.report import report_on, show
+from hf_zero.explain.command import report_on, show
 from tests.support.launch import ROOT
 
 GOOD = """{

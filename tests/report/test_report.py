@@ -9,9 +9,9 @@ import pytest
 
 from hf_zero.__main__ import main
 from hf_zero.offload.vector import StorageError
-from hf_zero.report import availability, environment
-from hf_zero.report.availability import features, probe
+from hf_zero.report import environment
 from hf_zero.report.command import cli_main
+from hf_zero.report.environment import features, probe
 
 
 def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_ds_report_takes_deepspeeds_flags(capsys: pytest.CaptureFixture[str]) ->
 def test_a_drive_is_probed_and_left_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(availability, "PROBE_BYTES", 1 << 22)
+    monkeypatch.setattr(environment, "PROBE_BYTES", 1 << 22)
     found = probe(str(tmp_path), num_bytes=1 << 22)
     assert found.read > 0 and found.write > 0 and "GiB/s" in str(found) and not list(tmp_path.iterdir())
     with pytest.raises(StorageError, match="are free, the probe takes"):
@@ -46,8 +46,8 @@ def test_a_drive_is_probed_and_left_as_it_was(
 
 
 def test_what_is_not_there_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(availability, "find_spec", lambda name: None)
-    monkeypatch.setattr(availability.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     found = list(features())
     assert all(each.note for each in found if not each.is_available)
     missing = {each.name: each.note for each in found if not each.is_available}
