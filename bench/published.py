@@ -204,9 +204,13 @@ def orders(found: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]
 
 
 def within(found: Sequence[Compared], bound: float = CLOSE) -> tuple[int, int]:
-    """(runs whose peak is predicted as closely as that, runs with a peak)."""
-    offs = [each.off for each in found if each.off is not None]
+    """(runs whose peak is predicted as closely as that, runs with a peak); none that must only lie between two."""
+    offs = _offs(found)
     return sum(abs(off) <= bound for off in offs), len(offs)
+
+
+def _offs(found: Sequence[Compared]) -> list[float]:
+    return [each.off for each in found if each.off is not None and each.peaks[0] == each.peaks[1]]
 
 
 def section(found: Sequence[Compared]) -> str:
@@ -236,11 +240,11 @@ def _words(found: Sequence[Compared]) -> str:
     for name, is_held_out in (("not held out", False), ("held out", True)):
         rows = [each for each in found if each.is_held_out == is_held_out]
         (close, peaks), told = within(rows), Counter(verdict for _, _, verdict in orders(rows))
-        offs = sorted(abs(each.off) for each in rows if each.off is not None)
-        middle = f"{median(offs):.1%}" if offs else "none"
+        middle = f"{median(abs(each) for each in _offs(rows)):.1%}" if peaks else "none"
         paragraphs.append(
-            f"- Of the {len(rows)} runs {name}, {close} of {peaks} peaks are within {CLOSE:.0%}, half of them within "
-            f"{middle}; of {told.total()} pairs of one source that differ by more than a tenth in rate the order is "
+            f"- Of the {len(rows)} runs {name}, {close} of {peaks} predicted peaks are within {CLOSE:.0%}, "
+            f"the median error is {middle}; "
+            f"of {told.total()} pairs of one source that differ by more than a tenth in rate the order is "
             f"right for {told['right']}, wrong for {told['wrong']}, and not told apart for {told['alike']}."
         )
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
