@@ -13,6 +13,9 @@ runs that keep to it? There is one limit for each run, SLACK above its measured 
 that is within a tenth. `plan` leaves MARGIN of every limit free. Runs of a size are repeated in turn. What was as fast
 as the fastest (within ALIKE) in the median of rounds, or faster in one of them, cannot be told from it and counts as
 the fastest. Time is the processor's, of the slower rank, because others may use the machine.
+
+    python -m bench.planning --architectures --name architectures     # 50 runs of ten kinds of models, peaks alone
+    python -m bench.planning --again bench/results/DATE-architectures.json     # its peaks, predicted anew
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.architectures import ARCHITECTURES, Architecture
 from bench.surroundings import ROOT, keep, machine, rank_environments
 
 RANKS = 2
@@ -68,12 +72,19 @@ SIZES = {
 WAYS = {"stage 0": (0, None, False), "stage 2": (2, None, False), "stage 3": (3, None, False)} | {
     "stage 3, optimizer nvme": (3, "nvme", False)
 }
+PEAK_WAYS = {name: way for name, way in WAYS.items() if way[1] is None} | {
+    "stage 0, checkpointing": (0, None, True),
+    "stage 3, checkpointing": (3, None, True),
+}
 
 
-def config_of(size: Size, folder: str) -> Any:
+def config_of(size: Size | Architecture, folder: str) -> Any:
     """config.json of a size, as a file in `folder`."""
     from transformers import BertConfig, LlamaConfig, MixtralConfig
 
+    if isinstance(size, Architecture):
+        size.config().save_pretrained(folder)
+        return size.config()
     kinds: dict[str, tuple[Any, str]] = {
         "llama": (LlamaConfig, "LlamaForCausalLM"),
         "mixtral": (MixtralConfig, "MixtralForCausalLM"),
@@ -103,7 +114,7 @@ def model_of(folder: str) -> Any:
     return build_model(read(folder))
 
 
-def predictions(folder: str, size: Size, nvme: str | None) -> dict[str, Any]:
+def predictions(folder: str, size: Size | Architecture, nvme: str | None, *, calibrates: bool = True) -> dict[str, Any]:
     """`plan` for this size on ranks of a host that share its memory: candidate -> estimate."""
     from hf_zero.planning.choose import plan
     from hf_zero.planning.machine import calibrated, hardware
@@ -111,13 +122,15 @@ def predictions(folder: str, size: Size, nvme: str | None) -> dict[str, Any]:
 
     config_of(size, folder)
     given = {"gpu": "cpu", "gpus_per_node": RANKS, "device_memory": "1T", "disk": "1T", "nvme_path": nvme}
-    here = calibrated(hardware(given), size.precision)
-    sys.stderr.write(f"{here.notes[-1]}\n")
+    here = hardware(given)
+    if calibrates:
+        here = calibrated(here, size.precision)
+        sys.stderr.write(f"{here.notes[-1]}\n")
     found = plan(load_model(folder, size.precision), here, _training(size, nvme))
     return {each.candidate.name: each for each in found.estimates}
 
 
-def _training(size: Size, nvme: str | None) -> Any:
+def _training(size: Size | Architecture, nvme: str | None) -> Any:
     from hf_zero.planning.candidates import Training
 
     return Training(length=size.length, micro_batch=size.batch, precision=size.precision, nvme_path=nvme)  # type: ignore
@@ -126,7 +139,7 @@ def _training(size: Size, nvme: str | None) -> Any:
 # One rank of one run
 
 
-def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
+def work(folder: str, size: Size | Architecture, way: str, out: str, nvme: str) -> None:
     """Train, and write down what it took."""
     import torch
 
@@ -139,7 +152,7 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     hf_zero.install()
     from deepspeed import initialize
 
-    stage, optimizer, checkpointing = WAYS[way]
+    stage, optimizer, checkpointing = (WAYS | PEAK_WAYS)[way]
     torch.manual_seed(0)
     config = _ds_config(folder, size, stage, optimizer, nvme)
     wake_libraries(model_of(folder), size)
@@ -148,23 +161,24 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     before = anonymous_bytes()
     model = model_of(folder)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = initialize(model=model, model_parameters=_groups(model), config=config)
-    samples = torch.randint(0, size.vocabulary, (WARM_UP + STEPS, size.batch, size.length))
+    steps = 1 if isinstance(size, Architecture) else STEPS
+    samples = [samples_of(model, size) for _ in range(WARM_UP + steps)]
 
-    def step(tokens: torch.Tensor) -> None:
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    def step(inputs: dict[str, Any]) -> None:
+        engine.backward(engine(**inputs).loss)
         engine.step()
 
-    for tokens in samples[:WARM_UP]:
-        step(tokens)
+    for inputs in samples[:WARM_UP]:
+        step(inputs)
     gc.collect()
     trim()
     seconds, walls = [], []
     with Peak() as peak:
-        for tokens in samples[WARM_UP:]:
+        for inputs in samples[WARM_UP:]:
             started = time.process_time(), time.perf_counter()
-            step(tokens)
+            step(inputs)
             seconds.append(time.process_time() - started[0])
             walls.append(time.perf_counter() - started[1])
     shared = sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())
@@ -180,18 +194,57 @@ def work(folder: str, size: Size, way: str, out: str, nvme: str) -> None:
     engine.destroy()
 
 
-def wake_libraries(model: Any, size: Size) -> None:
+def work_in_turn(name: str, ways: Sequence[str], folder: str, out: str, nvme: str) -> None:
+    """One way after another, each in a fork of this process, which has imported what all of them need: only once."""
+    import hf_zero
+
+    hf_zero.install()
+    from deepspeed import initialize  # noqa: F401
+
+    import hf_zero.planning.choose
+
+    config_of((SIZES | ARCHITECTURES)[name], folder)
+    model_of(folder)
+    port = int(os.environ["MASTER_PORT"])
+    for number, way in enumerate(ways):
+        child = os.fork()
+        if child == 0:
+            os.environ["MASTER_PORT"] = str(port + number)
+            work(folder, (SIZES | ARCHITECTURES)[name], way, f"{out}-{way.replace(' ', '-')}", nvme)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise RuntimeError(f"{name}, {way}: the process ended with an error")
+
+
+def samples_of(model: Any, size: Size | Architecture) -> dict[str, Any]:
+    """Random ones: what the model is given, and its labels."""
+    import torch
+
+    from hf_zero.planning.model import sample_inputs
+
+    inputs = sample_inputs(model, size.batch, size.length, torch.device("cpu"))
+    vocabulary = getattr(model.config, "vocab_size", 2)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            inputs[name] = torch.randn_like(value)
+        elif isinstance(value, torch.Tensor):
+            inputs[name] = torch.randint_like(value, 2 if value.dim() == 1 else vocabulary)
+    if "input_ids" in inputs and inputs["labels"].dim() > 1:
+        inputs["labels"] = inputs["input_ids"]
+    return inputs
+
+
+def wake_libraries(model: Any, size: Size | Architecture) -> None:
     """What libraries keep from their first call on is no part of any training: room for packed matrices and, on
     processors with bf16, the code that oneDNN makes for every shape. So there is a step of the same shapes before."""
     import torch
 
     model = model.to(torch.bfloat16 if size.precision == "bf16" else torch.float32).train()
-    tokens = torch.zeros(size.batch, size.length, dtype=torch.long)
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    model(**samples_of(model, size)).loss.backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
-def _ds_config(folder: str, size: Size, stage: int, optimizer: str | None, nvme: str) -> dict[str, Any]:
+def _ds_config(folder: str, size: Size | Architecture, stage: int, optimizer: str | None, nvme: str) -> dict[str, Any]:
     """The very ds.json that `plan` would give, with Trainer's values filled in."""
     from hf_zero.planning.candidates import Candidate, ds_config
 
@@ -238,24 +291,26 @@ class Peak:
 # All runs
 
 
-def measure(folder: str, name: str, way: str, nvme: str) -> list[dict[str, Any]]:
-    """One run; what every rank has found."""
-    out = f"{folder}/out-{name}-{way.replace(' ', '-')}"
-    words = [sys.executable, "-m", "bench.planning", "--worker", name, way, folder, out, nvme]
+def measure(folder: str, name: str, ways: Sequence[str], nvme: str) -> list[list[dict[str, Any]]]:
+    """One run of each way; what every rank has found."""
+    out = f"{folder}/out-{name}"
+    words = [sys.executable, "-m", "bench.planning", "--worker", name, ";".join(ways), folder, out, nvme]
     processes = []
     for environment in rank_environments(RANKS):
         # What is freed goes back to the system, so that what is resident is what is used.
         environment = {**environment, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         processes.append(subprocess.Popen(words, cwd=ROOT, env=environment))
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S * len(ways)
     try:
         codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
     finally:
         for process in processes:
             process.kill()
     if any(codes):
-        raise RuntimeError(f"{name}, {way}: ranks ended with {codes}")
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(RANKS)]
+        raise RuntimeError(f"{name}, {', '.join(ways)}: ranks ended with {codes}")
+    return [
+        [json.loads(Path(f"{out}-{way.replace(' ', '-')}.{rank}").read_text()) for rank in range(RANKS)] for way in ways
+    ]
 
 
 def compare(sizes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
@@ -268,13 +323,19 @@ def compare(sizes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
             measured: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in WAYS}
             for number in range(rounds):
                 for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:  # what drifts meets all alike
-                    measured[way].append(measure(folder, name, way, nvme))
+                    measured[way] += measure(folder, name, [way], nvme)
                     sys.stderr.write(f"{name}, {way}, round {number + 1}\n")
             for way in WAYS:
                 yield _run(name, way, predicted[way], measured[way])
 
 
-def _run(name: str, way: str, estimate: Any, rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def _run(
+    name: str,
+    way: str,
+    estimate: Any,
+    rounds: Sequence[Sequence[dict[str, Any]]],
+    measured: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     ranks = [rank for each in rounds for rank in each]
     return {
         "size": name,
@@ -285,7 +346,8 @@ def _run(name: str, way: str, estimate: Any, rounds: Sequence[Sequence[dict[str,
             "device": dict(estimate.memory.device),
             "seconds": estimate.seconds,
         },
-        "measured": {
+        "measured": measured
+        or {
             "states": max(sum(rank["states"].values()) for rank in ranks),
             "by_kind": ranks[0]["states"],
             "peak": max(rank["peak"] for rank in ranks),
@@ -296,6 +358,43 @@ def _run(name: str, way: str, estimate: Any, rounds: Sequence[Sequence[dict[str,
             "wall_s": [max(rank["wall_s"] for rank in each) for each in rounds],
         },
     }
+
+
+def peaks(names: Sequence[str], again: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+    """Predicted and measured peaks of architectures; `again`: runs whose measured peaks are taken as they are."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            predicted = predictions(folder, ARCHITECTURES[name], None, calibrates=False)
+            before = {run["way"]: run["measured"] for run in again if run["size"] == name}
+            rounds = (
+                dict.fromkeys(PEAK_WAYS, [])
+                if before
+                else dict(zip(PEAK_WAYS, measure(folder, name, list(PEAK_WAYS), folder), strict=True))
+            )
+            for way in PEAK_WAYS:
+                found = _run(name, way, predicted[way], [rounds[way]] if rounds[way] else [], before.get(way))
+                sys.stderr.write(f"{name}, {way}: {off(found):+.1%} {found['predicted']['device']}\n")
+                yield found
+
+
+def off(run: dict[str, Any]) -> float:
+    """By how much the predicted peak is more than the measured one."""
+    return float(run["predicted"]["peak"] / run["measured"]["peak"] - 1)
+
+
+def peak_table(runs: Sequence[dict[str, Any]]) -> str:
+    """A row for each architecture, a column for each way."""
+    ways = list(PEAK_WAYS)
+    within = [sum(abs(off(run)) <= bound for run in runs) for bound in (0.05, 0.10)]
+    lines = [
+        f"{within[0]} of {len(runs)} predicted peaks are within 5% of the measured ones, {within[1]} within 10%.",
+        "",
+    ]
+    lines += ["| | " + " | ".join(ways) + " |", "|" + " --- |" * (1 + len(ways))]
+    for name in dict.fromkeys(run["size"] for run in runs):
+        cells = [f"{run['measured']['peak'] / 1e6:.0f} MB, {off(run):+.1%}" for run in runs if run["size"] == name]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def choices(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -356,11 +455,26 @@ def main() -> None:
     parser.add_argument("--worker", nargs=5, metavar=("SIZE", "WAY", "FOLDER", "OUT", "DRIVE"), help="one rank")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--architectures", nargs="*", choices=ARCHITECTURES, help="peaks of these (of all)")
+    parser.add_argument("--again", metavar="FILE", help="predict the peaks of a kept run of --architectures anew")
     parser.add_argument("--name", help="keep the results under this name")
     arguments = parser.parse_args()
     if arguments.worker:
         name, way, folder, out, nvme = arguments.worker
-        work(folder, SIZES[name], way, out, nvme)
+        work_in_turn(name, way.split(";"), folder, out, nvme)
+        return
+    if arguments.architectures is not None or arguments.again:
+        kept = json.loads(Path(arguments.again).read_text())["runs"] if arguments.again else ()
+        names = arguments.architectures or list(dict.fromkeys(run["size"] for run in kept)) or list(ARCHITECTURES)
+        found = []
+        for run in peaks(names, kept):
+            found.append(run)
+            if (
+                arguments.name and run["way"] == list(PEAK_WAYS)[-1]
+            ):  # a long run that is interrupted leaves what it has
+                sizes = {each: asdict(ARCHITECTURES[each]) for each in names}
+                _keep(arguments.name, found, [], peak_table(found), sizes)
+        sys.stdout.write(peak_table(found))
         return
     runs = []
     for run in compare(arguments.sizes, arguments.rounds):
@@ -370,22 +484,26 @@ def main() -> None:
     text = table(runs, chosen)
     sys.stdout.write(text)
     if arguments.name:
-        import torch
-        import transformers
+        _keep(arguments.name, runs, chosen, text, {name: asdict(replace(SIZES[name])) for name in arguments.sizes})
 
-        import hf_zero
 
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        run = {
-            "date": datetime.datetime.now().isoformat(timespec="seconds"),
-            "command": "python -m bench.planning " + " ".join(sys.argv[1:]),
-            "versions": versions | {"hf_zero": hf_zero.__version__},
-            "machine": machine(),
-            "sizes": {name: asdict(replace(SIZES[name])) for name in arguments.sizes},
-            "runs": runs,
-            "choices": chosen,
-        }
-        keep(run, f"`{run['command']}`, {run['date'][:10]}\n\n{text}", arguments.name)
+def _keep(name: str, runs: list[Any], chosen: list[Any], text: str, sizes: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    import hf_zero
+
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    run = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "command": "python -m bench.planning " + " ".join(sys.argv[1:]),
+        "versions": versions | {"hf_zero": hf_zero.__version__},
+        "machine": machine(),
+        "sizes": sizes,
+        "runs": runs,
+        "choices": chosen,
+    }
+    keep(run, f"`{run['command']}`, {run['date'][:10]}\n\n{text}", name)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, Problem, resolve
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import ActivationCheckpointing, on_host
 from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
 from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
@@ -34,7 +34,6 @@ from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace
 
 ALIKE = 1.05  # times of steps that a model of a step cannot tell apart
-KEPT_ON_DEVICE = 2  # inputs of layers, with cpu_checkpointing: of the one at work, and of the next on its way back
 _ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
 
 
@@ -236,8 +235,8 @@ def _estimated(
         rule = f"ranks per shard group = n x ranks along expert does not hold: {equation}"
         raise ConfigError(Problem("--expert-parallel", model.expert_size, rule, "give a divisor of the shard group"))
     memory = rank_memory(model, setting, seen)
-    on_host = answers.section(ActivationCheckpointing).cpu_checkpointing
-    if checkpointing and on_host and hardware.separate:
+    goes_out = answers.section(ActivationCheckpointing).cpu_checkpointing
+    if checkpointing and goes_out and hardware.separate:
         memory = memory.with_activations_on_host(kept_by_layers(model, training))
     seconds, bound = _step(model, hardware, training, answers, seen, recomputes=checkpointing)
     exchanges = _exchanges(hardware, training, seen, training.accumulation)
@@ -249,7 +248,7 @@ def _estimated(
 def kept_by_layers(model: PlannedModel, training: Training) -> int:
     """Bytes of inputs that go to host memory with `activation_checkpointing.cpu_checkpointing`."""
     tokens = training.micro_batch * training.local_length
-    return tokens * model.hidden * model.dtype.itemsize * max(0, model.layers - KEPT_ON_DEVICE)
+    return on_host(tokens * model.hidden * model.dtype.itemsize, model.layers)
 
 
 def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:

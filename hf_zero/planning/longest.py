@@ -17,9 +17,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError
+from hf_zero.config.features.long_sequences import on_host as inputs_on_host
 from hf_zero.log import tracked
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
-from hf_zero.planning.choose import KEPT_ON_DEVICE, gigabytes, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import gigabytes, optimizer_size, setting_of, traced
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
@@ -152,9 +153,9 @@ def _reach(
     device, host = lines
     if on_host:
         kept = training.micro_batch * model.hidden * model.dtype.itemsize  # of one layer, for each token
-        leaves = max(0, model.layers - KEPT_ON_DEVICE)
-        device = replace(device, per_token=device.per_token - leaves * kept)
-        host = replace(host, per_token=leaves * kept)
+        leaves = inputs_on_host(kept, model.layers)
+        device = replace(device, per_token=device.per_token - leaves)
+        host = replace(host, per_token=leaves)
     host = Line(host.fixed * hardware.per_host, host.per_token * hardware.per_host)
     by_device = device.tokens(hardware.limit)
     by_host = host.tokens(hardware.host_limit) if hardware.separate else float("inf")

@@ -18,6 +18,7 @@ from torch import nn
 from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.config.extras import service
+from hf_zero.config.features.long_sequences import LOSS_BYTES
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
@@ -337,18 +338,45 @@ def _traced(model: nn.Module, run: _Run) -> Trace:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
             if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
                 model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
-    tokens = torch.zeros(run.micro_batch, run.length, dtype=torch.long, device="meta")
-    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
-    config: Any = model.config
-    if "use_cache" in config.to_dict():
-        inputs["use_cache"] = False
+    inputs = sample_inputs(model, run.micro_batch, run.length, torch.device("meta"))
     gathered = {each.name: each.module for each in find_gathered_modules(model)}
     inputs = run.tiling.features(model).before_forward(Progress(0), inputs)
     return trace_step(model, inputs, gathered, run.ulysses, drops_unfused=run.on_cpu)
 
 
+def sample_inputs(model: nn.Module, micro_batch: int, length: int, device: torch.device) -> dict[str, Any]:
+    """What a forward with a loss is given: tokens, pictures, spectrograms or waves, as the model's class says.
+
+    Args:
+        length: tokens of a text, samples of a wave; pictures and spectrograms are as large as the configuration has it.
+    """
+    base: Any = _base(model)
+    config, kind = base.config, base.main_input_name
+    shapes = {
+        "pixel_values": lambda: (config.num_channels, *_extents(config.image_size)),
+        "input_features": lambda: (config.num_mel_bins, 2 * config.max_source_positions),
+        "input_values": lambda: (length,),
+    }
+    tokens = torch.zeros(micro_batch, length, dtype=torch.long, device=device)
+    inputs: dict[str, Any] = {kind: tokens}
+    if kind in shapes:
+        inputs[kind] = torch.zeros(micro_batch, *shapes[kind](), dtype=base.dtype, device=device)
+    classes = ("SequenceClassification", "ImageClassification")
+    inputs["labels"] = tokens[:, 0].clone() if type(base).__name__.endswith(classes) else tokens
+    if "use_cache" in config.to_dict():
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _extents(size: int | Sequence[int]) -> tuple[int, ...]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 def _trains_embeddings(model: nn.Module) -> bool:
-    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    try:
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    except NotImplementedError:  # of a model that reads waves, say
+        return True
     return any(parameter.requires_grad for parameter in embeddings.parameters())
 
 
@@ -360,7 +388,7 @@ def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: s
     vocabulary = int(getattr(_text(model.config), "vocab_size", 0) or 0)
     layer = (10 + 24 // model.tensor_size) * tokens * hidden
     saved = (2 * tokens * hidden * layers + layer) if checkpointing else layer * layers
-    saved += 10 * tokens * vocabulary
+    saved += (2 + LOSS_BYTES) * tokens * vocabulary
     forward = 2.0 * model.num_parameters * tokens
     backward = forward * (1 + model.num_trained / max(1, model.num_parameters) + checkpointing)
     sent = dict(_sent_by_formula(model, tokens, ulysses))

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_zero.config.features.long_sequences import ActivationCheckpointing, Tiling
+from hf_zero.config.features.long_sequences import LOSS_BYTES, ActivationCheckpointing, Tiling, on_host
 from hf_zero.device.host_memory import host_available
 from hf_zero.device.registry import reserved, runtime_of
 from hf_zero.profiling.flops import amount
@@ -27,9 +27,7 @@ _ON_CPU = ("can't allocate memory", "not enough memory")
 # A recomputed block keeps its input; what one block computes is there while it is recomputed.
 _BLOCKS_WITHOUT_A_NUMBER = 8
 _TILE_TOKENS = 1024  # that tiled MLPs and losses run over at a time, at least
-_LOSS_BYTES = 8  # of a logit beside itself: in fp32, and its gradient
 _MLP_TENSORS = 4  # of the inner width, in the model's dtype: gate, up, activation, product
-_INPUTS_ON_DEVICE = 2  # with cpu_checkpointing: of the layer at work, and of the next on its way back
 
 
 def memory_by_kind(engine: Any) -> Kinds:
@@ -205,13 +203,14 @@ def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
         yield Change("gradient checkpointing (--gradient_checkpointing)", int(rest * (1 - 2 / (blocks + 1))))
     size = next((parameter.element_size() for parameter in engine.module.parameters()), 4)
     cut = max(0, tokens - _TILE_TOKENS)  # tokens whose share is gone when a tile at a time is there
-    logits = cut * int(getattr(config, "vocab_size", None) or 0) * (size + _LOSS_BYTES)
+    logits = cut * int(getattr(config, "vocab_size", None) or 0) * (size + LOSS_BYTES)
     if logits and not tiling.tiled_loss:
         yield Change('hf_zero {"tiled_loss": true}', min(rest, logits))
     inner = cut * int(getattr(config, "intermediate_size", None) or 0) * size * _MLP_TENSORS
     if inner and not tiling.tiled_mlp:
         yield Change('hf_zero {"tiled_mlp": true}', min(rest, inner * (blocks if is_off else 1)))
-    inputs = tokens * int(getattr(config, "hidden_size", None) or 0) * size * max(0, blocks - _INPUTS_ON_DEVICE)
+    inputs = tokens * int(getattr(config, "hidden_size", None) or 0) * size
+    inputs = on_host(inputs, blocks)
     if inputs and not resolved.section(ActivationCheckpointing).cpu_checkpointing and runtime_is_separate(engine):
         also = "gradient checkpointing and " if is_off else ""
         yield Change(also + 'activation_checkpointing {"cpu_checkpointing": true}', min(rest, inputs))

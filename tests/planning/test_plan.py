@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, resolve
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.explain.views import config_file
+from hf_zero.planning import memory as memory_module
+from hf_zero.planning import model as model_module
 from hf_zero.planning.arguments import GPUS
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
 from hf_zero.planning.choose import ALIKE, Plan, choose, gigabytes
@@ -105,6 +108,37 @@ def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
     plain = next(each for each in plan.estimates if each.candidate.name == "stage 3, checkpointing")
     assert plain.traffic.across > 10 * plain.traffic.within
     assert plan.chosen.candidate.second_shard == 8 and plan.chosen.traffic.across < plain.traffic.across / 2
+
+
+def test_the_work_of_a_plan_does_not_grow_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 70B on 1,024 ranks: a few layers are run, without and with checkpointing, and parameters are laid out as
+    often as for 16 ranks."""
+    calls = Counter[str]()
+    layers: list[int] = []
+    trace_step = model_module.trace_step
+
+    def counted(name: str, function: Any) -> Any:
+        def wrapper(*arguments: Any, **more: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **more)
+
+        return wrapper
+
+    def traced(module: Any, *arguments: Any, **more: Any) -> Any:
+        layers.append(len(module.model.layers))
+        return trace_step(module, *arguments, **more)
+
+    monkeypatch.setattr(model_module, "trace_step", traced)
+    for name in ("plan_units", "plan_layout"):
+        monkeypatch.setattr(memory_module, name, counted(name, getattr(memory_module, name)))
+    work = []
+    for nodes in (128, 2):  # a model each: traces and layouts are kept for a model
+        calls.clear()
+        assert planned("70b", Training(length=4096), nodes=nodes).hardware.ranks == 8 * nodes
+        work.append((len(layers), dict(calls)))
+        assert set(layers) == {model_module.FEW}
+        layers.clear()
+    assert work[0] == work[1] and work[0][0] == 2
 
 
 def test_sizes_and_machines() -> None:

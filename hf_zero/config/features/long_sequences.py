@@ -17,6 +17,16 @@ _PARTITION = (
 )
 
 
+LOSS_BYTES = 8  # of a logit beside itself: in fp32, and its gradient
+_ON_DEVICE = 2  # with cpu_checkpointing: of the layer at work, and of the next on its way back
+
+
+def on_host(input_bytes: int, layers: int) -> int:
+    """Of the inputs of so many checkpointed layers, those that `cpu_checkpointing` has in host memory. For `plan` and
+    for what a run that is out of memory says."""
+    return input_bytes * max(0, layers - _ON_DEVICE)
+
+
 class ActivationCheckpointing(Section):
     """What gradient checkpointing (`gradient_checkpointing=True`) keeps for backward (docs/long_sequences.md)."""
 

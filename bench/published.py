@@ -1,0 +1,275 @@
+"""What `plan` says of runs on GPUs that others have published, beside what they measured.
+
+    python -m bench.published                       # the table
+    python -m bench.published --rows compared       # without the runs that are held out
+    python -m bench.published --write               # into docs/planning.md
+
+`published.json` has the runs: where each is published, its model, machine and settings as a ds.json, and what was
+measured. A lot with a fixed seed holds half of them out: no formula or constant is chosen by them, so that their errors
+are those that another run will have.
+
+Programs measure different things, which is said of each run as its `meter`: what tensors take (`allocated`), what the
+allocator has taken for them (`reserved`), or what the driver shows (`device`). The last two are more than a plan's sum
+by what a plan leaves free (`hf_zero.planning.machine`). A run whose checkpointing is `selective`, which hf_zero does
+not have, must lie between a plan with and one without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from bench.surroundings import ROOT
+from hf_zero.planning.candidates import Training, training_of
+from hf_zero.planning.choose import ALIKE, Estimate, given_estimates, optimizer_size
+from hf_zero.planning.machine import CONTEXT_BYTES, FRAGMENTS, Hardware, hardware
+from hf_zero.planning.memory import ACTIVATIONS, GATHERED, GRADIENTS
+from hf_zero.planning.model import PlannedModel, load_model
+
+RUNS = Path(__file__).with_name("published.json")
+PAGE = ROOT / "docs" / "planning.md"
+BEGIN, END = "<!-- begin: python -m bench.published --write -->\n", "<!-- end -->\n"
+SEED = 20261125  # of the lot
+UNITS = {"GB": 1e9, "GiB": float(2**30)}
+CLOSE = 0.10
+SUB_GROUP_NUMEL = 10**9  # DeepSpeed's default
+RATE_DIFFERS = 1.10  # runs of a source whose published rates are closer than that have no order to predict
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published run and what is predicted of it: the least and the most where its checkpointing is `selective`.
+
+    Attributes:
+        peaks: bytes, as the run's meter has them.
+        rates: tokens per second of all ranks.
+    """
+
+    run: Mapping[str, Any]
+    is_held_out: bool
+    peaks: tuple[float, float]
+    rates: tuple[float, float]
+
+    @property
+    def published(self) -> float | None:
+        """Bytes."""
+        return self.run["peak"] * UNITS[self.run["unit"]] if "peak" in self.run else None
+
+    @property
+    def off(self) -> float | None:
+        """Predicted over published, less one; 0 between the two of a pair."""
+        if self.published is None:
+            return None
+        nearest = min(max(self.published, self.peaks[0]), self.peaks[1])
+        return nearest / self.published - 1
+
+
+def contents() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8"))
+    return found
+
+
+def held_out(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Half of the runs, by lot."""
+    names = sorted(run["id"] for run in runs)
+    return set(random.Random(SEED).sample(names, len(names) // 2))
+
+
+def compared(rows: str = "all") -> Iterator[Compared]:
+    """`rows`: all, compared (which are not held out), or held-out."""
+    found = contents()
+    chosen = held_out(found["runs"])
+    for run in found["runs"]:
+        is_held_out = run["id"] in chosen
+        if rows == "all" or is_held_out == (rows == "held-out"):
+            yield _compared(run, found["models"][run["model"]], is_held_out)
+
+
+def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bool) -> Compared:
+    machine = hardware({"gpu": run["gpu"], "gpus_per_node": run["gpus_per_node"], "nodes": run["nodes"]})
+    training = training_of(_ds_config(run), _training(run), machine.ranks)
+    model = _model(json.dumps(config), run["lora_rank"])
+    estimates = _estimates(run, model, machine, training)
+    peaks = sorted(metered(peak_of(each, run["program"], machine.ranks), run["meter"]) for each in estimates)
+    rates = sorted(each.tokens_per_s(training, machine.ranks) for each in estimates)
+    return Compared(run, is_held_out, (peaks[0], peaks[-1]), (rates[0], rates[-1]))
+
+
+def _estimates(
+    run: Mapping[str, Any], model: PlannedModel, machine: Hardware, training: Training
+) -> tuple[Estimate, ...]:
+    return tuple(given_estimates(model, machine, training, _ds_config(run), optimizer_size(training)))
+
+
+def _ds_config(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's, with batch sizes as a Trainer fills them in."""
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    return {"bf16": {"enabled": True}, **run["ds"], **dict.fromkeys(keys, "auto")}
+
+
+def _training(run: Mapping[str, Any]) -> Training:
+    checkpointing = None if run["checkpointing"] == "selective" else run["checkpointing"]
+    return Training(
+        length=max(1, run["length"]),
+        micro_batch=run["micro_batch"],
+        accumulation=run["accumulation"],
+        checkpointing=checkpointing,
+    )
+
+
+@lru_cache(maxsize=4)
+def _model(config: str, lora_rank: int) -> PlannedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config, encoding="utf-8")
+        return load_model(str(path), "bf16", lora_rank)
+
+
+def peak_of(estimate: Estimate, program: str, ranks: int) -> float:
+    """What the plan's kinds come to in another program, which keeps some of them at other times.
+
+    - `deepspeed`: an update begins with a copy of gradients in the masters' fp32: of all that a rank owns at stages 1
+      and 2, of a sub-group at stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py). Activations have gone.
+    - `torch` (FSDP, Trainer without an engine, torchtune): gradients are made by backward and not kept, so that where
+      activations take most there are none.
+    - `autocast`: fp32 weights, whose copies in 16 bits autocast keeps until the forward is over; else as `torch`.
+    """
+    device, total = estimate.memory.device, estimate.memory.device_total
+    passing = device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0)
+    gradients = device.get(GRADIENTS, 0)
+    if program == "deepspeed":
+        keeps_fp32 = not (estimate.config.get("bf16") or {}).get("bf16_master_weights_and_grads")
+        stays = estimate.candidate.optimizer is None and keeps_fp32
+        owned = min(SUB_GROUP_NUMEL, gradients / 2) if estimate.candidate.stage == 3 else gradients / 2
+        return max(total, total - passing + stays * 4 * owned)
+    if program == "autocast":
+        return max(total - gradients, total - passing + gradients)
+    return max(total - gradients, total - passing)
+
+
+def metered(num_bytes: float, meter: str) -> float:
+    """What a program would have seen of so many bytes of tensors."""
+    if meter == "allocated":
+        return num_bytes
+    reserved = num_bytes / (1 - FRAGMENTS)
+    return reserved if meter == "reserved" else reserved + CONTEXT_BYTES
+
+
+def published_rate(run: Mapping[str, Any]) -> float | None:
+    """Tokens per second of one GPU, from whatever the source counts."""
+    if "rate" not in run:
+        return None
+    ranks, rate = run["gpus_per_node"] * run["nodes"], float(run["rate"])
+    update = run["length"] * run["micro_batch"] * run["accumulation"]  # of one rank
+    rates = {
+        "samples/s": rate * run["length"] / ranks,
+        "s/update": update / rate,
+        "tokens/s": rate / ranks,
+        "tokens/s/GPU": rate,
+    }
+    return rates[run["rate_unit"]]
+
+
+def predicted_rate(each: Compared) -> float:
+    """Tokens per second of one GPU."""
+    return sum(each.rates) / 2 / (each.run["gpus_per_node"] * each.run["nodes"])
+
+
+def orders(found: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]]:
+    """Pairs of runs of one source that differ in rate: whether the faster one is predicted to be faster ("right"),
+    slower ("wrong"), or as fast as a plan can tell ("alike")."""
+    for first, second in combinations(found, 2):
+        rates = published_rate(first.run), published_rate(second.run)
+        if first.run["address"] != second.run["address"] or rates[0] is None or rates[1] is None:
+            continue
+        slow, fast = (first, second) if rates[0] < rates[1] else (second, first)
+        if max(rates[0], rates[1]) < RATE_DIFFERS * min(rates[0], rates[1]):
+            continue
+        ratio = predicted_rate(fast) / predicted_rate(slow)
+        yield slow, fast, "right" if ratio > ALIKE else "wrong" if ratio < 1 / ALIKE else "alike"
+
+
+def within(found: Sequence[Compared], bound: float = CLOSE) -> tuple[int, int]:
+    """(runs whose peak is predicted as closely as that, runs with a peak); none that must only lie between two."""
+    offs = _offs(found)
+    return sum(abs(off) <= bound for off in offs), len(offs)
+
+
+def _offs(found: Sequence[Compared]) -> list[float]:
+    return [each.off for each in found if each.off is not None and each.peaks[0] == each.peaks[1]]
+
+
+def section(found: Sequence[Compared]) -> str:
+    """The table, and what it comes to."""
+    lines = ["| run | published | predicted | | tokens/s of a GPU | predicted |", "|" + " --- |" * 6]
+    lines += [f"| {' | '.join(_cells(each))} |" for each in found]
+    return "\n".join([_words(found), *lines]) + "\n"
+
+
+def _cells(each: Compared) -> Iterator[str]:
+    run = each.run
+    held = " **(held out)**" * each.is_held_out
+    differs = f" ({run['differs']})" if "differs" in run else ""
+    yield f"[{run['model']}]({run['address']}): {run['settings']}{differs}{held}"
+    least, most = (f"{size / 1e9:.1f}" for size in each.peaks)
+    between = least if each.peaks[0] == each.peaks[1] else f"{least} to {most}"
+    if each.published is None or each.off is None:
+        yield from ("", "", "")
+    else:
+        yield from (f"{each.published / 1e9:.1f} GB", f"{between} GB", f"{each.off:+.1%}" if each.off else "between")
+    rate = published_rate(run)
+    yield from ("", "") if rate is None or not run["length"] else (f"{rate:,.0f}", f"{predicted_rate(each):,.0f}")
+
+
+def _words(found: Sequence[Compared]) -> str:
+    paragraphs = []
+    for name, is_held_out in (("not held out", False), ("held out", True)):
+        rows = [each for each in found if each.is_held_out == is_held_out]
+        (close, peaks), told = within(rows), Counter(verdict for _, _, verdict in orders(rows))
+        middle = f"{median(abs(each) for each in _offs(rows)):.1%}" if peaks else "none"
+        paragraphs.append(
+            f"- Of the {len(rows)} runs {name}, {close} of {peaks} predicted peaks are within {CLOSE:.0%}, "
+            f"the median error is {middle}; "
+            f"of {told.total()} pairs of one source that differ by more than a tenth in rate the order is "
+            f"right for {told['right']}, wrong for {told['wrong']}, and not told apart for {told['alike']}."
+        )
+    versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+    return "\n".join([*paragraphs, f"- Traced with {versions}.", ""])
+
+
+def page(text: str, inside: str) -> str:
+    """The page with its section replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+
+
+def main() -> None:
+    """Print the table, or put it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", choices=["all", "compared", "held-out"], default="all")
+    parser.add_argument("--write", action="store_true", help="into docs/planning.md")
+    arguments = parser.parse_args()
+    inside = section(list(compared("all" if arguments.write else arguments.rows)))
+    if arguments.write:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), inside), encoding="utf-8")
+    else:
+        sys.stdout.write(inside)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Runs that others have published: sources, the lot, the table on the page, and how close predictions are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from bench import published
+from bench.published import compared, contents, held_out, orders, page, section, within
+
+LEAST_CLOSE = 11  # of the 21 runs with one prediction that are not held out, whose peak is predicted within a tenth
+MOST_WRONG = 1  # pairs of them whose order of rates is predicted to be the other one
+
+
+def test_every_run_has_a_source_and_half_are_held_out() -> None:
+    found = contents()
+    runs = found["runs"]
+    assert len(runs) == len({run["id"] for run in runs}) >= 20
+    for run in runs:
+        assert run["address"].startswith("https://") and run["model"] in found["models"]
+        assert ("peak" in run) or ("rate" in run), run["id"]
+        assert run["meter"] in ("allocated", "reserved", "device") and run["program"] in (
+            "deepspeed",
+            "torch",
+            "autocast",
+        )
+    assert len(held_out(runs)) == len(runs) // 2
+    assert held_out(runs) == held_out(runs[::-1]), "the lot does not depend on the order"
+
+
+def test_meters_count_what_a_plan_leaves_free() -> None:
+    allocated, reserved, device = (published.metered(10e9, meter) for meter in ("allocated", "reserved", "device"))
+    assert allocated == 10e9 < reserved < 11e9 and device - reserved == published.CONTEXT_BYTES
+
+
+@pytest.mark.lengthy
+@pytest.mark.timeout(1200)
+def test_the_page_has_what_is_predicted(tmp_path: Path) -> None:
+    found = list(compared())
+    rows = [each for each in found if not each.is_held_out]
+    assert within(rows)[0] >= LEAST_CLOSE
+    assert sum(verdict == "wrong" for _, _, verdict in orders(rows)) <= MOST_WRONG
+    text = published.PAGE.read_text(encoding="utf-8")
+    if f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}" in text:
+        assert page(text, section(found)) == text, "python -m bench.published --write"
