@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,11 @@ class Arena:
     def num_bytes(self) -> int:
         return sum(segment.bytes.numel() for segment in self._segments)
 
+    def checksums(self) -> dict[str, tuple[int, int]]:
+        """By file: how many bytes of it are used, and their CRC-32."""
+        used = [(Path(each.name).name, each.bytes[: each.used]) for each in self._segments]
+        return {name: (part.numel(), zlib.crc32(part.numpy())) for name, part in used}
+
     def rewind(self) -> None:
         """What was placed so far is not needed any more."""
         for segment in self._segments:
@@ -103,6 +109,15 @@ class Arena:
         if self._unchanged.get(target.data_ptr()) != state:
             target.copy_(source)
             self._unchanged[target.data_ptr()] = state
+
+    def elsewhere(self, piece: Piece, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Stands for what a rank of another host has placed within `num_bytes` of a file: for descriptions alone."""
+        key = f"{piece.path}:{num_bytes}"
+        if key not in self._theirs:
+            pages = mmap.mmap(-1, num_bytes)  # nobody touches them
+            self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
+            self._names[self._theirs[key].data_ptr()] = piece.path
+        return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
     def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         """What another rank of this host has placed."""
