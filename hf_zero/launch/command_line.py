@@ -20,9 +20,8 @@ from pathlib import Path
 from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.backends import BACKENDS, Backend
 from hf_zero.launch.backends.base import Request
-from hf_zero.launch.job import Job, Program
+from hf_zero.launch.job import Job, Program, inherited, read_env_files
 from hf_zero.launch.options import DEFAULT_HOSTFILE, LAUNCHERS, NO_FILE_OF_ACCELERATE, parse
-from hf_zero.launch.variables import inherited, read_env_files
 from hf_zero.launch.world import (
     MAX_SLOTS,
     VISIBLE_DEVICES,

@@ -16,7 +16,7 @@ from typing import Any
 from hf_zero.integration.startup import FINDER
 from hf_zero.launch import options
 from hf_zero.launch.command_line import main as launch
-from hf_zero.launch.variables import PREFIXES
+from hf_zero.launch.job import PREFIXES
 from hf_zero.launch.world import Node, World, exclude, include, read_hostfile
 
 DLTS_HOSTFILE = options.DEFAULT_HOSTFILE

@@ -326,7 +326,7 @@ def test_the_launcher_s_helpers(tmp_path: Path) -> None:
 
 
 def test_what_programs_append_to_the_exported_variables_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.launch.variables import inherited
+    from hf_zero.launch.job import inherited
 
     runner = importlib.import_module("deepspeed.launcher.runner")
     monkeypatch.setattr(runner, "EXPORT_ENVS", runner.EXPORT_ENVS)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch import LaunchError
-from hf_zero.launch.job import parse_cores, share_cores, usable_cores
-from hf_zero.launch.variables import inherited, parse_env_file, read_env_files
+from hf_zero.launch.job import inherited, parse_cores, parse_env_file, read_env_files, share_cores, usable_cores
 from hf_zero.rank_environment import (
     RankEnvironment,
     find_rank_environment,

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ import pytest
 
 from bench.hosts import joined_hosts
 from bench.surroundings import ROOT
-from hf_zero.launch.peers import TOKEN, _open
+from hf_zero.launch.peers import TOKEN
 
 _UPDATE_S = 120.0
+SLOW = [(3, 1), (2, 2), (3, 2)]
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,7 +54,7 @@ class TwoHosts:
         self.launchers = [self.start(host) for host in range(2)]
 
     def start(self, host: int) -> subprocess.Popen[bytes]:
-        script = [str(self.lines_path), str(self._folder / "ds.json"), str(self._updates)]
+        script = [str(self.lines_path), str(self._folder / "ds.json"), str(self._updates), "--pause", "0.3"]
         words = [sys.executable, "-m", "hf_zero", "launch", "--no_ssh", "--node_rank", str(host), "--no_local_rank"]
         words += ["--hostfile", str(self._folder / "hosts"), "--master_port", str(self.port), "--max_restarts", "20"]
         words += ["--module", "bench.chaos_script", *script]
@@ -140,7 +140,9 @@ def undisturbed(spaces: list[str], folder: Path, stage: int, per_host: int, upda
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("stage", "per_host"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "per_host"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
 def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int, tmp_path: Path) -> None:
     """A rank of either host, then all of the second host, then all of the first, which leads."""
     right = undisturbed(spaces, tmp_path / "undisturbed", stage, per_host, 24)
@@ -154,7 +156,7 @@ def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int
         assert training.end() == [0, 0], training.said()
     finally:
         training.kill()
-    sys.stderr.write(f"seconds to recover: {recovered}\n")
+    sys.stdout.write(f"seconds to recover: {recovered}\n")
     assert training.wrong(right) == [], training.said()
     assert training.said().count("from its beginning") == 0
     assert len(training.lines()) - len(right) <= 4 * 4
