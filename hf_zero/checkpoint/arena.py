@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import stream
+from hf_zero.checkpoint.files import crc, stream
 from hf_zero.checkpoint.files.stream import Record, Streamed
 from hf_zero.checkpoint.files.torch_file import IN_PIECES
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
@@ -70,7 +69,7 @@ class Arena:
     def checksums(self) -> dict[str, tuple[int, int]]:
         """By file: how many bytes of it are used, and their CRC-32."""
         used = [(Path(each.name).name, each.bytes[: each.used]) for each in self._segments]
-        return {name: (part.numel(), zlib.crc32(part.numpy())) for name, part in used}
+        return {name: (part.numel(), crc.checksum(part.numpy().data)) for name, part in used}
 
     def rewind(self) -> None:
         """What was placed so far is not needed any more."""

@@ -30,7 +30,7 @@ from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
 from hf_zero.checkpoint.files.writer import Piece
-from hf_zero.comm import Collectives, get_rank, hosts
+from hf_zero.comm import Collectives, hosts
 from hf_zero.errors import CheckpointError
 from hf_zero.log import logger
 from hf_zero.offload.sub_group import READERS
@@ -107,7 +107,7 @@ class Snapshot:
         except OSError as error:
             problem = str(error)
         pieces = [(self._arena.piece(each), each.dtype) for each in own]
-        host = hosts().of_rank[get_rank()]
+        host = hosts().of_rank[collectives.ranks[collectives.rank]]
         gathered: list[Any] = collectives.gather_objects((problem, pieces, host))
         for rank, (theirs, _, _) in enumerate(gathered):
             if theirs:

@@ -242,8 +242,12 @@ class Peers:
                 self._lead.follow(host, link, address)
             elif hello["want"] == "store":
                 while True:
-                    receive(link, theirs)
-                    _say(link, {"stored": True})
+                    asked = _heard(link)  # what is there stays whole, since it is not sent again
+                    slot = _own_slot(theirs, asked["has"])
+                    _say(link, {"stored": bool(asked["marks"]) and _marks(slot) == asked["marks"]})
+                    if _heard(link)["sends"]:
+                        receive(link, theirs)
+                        _say(link, {"stored": True})
             elif hello["want"] == "fetch":
                 steps = [(step, slot) for slot in theirs.glob("training-*/*") if (step := _step(slot)) is not None]
                 for _, slot in sorted(steps):
@@ -296,7 +300,7 @@ class Peers:
                         epoch, known = self._epoch, {}
                         link = self._next("store")
                     step = _step(slot)
-                    if send(link, self._memory, slot, known) and _heard(link)["stored"]:
+                    if self._stored(link, slot, known):
                         with self._lock:
                             if self._epoch == epoch:
                                 replace_text(slot / COPIED, json.dumps({"step": step}))
@@ -306,12 +310,27 @@ class Peers:
                     link = None
                     break
 
+    def _stored(self, link: Connection, slot: Path, known: dict[str, bytes]) -> bool:
+        _say(link, {"has": str(slot.relative_to(self._memory)), "marks": _marks(slot)})
+        is_there = _heard(link)["stored"]
+        _say(link, {"sends": not is_there})
+        if is_there:
+            return True
+        is_whole = send(link, self._memory, slot, known)
+        return bool(_heard(link)["stored"]) and is_whole
+
     def _uncopied(self) -> list[Path]:
         slots = []
         for wanted in self._memory.glob(f"training-*/{WANTED}") if self._addresses else ():
             steps = {slot: _step(slot) for slot in wanted.parent.glob("[01]")}
             slots += [slot for slot, step in steps.items() if step is not None and _copied(slot) != step]
         return sorted(slots, key=lambda slot: -(_step(slot) or 0))
+
+
+def _own_slot(folder: Path, name: str) -> Path:
+    if not _SLOT.fullmatch(name):
+        raise ValueError(name)
+    return folder / name
 
 
 def _copied(slot: Path) -> int | None:
@@ -362,9 +381,7 @@ def receive(link: Connection, folder: Path) -> bool:
     message = _heard(link)
     if message["slot"] is None:
         return False
-    if not _SLOT.fullmatch(message["slot"]):
-        raise ValueError(message["slot"])
-    slot = folder / message["slot"]
+    slot = _own_slot(folder, message["slot"])
     (slot / "global_step").mkdir(parents=True, exist_ok=True)
     for mark in slot.glob("rank-*.json"):
         mark.unlink()
