@@ -110,6 +110,7 @@ class TwoHosts:
         known = len(self.lines())
         if replaced is not None:
             self.launchers[replaced].wait()
+            shutil.rmtree(folder_in_memory(self.launchers[replaced].pid))  # what removes it was killed, too
             self.launchers[replaced] = self.start(replaced)
         return self.await_update(known + 1) - struck
 
