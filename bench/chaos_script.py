@@ -1,6 +1,6 @@
 """A Trainer that says the loss and gradient norm of every update, to the bit, and when: what `bench.chaos` attacks.
 
-python -m bench.chaos_script RESULTS ds.json UPDATES [--size NAME] [--save_every N]
+python -m bench.chaos_script RESULTS ds.json UPDATES [--size NAME] [--save_every N] [--pause S]
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from bench.models import SIZES, build_model
 class Say(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """One line an update; those of a training that was killed stay."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, pause_s: float = 0.0) -> None:
+        self._path, self._pause_s = path, pause_s
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """As long as the update of a larger model takes."""
+        time.sleep(self._pause_s)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
         """Of rank 0, for all."""
@@ -45,6 +49,7 @@ def main() -> None:
     parser.add_argument("updates", type=int)
     parser.add_argument("--size", choices=sorted(SIZES), help="of bench/models.py; default: tiny")
     parser.add_argument("--save_every", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each update")
     options = parser.parse_args()
     torch.manual_seed(0)
     size = SIZES[options.size] if options.size else None
@@ -67,7 +72,7 @@ def main() -> None:
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     newest = get_last_checkpoint(folder) if options.save_every and Path(folder).is_dir() else None
-    Trainer(model, arguments, train_dataset=data, callbacks=[Say(options.results)]).train(newest)
+    Trainer(model, arguments, train_dataset=data, callbacks=[Say(options.results, options.pause)]).train(newest)
 
 
 if __name__ == "__main__":

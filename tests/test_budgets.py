@@ -28,7 +28,8 @@ BUDGETS = {
     "grads": (1_100, "from autograd to reduced shards"),
     "integration": (5_700, "DeepSpeed's names, patches for transformers, accelerate, peft, trl"),
     "kernels": (2_450, "a reference and a GPU form for each"),
-    "launch": (2_350, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why; ranks that start again, forked"),
+    # 550 of them for several hosts that start again together, and copies of what each of them keeps.
+    "launch": (2_900, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why; ranks that start again, forked"),
     "layout": (1_200, "integers: buckets, units, shards, traffic"),
     "offload": (1_890, "host memory and NVMe"),
     "optim": (2_770, "optimizers on shards, whole matrices, 8-bit states"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class EngineCheckpoints:
             run = self._run_state(client_state or {})
             checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)
 
-    def keep(self, folder: Path, *, add: Callable[[], object], kept: Callable[[], object]) -> None:
+    def keep(self, folder: Path, *, add: Callable[[], object], kept: Callable[[Sequence[str]], object]) -> None:
         """In host memory; see `service.keep_checkpoint`. Collective."""
         subject = self._subject("save_checkpoint")
         assert isinstance(subject, Subject), "what has no optimizer is not trained"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.files import stream
+from hf_zero.checkpoint.files import crc, stream
 from hf_zero.checkpoint.files.stream import Record, Streamed
 from hf_zero.checkpoint.files.torch_file import IN_PIECES
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
@@ -66,6 +66,11 @@ class Arena:
     def num_bytes(self) -> int:
         return sum(segment.bytes.numel() for segment in self._segments)
 
+    def checksums(self) -> dict[str, tuple[int, int]]:
+        """By file: how many bytes of it are used, and their CRC-32."""
+        used = [(Path(each.name).name, each.bytes[: each.used]) for each in self._segments]
+        return {name: (part.numel(), crc.checksum(part.numpy().data)) for name, part in used}
+
     def rewind(self) -> None:
         """What was placed so far is not needed any more."""
         for segment in self._segments:
@@ -103,6 +108,15 @@ class Arena:
         if self._unchanged.get(target.data_ptr()) != state:
             target.copy_(source)
             self._unchanged[target.data_ptr()] = state
+
+    def elsewhere(self, piece: Piece, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Stands for what a rank of another host has placed within `num_bytes` of a file: for descriptions alone."""
+        key = f"{piece.path}:{num_bytes}"
+        if key not in self._theirs:
+            pages = mmap.mmap(-1, num_bytes)  # nobody touches them
+            self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
+            self._names[self._theirs[key].data_ptr()] = piece.path
+        return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
     def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
         """What another rank of this host has placed."""

@@ -29,7 +29,8 @@ from torch import Tensor
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
-from hf_zero.comm import Collectives
+from hf_zero.checkpoint.files.writer import Piece
+from hf_zero.comm import Collectives, hosts
 from hf_zero.errors import CheckpointError
 from hf_zero.log import logger
 from hf_zero.offload.sub_group import READERS
@@ -62,6 +63,11 @@ class Snapshot:
         self._later: list[tuple[Tensor, Tensor, int]] = []  # target, source, version
         self._steady = _written_by_updates(updater) if updater is not None else frozenset()
 
+    @property
+    def is_described(self) -> bool:
+        """Whether its files say where values are, and each host reads its own (`torch_file.IN_PIECES`)."""
+        return self._arena.outlives_process
+
     def keep(self, value: Any) -> Any:
         """`value` with every tensor in it as it is now; tied tensors stay one. Collective, where something in it is
         still to arrive."""
@@ -89,7 +95,8 @@ class Snapshot:
         return value
 
     def share(self, buffers: Sequence[Tensor], collectives: Collectives) -> list[list[Tensor]]:
-        """The buffers of all ranks, by rank, which `write` may read. Collective, on one host.
+        """The buffers of all ranks, by rank: `write` may read those of this host, and describe those of others.
+        Collective.
 
         Raises:
             OSError: on all ranks, when one has no room.
@@ -100,14 +107,21 @@ class Snapshot:
         except OSError as error:
             problem = str(error)
         pieces = [(self._arena.piece(each), each.dtype) for each in own]
-        gathered: list[Any] = collectives.gather_objects((problem, pieces))
-        for rank, (theirs, _) in enumerate(gathered):
+        host = hosts().of_rank[collectives.ranks[collectives.rank]]
+        gathered: list[Any] = collectives.gather_objects((problem, pieces, host))
+        for rank, (theirs, _, _) in enumerate(gathered):
             if theirs:
                 raise OSError(errno.ENOSPC, f"rank {rank} has no room for what is saved beside training: {theirs}")
         return [
-            own if rank == collectives.rank else [self._arena.of_other(piece, dtype) for piece, dtype in theirs]
-            for rank, (_, theirs) in enumerate(gathered)
+            own if rank == collectives.rank else self._of_other(theirs, is_here=place == host)
+            for rank, (_, theirs, place) in enumerate(gathered)
         ]
+
+    def _of_other(self, pieces: Sequence[tuple[Piece, torch.dtype]], *, is_here: bool) -> list[Tensor]:
+        if is_here:
+            return [self._arena.of_other(piece, dtype) for piece, dtype in pieces]
+        ends = {piece.path: piece.start + piece.num_bytes for piece, _ in pieces}  # places in a file ascend
+        return [self._arena.elsewhere(piece, ends[piece.path], dtype) for piece, dtype in pieces]
 
     def copy(self) -> None:
         """Copy what has got a place only.

@@ -202,7 +202,7 @@ def files_of(
     subject.assembly.store.sync_masters()
     if not subject.writes:
         return {}
-    share = snapshot.share if snapshot is not None and hosts().num_hosts == 1 else None
+    share = snapshot.share if snapshot is not None and (snapshot.is_described or hosts().num_hosts == 1) else None
     with subject.assembly.optimizer.updater.stager.viewing():
         collected = _Collected.of(subject, share)
         weights = _weights(subject, exclude_frozen=exclude_frozen, exclude_trained=exclude_trained)

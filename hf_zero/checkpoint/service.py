@@ -101,7 +101,7 @@ def keep_checkpoint(
     background: BackgroundSave,
     *,
     add: Callable[[], object],
-    kept: Callable[[], object],
+    kept: Callable[[Sequence[str]], object],
 ) -> None:
     """Keep a checkpoint in host memory: what `save_checkpoint` writes, with values in the files of the save's arena.
     Returns when that is copied which the next update will not wait for. Collective.
@@ -109,7 +109,7 @@ def keep_checkpoint(
     Args:
         folder: of the tag, in a tmpfs; the arena's files lie beside it.
         add: adds to it what only the caller knows.
-        kept: called beside training, when this rank's part is complete.
+        kept: called beside training with the names of this rank's files, when its part is complete.
 
     Raises:
         CheckpointError: on all ranks, when one has no room.
@@ -130,14 +130,19 @@ def keep_checkpoint(
             path = folder / name
             path.unlink(missing_ok=True)
             stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # nobody waits for checksums here
-            write_torch_file(path, {IN_PIECES: True, **described({**content, ds.HF_ZERO: stated}, arena)})
-        kept()
+            whole = {IN_PIECES: True, **described({**content, ds.HF_ZERO: stated}, arena)}
+            if subject.stage == 3 and ds.MODULE in content:  # buffers: rank 0's are read on all hosts
+                whole[ds.MODULE] = content[ds.MODULE]
+            write_torch_file(path, whole)
+        kept(list(contents))
 
     with ledger.phase("checkpoint"):
         _check_drives(subject)
         snapshot = Snapshot(arena, subject.assembly.optimizer.updater, _lasting(subject.frozen().values()))
         groups = subject.groups
-        leads = groups.is_first_beside(per_host=False) if groups.model_size > 1 else collectives.rank == 0
+        # A host reads its own files only, when training goes on.
+        leads = collectives.rank == hosts().beside(collectives.rank)[0]
+        leads = groups.is_first_beside(per_host=True) if groups.model_size > 1 else leads
         files = files_of(subject, run, writes_shared_file=leads, exclude_trained=True, snapshot=snapshot)
         contents = together(keep, collectives)
         background.start(describe, snapshot)

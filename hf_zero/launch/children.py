@@ -107,7 +107,14 @@ class Failure:
         """The status that a shell would show."""
         return self.code if self.code > 0 else 128 - self.code
 
+    @classmethod
+    def of_host(cls, host: str) -> Failure:
+        """A host that is lost, with all of its ranks."""
+        return cls(-1, host, -signal.SIGKILL, "")
+
     def summary(self) -> str:
+        if self.rank < 0:
+            return f"hf-zero launch: {self.host} is lost: its launcher has ended, or is not reached"
         what = f"exit status {self.code}" if self.code > 0 else f"killed by {_signal_name(-self.code)}"
         return f"hf-zero launch: rank {self.rank} on {self.host} failed first ({what})"
 

@@ -201,10 +201,10 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
         raise LaunchError(f"--launcher {name} starts ranks on other hosts, and there is no hostfile that names them")
     if name not in ("pdsh", "nossh", "local") and options.venv_script is not None and name not in backend.refuses:
         raise LaunchError(f"--venv_script is for remote shells, and {name} uses none: activate it before you start")
-    if options.max_restarts and name != "local":
+    if options.max_restarts and name not in ("local", "nossh"):
         raise LaunchError(
-            f"--max_restarts is for the ranks of one machine, and --launcher {name} starts others: torchrun does it on "
-            "several (--launcher torchrun --launcher_args '--max-restarts N')"
+            f"--max_restarts is not for --launcher {name}: start each host's ranks there with --no_ssh --node_rank R, "
+            "or leave it to torchrun (--launcher torchrun --launcher_args '--max-restarts N')"
         )
     for option, reason in backend.refuses.items():
         if getattr(options, option, None) not in (None, False, ""):

@@ -36,6 +36,7 @@ from hf_zero.launch.children import (
     watch,
 )
 from hf_zero.launch.job import Job, RankCommand
+from hf_zero.launch.peers import Peers
 from hf_zero.launch.restarts import ForkedRank, Restarts
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import RankEnvironment, find_rank_environment
@@ -71,6 +72,8 @@ class Supervisor:
     ) -> None:
         """`is_attached`: the reader of our output started us; when it closes the pipe, the ranks are ended too."""
         self._restarts = restarts
+        self._peers = None if restarts is None else restarts.peers
+        self._is_again, self._is_over = False, False  # ranks have run; all hosts are at the end
         self._host = host
         self._log_path = log_path
         self._is_attached = is_attached
@@ -86,21 +89,27 @@ class Supervisor:
         """Start all, wait for all; the exit status for a shell. `report` hears of the first failure at the end."""
         with SignalInbox() as inbox:
             self._selector.register(inbox.descriptor, selectors.EVENT_READ, lambda: self._heed(inbox))
+            if (peers := self._peers) is not None:
+                self._selector.register(peers.descriptor, selectors.EVENT_READ, lambda: self._heed_peers(peers))
             try:
                 self._run_once(commands)
                 while self._restarts is not None and self._first is not None and self._signal is None:
-                    problem = self._restarts.refusal(self._first)
+                    problem = "another host has given up" if self._is_over else self._restarts.refusal(self._first)
                     if problem:
                         sys.stderr.write(f"hf-zero launch: {problem}\n")
+                        if self._peers is not None:
+                            self._peers.say("stop", self._first)
                         break
                     sys.stderr.write(f"{self._first.summary()}: all ranks start again{self._restarts.described()}\n")
                     self._kill_all()
-                    self._ranks, self._first, self._kill_at = [], None, None
-                    self._run_once(self._restarts.renewed(commands))
+                    self._ranks, self._first, self._kill_at, self._is_again = [], None, None, True
+                    self._run_once(commands)
             finally:
                 self._kill_all()
                 if self._restarts is not None:
                     self._restarts.close()
+                if self._peers is not None:
+                    self._peers.close()
         if self._signal is not None:
             return 128 + self._signal
         if self._first is None:
@@ -109,14 +118,48 @@ class Supervisor:
         return self._first.exit_status
 
     def _run_once(self, commands: Sequence[RankCommand]) -> None:
+        if self._restarts is not None:
+            commands = self._restarts.renewed(commands, self._wait, again=self._is_again)
         for index, command in enumerate(commands):
             self._start(index, command)
         while self._alive:
             self._turn()
+        if self._peers is not None:
+            self._tell(self._peers)
         if self._restarts is not None and self._first is not None:
             for rank in self._ranks:  # children of theirs would hold the pipes
                 signal_group(rank.process.pid, signal.SIGKILL)
         self._drain()
+
+    def _tell(self, peers: Peers) -> None:
+        """How the ranks of this host have ended; when well, those of the others must do so, too."""
+        if self._first is not None and self._first.host == self._host:
+            peers.say("end", self._first)
+        elif self._first is None and self._signal is None:
+            peers.say("done")
+            while self._first is None and not self._is_over and self._wait():
+                self._heed_peers(peers)
+
+    def _wait(self) -> bool:
+        """A moment without ranks; False: a signal has come."""
+        for key, _ in self._selector.select(_TICK_S):
+            if key.fd != getattr(self._peers, "descriptor", None):
+                key.data()
+        return self._signal is None
+
+    def _heed_peers(self, peers: Peers) -> None:
+        for message in peers.take():
+            if message["say"] in ("end", "stop"):
+                self._fail(Failure(**message["failure"]))
+            elif message["say"] == "lost":
+                self._fail(Failure.of_host("the first host"))
+            self._is_over |= message["say"] in ("over", "stop")
+
+    def _fail(self, failure: Failure) -> None:
+        """Others have failed, so no rank of ours has anything to finish."""
+        if self._first is None:
+            self._first = failure
+            self._end(signal.SIGKILL)
 
     def _start(self, index: int, command: RankCommand) -> None:
         path = self._log_path(command.rank)

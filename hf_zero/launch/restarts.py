@@ -24,17 +24,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import RankCommand
+
+if TYPE_CHECKING:
+    from hf_zero.launch.peers import Peers
 
 # What every training imports, whatever its script says.
 _ALWAYS = (("torch", ""), ("torch._dynamo", ""), ("hf_zero.api.entry", ""), ("transformers", "Trainer"))
 SUPERVISOR = "HF_ZERO_SUPERVISOR"
 """The variable with the number of the process that starts this host's ranks again when one fails."""
+COPIES = "HF_ZERO_COPIES"
+"""The variable that is set where that process copies what is kept to the next host."""
+RESTARTS = "HF_ZERO_RESTARTS"
+"""The variable that says how often the ranks of several hosts have been started again."""
+WANTED, COPIED = "copies-wanted", "copied"
+"""Files: of a training whose slots are to be copied, and of a slot that has been."""
 _MESSAGE_BYTES = 1 << 20
 _INSTALLED = ("site-packages", "dist-packages")
+# Waits for a process to end, and removes a folder. In a session of its own, since ranks are killed with theirs.
+_REMOVE = """
+import os, select, shutil, sys
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+except ProcessLookupError:
+    pass
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
 
 
 def folder_in_memory(supervisor: int) -> Path:
@@ -42,16 +60,52 @@ def folder_in_memory(supervisor: int) -> Path:
     return Path(f"/dev/shm/hf_zero-{os.getuid()}-{supervisor}")
 
 
+def own_folder(supervisor: int) -> Path:
+    """The folder that ends with this process.
+
+    Raises:
+        OSError: there is no tmpfs.
+    """
+    folder = folder_in_memory(supervisor)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _REMOVE, str(supervisor), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def replace_text(path: Path, content: str) -> None:
+    """In one step, so that a kill leaves all or nothing."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(content)
+    partial.replace(path)
+
+
 class Restarts:
     """Starts the ranks of this host, as often as they may be started."""
 
-    def __init__(self, most: int, stopped_s: float, start: Callable[[RankCommand], subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self,
+        most: int,
+        stopped_s: float,
+        start: Callable[[RankCommand], subprocess.Popen[bytes]],
+        peers: Peers | None = None,
+    ) -> None:
         """
         Args:
             most: restarts in all.
             stopped_s: how long a rank may be stopped before it counts as dead.
             start: runs a command in a fresh process.
+            peers: the other hosts, whose ranks start again with these.
         """
+        self.peers = peers
         self.stopped_s = stopped_s
         self._most, self._left = most, most
         self._start = start
@@ -86,14 +140,25 @@ class Restarts:
         where = "" if step is None else f", from host memory after update {step}"
         return f"{where} (restart {self._most - self._left} of {self._most})"
 
-    def renewed(self, commands: Sequence[RankCommand]) -> list[RankCommand]:
-        """The commands with a port that nobody of the ranks before still holds."""
+    def renewed(self, commands: Sequence[RankCommand], turn: Callable[[], bool], *, again: bool) -> list[RankCommand]:
+        """The commands with a port that nobody of the ranks before still holds; none: they are not to start.
+
+        Args:
+            turn: see `Peers.await_start`.
+            again: whether they have been started before.
+        """
+        if self.peers is not None:
+            found = self.peers.await_start(turn)
+            return [replace(each, environment={**each.environment, **found}) for each in commands] if found else []
+        if not again:
+            return [*commands]
         with socket.socket() as free:
             free.bind(("", 0))
             port = str(free.getsockname()[1])
         return [replace(each, environment={**each.environment, "MASTER_PORT": port}) for each in commands]
 
     def close(self) -> None:
+        """End the process that forks."""
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None

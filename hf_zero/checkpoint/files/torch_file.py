@@ -320,8 +320,8 @@ _RESTORE = "restore it from a copy, or load an older checkpoint"
 IN_PIECES = "hf_zero_in_pieces"
 """Key of what stands for a tensor of a checkpoint in host memory: (file, first byte, bytes) of its parts, dtype, shape.
 
-The files, with nothing in them but values, lie beside the folder of the tag; without a name they are zeros. As a key of
-the whole content it says that there are such tensors.
+The files, with nothing in them but values, lie beside the folder of the tag; without a name they are zeros. An empty
+file stands for one on another host. As a key of the whole content it says that there are such tensors.
 """
 
 
@@ -365,6 +365,9 @@ def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
             continue
         if name not in mapped:
             path = folder / Path(name).name
+            if not path.stat().st_size:  # on another host, whose ranks read it: these bytes are NaN
+                parts.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
+                continue
             mapped[name] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         parts.append(mapped[name].narrow(0, start, num_bytes))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)

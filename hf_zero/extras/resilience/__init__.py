@@ -11,6 +11,7 @@ class Resilience(Section):
 
     enabled: Flag = supported(False, "Keep them; without a launcher that starts ranks again, nothing is kept.")
     every: Positive = supported(1, "From one to the next.", unit="updates")
+    replicate: Flag = supported(True, "On several hosts, hold a copy of what is kept on the next one, too.")
 
 
 EXTRA = Extra(

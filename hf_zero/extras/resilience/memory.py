@@ -1,43 +1,39 @@
 """Checkpoints in host memory: files of a tmpfs, which outlive the ranks and end with the process that starts them.
 
-    /dev/shm/hf_zero-USER-PROCESS/            the process that starts this host's ranks again; see `own_folder`
+    /dev/shm/hf_zero-USER-PROCESS/            the process that starts this host's ranks again; see `restarts.own_folder`
         training-1/0, 1                       two slots, written in turn
-            rank-0.json                       which update rank 0 has kept here; removed first, written last
+            rank-0.json                       what rank 0 has kept here, and checksums; removed first, written last
             rank-0.0, rank-0.1, ...           values: copied once, and mapped by whoever reads them
             latest, global_step/...           the checkpoint's own files, as DeepSpeed names them
             trainer_state.json, ...           what the caller adds
+            copied                            the update of this slot that the next host has, too
 
 At any moment one slot is whole on all ranks: `keep` begins with a meeting, to which a rank comes when what it kept last
-is complete, and touches the other slot after it.
+is complete, and touches the other slot after it. Where hosts copy slots to one another, it does so only when all have.
+
+Each host has the files of its own ranks. A rank reads only its own values, so before a load hosts tell one another the
+checkpoint's files, which say where values are, and an empty file stands for values that are elsewhere.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.arena import Arena
-from hf_zero.comm import Collectives
-from hf_zero.launch.restarts import SUPERVISOR, folder_in_memory
+from hf_zero.comm import Collectives, hosts
+from hf_zero.launch.restarts import COPIED, SUPERVISOR, WANTED, replace_text
+from hf_zero.log import logger
 
 _TAG = "global_step"  # Trainer looks for a folder whose name begins like this
 _NUM_SLOTS = 2
-# Waits for a process to end, and removes a folder. In a session of its own, since ranks are killed with theirs.
-_REMOVE = """
-import os, select, shutil, sys
-try:
-    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
-except ProcessLookupError:
-    pass
-shutil.rmtree(sys.argv[2], ignore_errors=True)
-"""
 
 
 def supervisor(environment: Mapping[str, str]) -> int | None:
@@ -48,32 +44,15 @@ def supervisor(environment: Mapping[str, str]) -> int | None:
     return os.getppid() if int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0 else None
 
 
-def own_folder(supervisor: int) -> Path:
-    """The folder that ends with this process.
-
-    Raises:
-        OSError: there is no tmpfs.
-    """
-    folder = folder_in_memory(supervisor)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _REMOVE, str(supervisor), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    return folder
-
-
 class MemoryCheckpoints:
     """Those of one training, as one rank sees them."""
 
-    def __init__(self, folder: Path, collectives: Collectives) -> None:
+    def __init__(self, folder: Path, collectives: Collectives, *, replicates: bool = False) -> None:
+        """`replicates`: the launcher copies each to the next host."""
         folder.mkdir(parents=True, exist_ok=True)
+        self._replicates = replicates
+        if replicates:
+            (folder / WANTED).touch()
         self._slots = [folder / str(number) for number in range(_NUM_SLOTS)]
         for slot in self._slots:
             slot.mkdir(exist_ok=True)
@@ -83,23 +62,61 @@ class MemoryCheckpoints:
 
     def newest(self) -> tuple[int, Path] | None:
         """The update of the newest whole checkpoint, and its folder. Collective."""
-        marks = [(_read(path), number) for number, slot in enumerate(self._slots) for path in slot.glob("rank-*.json")]
         kept: dict[tuple[int, int, int], set[int]] = {}
-        gathered: list[Any] = self._collectives.gather_objects([(mark, slot) for mark, slot in marks if mark])
-        for of_rank in gathered:
+        gathered: list[Any] = self._collectives.gather_objects(list(self._intact()))
+        known = hosts()
+        for rank, of_rank in enumerate(gathered):
             for mark, slot in of_rank:
-                kept.setdefault((mark["step"], slot, mark["world"]), set()).add(mark["rank"])
+                stays = mark["rank"] in known.beside(rank) and mark["world"] == self._collectives.size
+                if stays or known.num_hosts == 1:
+                    kept.setdefault((mark["step"], slot, mark["world"]), set()).add(mark["rank"])
         whole = max((key for key, ranks in kept.items() if len(ranks) == key[2]), default=None)
         if whole is None:
             return None
         step, self._last, _ = whole
+        self._tell_others(self._slots[self._last])
         return step, self._slots[self._last]
 
-    def keep(self, engine: Any, step: int, add: Callable[[Path], object]) -> None:
+    def _intact(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """What this rank has read of this host's slots, whose ranks share the work, and found as it was kept."""
+        beside = hosts().beside(self._collectives.rank)
+        for number, slot in enumerate(self._slots):
+            for path in sorted(slot.glob("rank-*.json"))[beside.index(self._collectives.rank) :: len(beside)]:
+                mark = _read(path)
+                if mark is None:
+                    continue
+                damaged = [name for name, kept in mark["sums"].items() if _checksum(slot / name, kept[0]) != kept]
+                if damaged:
+                    found = f"{slot / damaged[0]} is not what rank {mark['rank']} kept after update {mark['step']}"
+                    logger.warning("%s, so another checkpoint is taken: memory of this host changes by itself", found)
+                else:
+                    yield mark, number
+
+    def _tell_others(self, slot: Path) -> None:
+        """Bring here what other hosts' ranks have in files, and empty files for their values. Collective."""
+        known = hosts()
+        if known.num_hosts == 1:
+            return
+        rank = self._collectives.rank
+        mark = _read(slot / f"rank-{rank}.json") or {"files": {}, "sums": {}}
+        own = {f"{_TAG}/{name}": (slot / _TAG / name).read_bytes() for name in mark["files"]}
+        gathered: list[Any] = self._collectives.gather_objects({**own, **dict.fromkeys(mark["sums"], b"")})
+        beside = known.beside(rank)
+        if rank == beside[0]:
+            here = {name for each in beside for name in gathered[each]}
+            for name, content in (item for of_rank in gathered for item in of_rank.items() if item[0] not in here):
+                (slot / name).unlink(missing_ok=True)
+                (slot / name).write_bytes(content)
+        self._collectives.gather_objects(None)  # written
+
+    def keep(self, engine: Any, step: int, add: Callable[[Path], object]) -> bool:
         """Keep the engine's training as it is after this update; the next update waits for it. Collective.
 
         Args:
             add: puts more files into the folder.
+
+        Returns:
+            False: nothing is kept, since the one before has not reached all hosts yet.
 
         Raises:
             CheckpointError: on all ranks, when one has no room.
@@ -109,18 +126,33 @@ class MemoryCheckpoints:
             arenas = [Arena(slot / f"rank-{rank}") for slot in self._slots]
             self._savers = [EngineCheckpoints(engine, arena) for arena in arenas]
         self.wait()
-        self._collectives.gather_objects(None)
+        if not all(self._collectives.gather_objects(self._is_copied())):
+            return False
         self._last = 0 if self._last is None else (self._last + 1) % _NUM_SLOTS
         slot = self._slots[self._last]
         mark = slot / f"rank-{rank}.json"
         mark.unlink(missing_ok=True)
-        content = json.dumps({"step": step, "rank": rank, "world": self._collectives.size})
+        arena = self._savers[self._last].background.arena
+
+        def complete(names: Sequence[str]) -> None:
+            content = {"step": step, "rank": rank, "world": self._collectives.size, "files": names}
+            content["beside"] = len(hosts().beside(rank))
+            replace_text(mark, json.dumps({**content, "sums": arena.checksums()}))
 
         def add_to_slot() -> None:
             add(slot)
             (slot / "latest").write_text(_TAG)
 
-        self._savers[self._last].keep(slot / _TAG, add=add_to_slot, kept=lambda: _replace(mark, content))
+        self._savers[self._last].keep(slot / _TAG, add=add_to_slot, kept=complete)
+        return True
+
+    def _is_copied(self) -> bool:
+        """Whether the next host has what was kept last, too, where it is meant to."""
+        if not self._replicates or self._last is None:
+            return True
+        slot = self._slots[self._last]
+        mark, copied = _read(slot / f"rank-{self._collectives.rank}.json"), _read(slot / COPIED)
+        return mark is not None and copied is not None and mark["step"] == copied["step"]
 
     def wait(self) -> None:
         """Return when what was kept last is complete."""
@@ -133,15 +165,18 @@ class MemoryCheckpoints:
             saver.background.close()
 
 
-def _read(path: Path) -> dict[str, int] | None:
+def _checksum(path: Path, num_bytes: int) -> list[int]:
+    """As `Arena.checksums` has it; none of what is cut off, or not there."""
+    with suppress(OSError, ValueError), open(path, "rb") as file:
+        if num_bytes:
+            with mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ) as values:
+                return [num_bytes, zlib.crc32(values)]
+        return [0, 0]
+    return []
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):  # its rank is just removing it
         return None
-
-
-def _replace(path: Path, content: str) -> None:
-    """In one step, so that a kill leaves all or nothing."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(content)
-    partial.replace(path)

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from accelerate.utils import DeepSpeedSchedulerWrapper
 from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_zero.comm import collectives_for, hosts, local_device
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.resilience import Resilience
-from hf_zero.extras.resilience.memory import MemoryCheckpoints, own_folder, supervisor
+from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
+from hf_zero.launch.restarts import COPIES, RESTARTS, own_folder
 from hf_zero.log import logger
 
-_STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums.json"
+_STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums-{}.json"
 _HISTORY = "log_history.jsonl"
 _LOSS = "_tr_loss"  # an attribute from transformers 5.24 on; before, a log after a restart has its own losses alone
 _trainings = itertools.count(1)  # a script that is started again trains in the same order
@@ -49,22 +51,30 @@ def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
             "`hf-zero launch --max_restarts N` or `torchrun --max-restarts N`"
         )
         return resume
-    if hosts().num_hosts > 1:
-        logger.info("hf_zero.resilience: ranks are on several machines, so nothing is kept in host memory")
-        return resume
-    memory = MemoryCheckpoints(own_folder(process) / f"training-{number}", collectives_for(local_device()))
+    replicates = settings.replicate and hosts().num_hosts > 1 and bool(os.environ.get(COPIES))
+    folder = own_folder(process) / f"training-{number}"
+    memory = MemoryCheckpoints(folder, collectives_for(local_device()), replicates=replicates)
     found = memory.newest()
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [each for each in callbacks if not isinstance(each, KeepInMemory)]
     keeper = KeepInMemory(trainer, memory, settings.every)
     callbacks.insert(0, keeper)  # before others draw random numbers
     if found is None:
-        return resume
+        return resume if not int(os.environ.get(RESTARTS) or 0) else _from_disk(trainer, resume)
     step, folder = found
     if trainer.is_world_process_zero():
         logger.info("training goes on after update %d, from host memory", step)
     keeper.resume_from(folder)
     return str(folder)
+
+
+def _from_disk(trainer: Any, resume: Any) -> Any:
+    """Where training goes on when ranks were started again, and host memory holds no whole checkpoint any more."""
+    folder = trainer.args.output_dir
+    newest = resume or (get_last_checkpoint(folder) if os.path.isdir(folder) else None)
+    if trainer.is_world_process_zero():
+        logger.warning("host memory holds no whole checkpoint: training goes on from %s", newest or "its beginning")
+    return newest
 
 
 class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -80,11 +90,13 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def resume_from(self, folder: Path) -> None:
         """Make the state whole that Trainer is going to read; on one rank of a host, for all."""
-        self._sums = json.loads((folder / _SUMS).read_text())
+        rank = self._trainer.args.process_index
+        path = folder / _SUMS.format(rank if (folder / _SUMS.format(rank)).exists() else 0)  # fewer ranks were there
+        self._sums = json.loads(path.read_text())
         state = json.loads((folder / _STATE).read_text())
         self._step = state["global_step"]
         self._num_logs = int(self._sums.pop("num_logs"))
-        if self._trainer.args.should_save:
+        if self._trainer.is_local_process_zero():
             path = folder.parent / _HISTORY
             lines = path.read_text().splitlines()[: self._num_logs] if self._num_logs else []
             path.write_text("".join(f"{line}\n" for line in lines))
@@ -96,16 +108,17 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
         trainer, carried = self._trainer, self._sums.pop("loss", None)
         if carried is not None and hasattr(trainer, _LOSS):
             trainer._globalstep_last_logged = int(self._sums["last_logged"])
-            trainer._total_loss_scalar = -carried
-            getattr(trainer, _LOSS).add_(carried)
+            loss = getattr(trainer, _LOSS)
+            trainer._total_loss_scalar = -float(trainer.accelerator.reduce(loss.new_tensor(carried), "mean"))
+            loss.add_(carried)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Keep what is true between two updates."""
         if state.global_step <= self._step or state.global_step % self._every:
             return
         try:
-            self._memory.keep(self._trainer.model_wrapped, state.global_step, self._add)
-            self._step = state.global_step
+            if self._memory.keep(self._trainer.model_wrapped, state.global_step, self._add):
+                self._step = state.global_step
         except CheckpointError as error:
             logger.warning("hf_zero.resilience: nothing more is kept in host memory: %s", error)
             self._every = sys.maxsize
@@ -117,7 +130,8 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _add(self, folder: Path) -> None:
         trainer = self._trainer
         trainer._save_rng_state(folder)
-        if not trainer.args.should_save:
+        self._add_sums(folder)
+        if not trainer.is_local_process_zero():
             return
         if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
             torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
@@ -126,11 +140,13 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
         state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=stateful)
         state.total_flos += trainer.current_flos * trainer.args.world_size
         state.save_to_json(folder / _STATE)
-        history = trainer.state.log_history
         with (folder.parent / _HISTORY).open("a") as file:
-            file.writelines(f"{json.dumps(entry)}\n" for entry in history[self._num_logs :])
-        self._num_logs = len(history)
-        sums = {"num_logs": self._num_logs, "last_logged": trainer._globalstep_last_logged}
+            file.writelines(f"{json.dumps(entry)}\n" for entry in trainer.state.log_history[self._num_logs :])
+        self._num_logs = len(trainer.state.log_history)
+
+    def _add_sums(self, folder: Path) -> None:
+        trainer = self._trainer
+        sums = {"num_logs": len(trainer.state.log_history), "last_logged": trainer._globalstep_last_logged}
         if hasattr(trainer, _LOSS):
             sums["loss"] = float(getattr(trainer, _LOSS))
-        (folder / _SUMS).write_text(json.dumps(sums))
+        (folder / _SUMS.format(trainer.args.process_index)).write_text(json.dumps(sums))

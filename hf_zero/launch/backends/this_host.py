@@ -5,6 +5,7 @@ With torchrun it may be an elastic job, too.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from hf_zero.launch import LaunchError
 from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
 from hf_zero.launch.children import start
 from hf_zero.launch.job import Job
+from hf_zero.launch.peers import TOKEN, Peers
 from hf_zero.launch.ranks import report_to_user, run_node
 from hf_zero.launch.restarts import Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
@@ -61,7 +63,17 @@ class NoSsh(Backend):
     is_remote = False
 
     def run(self, job: Job, request: Request) -> int:
-        return run_node(job, own_node_rank(job, request, "--no_ssh"), report=report_to_user)
+        node_rank, restarts = own_node_rank(job, request, "--no_ssh"), None
+        if request.max_restarts:
+            token, names = os.environ.get(TOKEN, ""), job.world.names
+            if not token:
+                raise LaunchError(
+                    f"--max_restarts on several hosts needs {TOKEN}, the same on all of them and known to nobody else: "
+                    "random words, such as those of `openssl rand -hex 16`"
+                )
+            peers = Peers(names, node_rank, job.master_addr, job.master_port, token) if len(names) > 1 else None
+            restarts = Restarts(request.max_restarts, request.stopped_s, start, peers)
+        return run_node(job, node_rank, report=report_to_user, restarts=restarts)
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         raise NotImplementedError("ranks on this host are started without another program")

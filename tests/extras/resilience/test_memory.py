@@ -17,6 +17,7 @@ from torch import nn
 from hf_zero.checkpoint import CheckpointError, background
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.comm import ledger
+from hf_zero.comm.cpu import meeting
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
@@ -47,6 +48,19 @@ def everything_mapped() -> Any:
 
 def add(rank: int, update: int, folder: Path) -> None:
     (folder / f"added-{rank}").write_text(str(update))
+
+
+def own_part(rank: int, folder: str, per_host: int) -> tuple[Path, Any]:
+    """The folder of this rank's host, and what names the host."""
+    host = f"host-{rank // per_host}"
+    return Path(folder) / host, mock.patch.object(meeting, "host_name", lambda: host)
+
+
+def run_on_hosts(rank: int, function: Any, per_host: int, kind: str, folder: str, *rest: Any) -> Any:
+    """A rank that sees no other host's memory."""
+    own, named = own_part(rank, folder, per_host)
+    with named:
+        return function(rank, kind, str(own), *rest)
 
 
 def run_keeps(rank: int, kind: str, folder: str, updates: int) -> tuple[list[float], int]:
@@ -91,6 +105,62 @@ def test_training_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert [numel for _, numel in kept] == [0, 0]
     resumed = run_ranks(run_goes_on, 2, kind, str(tmp_path / "a"), 5, range(3, 6))
     assert resumed == [(3, losses[3:]) for losses, _ in whole]
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hosts_go_on_from_their_own_memory(kind: str, per_host: int, tmp_path: Path) -> None:
+    """No values travel, neither when they are kept nor when they are loaded; only descriptions do."""
+    world = 2 * per_host
+    kept = run_ranks(run_on_hosts, world, run_keeps, per_host, kind, str(tmp_path / "a"), 3)
+    whole = run_ranks(run_on_hosts, world, run_keeps, per_host, kind, str(tmp_path / "b"), 6)
+    assert [numel for _, numel in kept] == [0] * world
+    folder = str(tmp_path / "a")
+    resumed = run_ranks(run_on_hosts, world, run_goes_on, per_host, kind, folder, 5, range(3, 6))
+    assert resumed == [(3, losses[3:]) for losses, _ in whole]
+    assert not [path for path in tmp_path.glob("a/host-1/*/rank-0.[0-9]*") if path.stat().st_size]
+
+
+def flip(path: Path) -> None:
+    """One bit of a value."""
+    with path.open("r+b") as file:
+        file.seek(1000)
+        (byte,) = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_that_changed_by_themselves_are_not_taken(stage: int, tmp_path: Path) -> None:
+    """A bit of what rank 1 kept last has flipped: all go on from the update before; with both flipped, from none."""
+    kind = f"stage {stage}"
+    whole = run_ranks(run_keeps, 2, kind, str(tmp_path), 4)
+    newest = next(p for p in tmp_path.glob("*/rank-1.json") if json.loads(p.read_text())["step"] == 4)
+    flip(newest.with_name("rank-1.0"))
+    resumed = run_ranks(run_goes_on, 2, kind, str(tmp_path), 5, range(3, 4))
+    assert resumed == [(3, losses[3:]) for losses, _ in whole]
+    flip(tmp_path / str(1 - int(newest.parent.name)) / "rank-0.0")
+    assert run_ranks(run_newest, 2, str(tmp_path)) == [None, None]
+
+
+def run_replicates(rank: int, folder: str) -> list[bool]:
+    engine = new_engine(2, 2)
+    memory, kept = MemoryCheckpoints(Path(folder), engine.groups.world, replicates=True), []
+    for update in range(1, 5):
+        train(engine, rank, 2, range(update - 1, update))
+        kept.append(memory.keep(engine, update, partial(add, rank, update)))
+        memory.wait()
+        if update == 3 and rank == 0:
+            (Path(folder) / "0" / "copied").write_text(json.dumps({"step": 1}))
+        engine.groups.world.gather_objects(None)
+    memory.close()
+    engine.destroy()
+    return kept
+
+
+def test_the_last_slot_that_all_hosts_have_copied_stays(tmp_path: Path) -> None:
+    """Where the link is slower than training, what is kept waits for it, and training does not."""
+    assert run_ranks(run_replicates, 2, str(tmp_path)) == [[True, False, False, True]] * 2
 
 
 def test_it_loads_on_another_number_of_ranks(tmp_path: Path) -> None:

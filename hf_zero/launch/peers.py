@@ -1,0 +1,407 @@
+"""Launchers of several hosts whose ranks may start again: what they tell one another, and copies of what hosts keep.
+
+    host 0             leads: hears of every failure, and says when all hosts' ranks end, and start
+    each host          follows it, and sends each slot that its ranks have kept to the launcher of the next host
+    one that is lost   its launcher is started again, and asks the next host's for what that one had been sent
+
+All listen at --master_port, on the address that leads to the others, and accept whoever knows the token of the run:
+each side proves that it does (HMAC, as in `multiprocessing`). What follows is not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from hf_zero.launch import LaunchError
+from hf_zero.launch.children import Failure
+from hf_zero.launch.restarts import COPIED, COPIES, RESTARTS, WANTED, own_folder, replace_text
+from hf_zero.network import address_towards
+
+TOKEN = "HF_ZERO_TOKEN"
+"""The variable with the token, the same on all hosts."""
+_REPLACED_S = 600.0  # how long the others wait for a host
+_MESSAGE_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
+_TICK_S = 0.05
+_PROBES = {
+    socket.TCP_KEEPIDLE: 1,  # seconds
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: 2,
+    socket.TCP_USER_TIMEOUT: 5000,  # milliseconds, for what is not acknowledged
+}
+_HISTORY = "log_history.jsonl"  # one for both slots
+_SLOT, _NAME = re.compile(r"training-\d+/[01]"), re.compile(r"(global_step/)?\w[\w.-]*", re.ASCII)
+_BROKEN = (OSError, EOFError, ValueError, KeyError, AuthenticationError)  # a peer that ends, or is none of ours
+Message = dict[str, Any]
+
+
+def _open(place: tuple[str, int], key: bytes, hello: Message) -> Connection:
+    link = _proven(socket.create_connection(place, timeout=10), key, serves=False)
+    _say(link, hello)
+    return link
+
+
+def _proven(end: socket.socket, key: bytes, *, serves: bool) -> Connection:
+    """Both sides know the key. A host that vanishes without a word is noticed within three seconds."""
+    end.settimeout(None)
+    for option, value in _PROBES.items():
+        end.setsockopt(socket.IPPROTO_TCP, option, value)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 10, 0))
+        link = Connection(os.dup(end.fileno()))
+        try:
+            for prove in (deliver_challenge, answer_challenge) if serves else (answer_challenge, deliver_challenge):
+                prove(link, key)
+        except BaseException:
+            link.close()
+            raise
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    return link
+
+
+def _say(link: Connection, message: Message) -> None:
+    link.send_bytes(json.dumps(message).encode())
+
+
+def _heard(link: Connection) -> Message:
+    return dict(json.loads(link.recv_bytes(_MESSAGE_BYTES)))
+
+
+class _Lead:
+    """Host 0's part."""
+
+    def __init__(self, names: Sequence[str], address: str) -> None:
+        self._names, self._address = names, address
+        self._lock = threading.Lock()
+        self._links: dict[int, Connection] = {}
+        self._addresses: dict[int, str] = {}
+        self._ready: set[int] = set()
+        self._done: set[int] = set()
+        self._is_running, self._restarts = False, -1
+
+    def follow(self, host: int, link: Connection, address: str) -> None:
+        """Serve one host until it is lost."""
+        with self._lock:
+            if host in self._links:
+                self._lose(host)
+            self._links[host], self._addresses[host] = link, address
+            if len(self._links) == len(self._names):
+                self._tell_all({"say": "hosts", "addresses": self._addresses})
+        try:
+            while True:
+                message = _heard(link)
+                with self._lock:
+                    self._hear(host, message)
+        except _BROKEN:
+            with self._lock:
+                if self._links.get(host) is link:
+                    self._lose(host)
+
+    def _hear(self, host: int, message: Message) -> None:
+        if message["say"] == "ready":
+            self._ready.add(host)
+            self._restarts = max(self._restarts, message["restarts"])
+            if len(self._ready) == len(self._names):
+                self._ready, self._done, self._is_running = set(), set(), True
+                with socket.create_server((self._address, 0)) as free:
+                    port = free.getsockname()[1]
+                self._tell_all({"say": "start", "port": port, "restarts": self._restarts + 1})
+        elif message["say"] == "done":
+            self._done.add(host)
+            if len(self._done) == len(self._names):
+                self._tell_all({"say": "over"})
+        elif message["say"] == "stop" or self._is_running:
+            self._is_running = False
+            self._tell_all(message)
+
+    def _lose(self, host: int) -> None:
+        self._links.pop(host).close()
+        self._ready.discard(host)
+        if self._is_running:
+            self._is_running = False
+            self._tell_all({"say": "end", "failure": asdict(Failure.of_host(self._names[host]))})
+
+    def _tell_all(self, message: Message) -> None:
+        for link in self._links.values():
+            with suppress(OSError):  # its own thread finds out
+                _say(link, message)
+
+
+class Peers:
+    """The other hosts, as one host's launcher sees them."""
+
+    def __init__(self, names: Sequence[str], host: int, master: str, port: int, token: str) -> None:
+        """
+        Raises:
+            LaunchError: the port is taken.
+        """
+        own = address_towards(master if host else names[1]) or master
+        self._names, self._host, self._key, self._port = names, host, token.encode(), port
+        self._leader = (master if host else own, port)
+        self._lead = None if host else _Lead(names, own)
+        self._memory = own_folder(os.getpid())
+        self._messages: deque[Message] = deque()
+        self.descriptor, self._wake = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        self._link: Connection | None = None
+        self._addresses: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._epoch, self._restarts, self._is_open = 0, -1, True
+        try:
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            self._listener = socket.create_server((own, port), family=family)
+        except OSError as error:
+            raise LaunchError(f"{own}:{port} cannot be listened at: {error.strerror}; choose --master_port") from None
+        for act in (self._serve, self._follow, self._copy):
+            threading.Thread(target=act, daemon=True).start()
+
+    def take(self) -> Iterator[Message]:
+        """What has been heard; `descriptor` is readable where there is something."""
+        with suppress(BlockingIOError):
+            os.read(self.descriptor, 1 << 10)
+        while self._messages:
+            message = self._messages.popleft()
+            if message["say"] == "hosts":
+                self._addresses = message["addresses"]
+            elif message["say"] == "lost":
+                self._addresses = {}
+            yield message
+
+    def say(self, say: str, failure: Failure | None = None) -> None:
+        """Tell the leader."""
+        with suppress(OSError):  # nobody is there any more: `take` says so
+            if self._link is not None:
+                told = {} if failure is None else {"failure": asdict(failure)}
+                _say(self._link, {"say": say, "restarts": self._restarts, **told})
+
+    def await_start(self, turn: Callable[[], bool]) -> dict[str, str]:
+        """Variables for the ranks, once no rank of any host runs and all hosts are there; empty: there will be none.
+
+        Args:
+            turn: waits a moment; False: go on no longer.
+
+        Raises:
+            LaunchError: hosts are missing.
+        """
+        deadline, is_ready = time.monotonic() + _REPLACED_S, False
+        with self._lock:
+            self._epoch += 1
+            for path in self._memory.glob(f"training-*/*/{COPIED}"):
+                path.unlink()
+        while turn():
+            if self._addresses and not is_ready:
+                self._restore()
+                self.say("ready")
+                is_ready = True
+            for message in self.take():
+                if message["say"] == "start":
+                    self._restarts = message["restarts"]
+                    port, restarts = str(message["port"]), str(self._restarts)
+                    return {"MASTER_PORT": port, RESTARTS: restarts, COPIES: "1"}
+                if message["say"] == "stop":
+                    return {}
+                is_ready = is_ready and message["say"] != "lost"
+            if time.monotonic() > deadline:
+                raise LaunchError(f"not all of {', '.join(self._names)} have come within {_REPLACED_S:g} s")
+        return {}
+
+    def close(self) -> None:
+        self._is_open = False
+        self._listener.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _serve(self) -> None:
+        while self._is_open:
+            with suppress(OSError):
+                end, (address, *_) = self._listener.accept()
+                threading.Thread(target=self._serve_one, args=(end, address), daemon=True).start()
+
+    def _serve_one(self, end: socket.socket, address: str) -> None:
+        with suppress(*_BROKEN), closing(_proven(end, self._key, serves=True)) as link:
+            hello = _heard(link)
+            host, theirs = int(hello["host"]), self._memory / f"of-{int(hello['host'])}"
+            if hello["want"] == "follow" and self._lead is not None and 0 <= host < len(self._names):
+                self._lead.follow(host, link, address)
+            elif hello["want"] == "store":
+                while True:
+                    asked = _heard(link)  # what is there stays whole, since it is not sent again
+                    slot = _own_slot(theirs, asked["has"])
+                    _say(link, {"stored": bool(asked["marks"]) and _marks(slot) == asked["marks"]})
+                    if _heard(link)["sends"]:
+                        receive(link, theirs)
+                        _say(link, {"stored": True})
+            elif hello["want"] == "fetch":
+                steps = [(step, slot) for slot in theirs.glob("training-*/*") if (step := _step(slot)) is not None]
+                for _, slot in sorted(steps):
+                    send(link, theirs, slot, {})
+                _say(link, {"slot": None})
+
+    def _follow(self) -> None:
+        while self._is_open:
+            with suppress(*_BROKEN):
+                self._link = _open(self._leader, self._key, {"want": "follow", "host": self._host})
+                while True:
+                    self._put(_heard(self._link))
+            if self._link is not None:
+                self._link = None
+                self._put({"say": "lost"})
+            time.sleep(_TICK_S)
+
+    def _put(self, message: Message) -> None:
+        self._messages.append(message)
+        os.write(self._wake, b".")
+
+    def _next(self, want: str) -> Connection:
+        address = self._addresses[str((self._host + 1) % len(self._names))]
+        return _open((address, self._port), self._key, {"want": want, "host": self._host})
+
+    def _restore(self) -> None:
+        """Where nothing is kept, get what the next host has been sent."""
+        if any(self._memory.glob("training-*/*/rank-*.json")):
+            return
+        with suppress(*_BROKEN), closing(self._next("fetch")) as link:
+            while receive(link, self._memory):
+                pass
+            found = self._memory.glob(f"training-*/*/{_HISTORY}")
+            for path in sorted(found, key=lambda path: path.stat().st_mtime):
+                path.replace(path.parent.parent / _HISTORY)
+
+    def _copy(self) -> None:
+        """Send each slot to the next host when it is whole; in one thread."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        link: Connection | None = None
+        epoch, known = -1, dict[str, bytes]()
+        while self._is_open:
+            time.sleep(_TICK_S)
+            if self._epoch != epoch and link is not None:
+                link.close()
+                link = None
+            for slot in self._uncopied():
+                try:
+                    if link is None:
+                        epoch, known = self._epoch, {}
+                        link = self._next("store")
+                    step = _step(slot)
+                    if self._stored(link, slot, known):
+                        with self._lock:
+                            if self._epoch == epoch:
+                                replace_text(slot / COPIED, json.dumps({"step": step}))
+                except _BROKEN:
+                    if link is not None:
+                        link.close()
+                    link = None
+                    break
+
+    def _stored(self, link: Connection, slot: Path, known: dict[str, bytes]) -> bool:
+        _say(link, {"has": str(slot.relative_to(self._memory)), "marks": _marks(slot)})
+        is_there = _heard(link)["stored"]
+        _say(link, {"sends": not is_there})
+        if is_there:
+            return True
+        is_whole = send(link, self._memory, slot, known)
+        return bool(_heard(link)["stored"]) and is_whole
+
+    def _uncopied(self) -> list[Path]:
+        slots = []
+        for wanted in self._memory.glob(f"training-*/{WANTED}") if self._addresses else ():
+            steps = {slot: _step(slot) for slot in wanted.parent.glob("[01]")}
+            slots += [slot for slot, step in steps.items() if step is not None and _copied(slot) != step]
+        return sorted(slots, key=lambda slot: -(_step(slot) or 0))
+
+
+def _own_slot(folder: Path, name: str) -> Path:
+    if not _SLOT.fullmatch(name):
+        raise ValueError(name)
+    return folder / name
+
+
+def _copied(slot: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(json.loads((slot / COPIED).read_text())["step"])
+    return None
+
+
+def _marks(slot: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in slot.glob("rank-*.json")}
+
+
+def _step(slot: Path) -> int | None:
+    """The update after which all of this host's ranks have kept a slot."""
+    with suppress(OSError, ValueError):
+        marks = [json.loads(mark) for mark in _marks(slot).values()]
+        steps = {mark["step"] for mark in marks}
+        if len(steps) == 1 and all(len(marks) == mark["beside"] for mark in marks):
+            return int(steps.pop())
+    return None
+
+
+def send(link: Connection, folder: Path, slot: Path, known: dict[str, bytes]) -> bool:
+    """Send a slot, without what `known` says has been sent before; False: it has changed meanwhile, so is not taken."""
+    marks = _marks(slot)
+    files = [path for path in (*slot.iterdir(), *slot.glob("global_step/*")) if path.is_file()]
+    files = [path for path in files if path.suffix not in (".json", ".partial") or not path.name.startswith("rank-")]
+    _say(link, {"slot": str(slot.relative_to(folder))})
+    for path in (*(path for path in files if path.name != COPIED), slot.parent / _HISTORY):
+        name = str(path.relative_to(slot)) if path.is_relative_to(slot) else path.name
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _say(link, {"file": name, "bytes": size})
+            for start in range(0, size, _CHUNK_BYTES):
+                chunk = file.read(_CHUNK_BYTES)
+                digest = hashlib.sha256(chunk).digest()
+                if known.get(key := f"{path}:{start}") != digest:
+                    _say(link, {"at": start})
+                    link.send_bytes(chunk)
+                    known[key] = digest
+    is_same = bool(marks) and _marks(slot) == marks
+    _say(link, {"marks": marks if is_same else None})
+    return is_same
+
+
+def receive(link: Connection, folder: Path) -> bool:
+    """Take what `send` sends, until it is whole; False: nothing more comes."""
+    message = _heard(link)
+    if message["slot"] is None:
+        return False
+    slot = _own_slot(folder, message["slot"])
+    (slot / "global_step").mkdir(parents=True, exist_ok=True)
+    for mark in slot.glob("rank-*.json"):
+        mark.unlink()
+    file = -1
+    try:
+        while "marks" not in (message := _heard(link)):
+            if "file" in message:
+                if not _NAME.fullmatch(message["file"]):
+                    raise ValueError(message["file"])
+                if file >= 0:
+                    os.close(file)
+                file = os.open(slot / message["file"], os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                os.ftruncate(file, int(message["bytes"]))
+            else:
+                os.pwrite(file, link.recv_bytes(_MESSAGE_BYTES), int(message["at"]))
+    finally:
+        if file >= 0:
+            os.close(file)
+    for name, mark in (message["marks"] or {}).items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(name)
+        replace_text(slot / name, mark)
+    return True

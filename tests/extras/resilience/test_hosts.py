@@ -1,0 +1,172 @@
+"""Trainer on two hosts, which are network namespaces: ranks and whole hosts are killed, and losses stay the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.hosts import joined_hosts
+from bench.surroundings import ROOT
+from hf_zero.launch.peers import TOKEN
+from hf_zero.launch.restarts import folder_in_memory
+
+_UPDATE_S = 120.0
+SLOW = [(3, 1), (2, 2), (3, 2)]
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _has_namespaces() -> bool:
+    lacks_program = any(shutil.which(name) is None for name in ("ip", "tc", "unshare"))
+    return not lacks_program and os.geteuid() == 0 and not subprocess.run(["unshare", "--net", "true"]).returncode
+
+
+pytestmark = pytest.mark.skipif(not _has_namespaces(), reason="needs root, and the right to make network namespaces")
+
+
+class TwoHosts:
+    """A training on both."""
+
+    def __init__(self, spaces: list[str], folder: Path, stage: int, per_host: int, updates: int) -> None:
+        self.spaces, self.lines_path, self._folder = spaces, folder / "lines", folder
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "hf_zero": {"resilience": {"enabled": True}},
+        }
+        folder.mkdir()
+        (folder / "ds.json").write_text(json.dumps(config))
+        (folder / "hosts").write_text("".join(f"10.77.9.{host + 1} slots={per_host}\n" for host in range(2)))
+        self.port, self.token = random.SystemRandom().randrange(10000, 32000), secrets.token_hex(16)
+        self._updates = updates
+        self.launchers = [self.start(host) for host in range(2)]
+
+    def start(self, host: int) -> subprocess.Popen[bytes]:
+        script = [str(self.lines_path), str(self._folder / "ds.json"), str(self._updates), "--pause", "0.3"]
+        words = [sys.executable, "-m", "hf_zero", "launch", "--no_ssh", "--node_rank", str(host), "--no_local_rank"]
+        words += ["--hostfile", str(self._folder / "hosts"), "--master_port", str(self.port), "--max_restarts", "20"]
+        words += ["--module", "bench.chaos_script", *script]
+        named = f"hostname host-{host} && exec {' '.join(words)}"
+        environment = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_ZERO": "1", TOKEN: self.token}
+        environment["GLOO_SOCKET_IFNAME"] = "eth0"
+        with (self._folder / f"said-{host}").open("ab") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c", named],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def lines(self) -> list[dict[str, Any]]:
+        return (
+            [json.loads(line) for line in self.lines_path.read_text().splitlines()] if self.lines_path.exists() else []
+        )
+
+    def await_update(self, least: int) -> float:
+        """When an update is made after which at least so many lines are there."""
+        deadline = time.monotonic() + _UPDATE_S
+        while len(self.lines()) < least:
+            assert time.monotonic() < deadline and any(each.poll() is None for each in self.launchers), self.said()
+            time.sleep(0.01)
+        return float(self.lines()[least - 1]["at"])
+
+    def await_copy(self, host: int) -> None:
+        """Until the other host has what this one keeps: the first copy takes a moment."""
+        memory, deadline = folder_in_memory(self.launchers[1 - host].pid), time.monotonic() + _UPDATE_S
+        while not any(memory.glob(f"of-{host}/training-1/*/rank-*.json")):
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.01)
+
+    def kill_rank(self, host: int) -> float:
+        """Seconds to the next update."""
+        ranks = [rank for each in psutil.Process(self.launchers[host].pid).children() for rank in each.children()]
+        return self._struck([ranks[-1].pid])
+
+    def kill_host(self, host: int) -> float:
+        """Everything in the namespace; its launcher is started again. Seconds from then to the next update."""
+        listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
+        return self._struck(list(map(int, listed.stdout.split())), replaced=host)
+
+    def _struck(self, pids: list[int], replaced: int | None = None) -> float:
+        struck = time.time()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.3)
+        known = len(self.lines())
+        if replaced is not None:
+            self.launchers[replaced].wait()
+            shutil.rmtree(folder_in_memory(self.launchers[replaced].pid))  # what removes it was killed, too
+            self.launchers[replaced] = self.start(replaced)
+        return self.await_update(known + 1) - struck
+
+    def said(self) -> str:
+        return "\n".join((self._folder / f"said-{host}").read_text(errors="replace")[-6000:] for host in range(2))
+
+    def end(self) -> list[int]:
+        """Exit statuses, once both have ended by themselves."""
+        return [launcher.wait(timeout=_UPDATE_S) for launcher in self.launchers]
+
+    def kill(self) -> None:
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
+
+    def wrong(self, right: dict[int, Any]) -> list[Any]:
+        """Updates with another loss or norm than without a fault, and those that are missing."""
+        made = self.lines()
+        differ = [line for line in made if (line["loss"], line["norm"]) != right[line["update"]]]
+        return [*differ, *sorted(right.keys() - {line["update"] for line in made})]
+
+
+@pytest.fixture(scope="module")
+def spaces() -> Iterator[list[str]]:
+    with joined_hosts(2, "10gbit", "0ms") as (names, _):
+        yield names
+
+
+def undisturbed(spaces: list[str], folder: Path, stage: int, per_host: int, updates: int) -> dict[int, Any]:
+    training = TwoHosts(spaces, folder, stage, per_host, updates)
+    try:
+        assert training.end() == [0, 0], training.said()
+    finally:
+        training.kill()
+    return {line["update"]: (line["loss"], line["norm"]) for line in training.lines()}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("stage", "per_host"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int, tmp_path: Path) -> None:
+    """A rank of either host, then all of the second host, then all of the first, which leads."""
+    right = undisturbed(spaces, tmp_path / "undisturbed", stage, per_host, 32)
+    training = TwoHosts(spaces, tmp_path / "attacked", stage, per_host, 32)
+    recovered = []
+    try:
+        rank, all_of_it = training.kill_rank, training.kill_host
+        for attack, host in ((rank, 1), (all_of_it, 1), (rank, 0), (all_of_it, 0)):
+            training.await_update(len(training.lines()) + 4)
+            training.await_copy(host)
+            recovered.append(attack(host))
+        assert training.end() == [0, 0], training.said()
+    finally:
+        training.kill()
+    sys.stdout.write(f"seconds to recover: {recovered}\n")
+    assert training.wrong(right) == [], training.said()
+    whole = (tmp_path / "attacked" / "said-0").read_text(errors="replace")
+    assert whole.count("training goes on after update") == 4, whole[-6000:]
