@@ -24,7 +24,13 @@ from hf_zero.log import logger
 from hf_zero.offload.placement import Placements
 from hf_zero.optim import SubGroup
 from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
+from hf_zero.optim.registry import (
+    keep_states_in,
+    refuse_unfit,
+    states_per_element,
+    stored_bytes_per_element,
+    suit_precision,
+)
 from hf_zero.optim.traits import Sees, Traits, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Ranks, Spread
 from hf_zero.params.flat import FlatParameters
@@ -34,6 +40,7 @@ from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_pack
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
+from hf_zero.step.streaming import streamed_updates
 from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
@@ -280,6 +287,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
     suit_precision(optimizer, plan.precision)
+    if plan.zero.streaming is not None and plan.zero.streaming.states == "bf16":
+        keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
     peers = _peers(store, plan.groups, sharding) if asks_peers else None
@@ -300,7 +309,20 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
     options = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
-    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
+    gradients, skips = plan.rules.gradients, plan.rules.skip_nonfinite
+    streamed = streamed_updates(plan.zero.streaming, gradients, reducer, updater, plan.device, skips=skips)
+    step = ShardedStep(
+        store,
+        reducer,
+        updater,
+        sharding,
+        world,
+        plan.rules,
+        placements,
+        groups=plan.groups,
+        streamed=streamed,
+        **options,
+    )
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
 
