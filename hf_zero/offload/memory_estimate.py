@@ -85,9 +85,8 @@ def estimate_memory(
         master_bytes = LP_BYTES if place is not None and not on_host else 0
     gradients, buffers, streaming = weights, 0, zero.streaming  # gradients are as large as weights
     if streaming is not None:
-        if streaming.masters == "split" and master_bytes:
-            master_bytes, buffers = LP_BYTES, AT_ONCE * FP32_BYTES * min(sizes.longest // parts, STREAMED_NUMEL)
-        state_bytes = LP_BYTES if streaming.states == "bf16" else state_bytes
+        master_bytes, state_bytes = streaming.master_bytes(LP_BYTES, master_bytes), streaming.state_bytes(state_bytes)
+        buffers = AT_ONCE * FP32_BYTES * min(sizes.longest // parts, STREAMED_NUMEL)
         if not sizes.keeps_gradients:
             gradients = AT_ONCE * bucket
     states = state_bytes * sizes.num_states * numel + master_bytes * (numel - fp32) + round(sizes.stored_bytes * numel)

@@ -61,14 +61,15 @@ class Recycled(Store):
         self.num_out = self.most_out = 0
 
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
-        fitting = [tensor for tensor in self._free if tensor.dtype == dtype and tensor.numel() >= numel]
+        alike = [tensor for tensor in self._free if tensor.dtype == dtype]
+        fitting = [tensor for tensor in alike if numel <= tensor.numel() <= 2 * numel]
         if fitting:
             home = min(fitting, key=lambda tensor: tensor.numel())
             self._free = [tensor for tensor in self._free if tensor is not home]
         else:
             made = self._store.keep(name, numel, dtype).tensor
             assert made is not None, "vectors in memory are at hand"
-            self._free = [tensor for tensor in self._free if tensor.dtype != dtype]  # too short from now on
+            self._free = [tensor for tensor in self._free if tensor.dtype != dtype]  # lengths have changed
             home = made
         self.num_out += home.numel()
         self.most_out = max(self.most_out, self.num_out)

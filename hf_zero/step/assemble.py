@@ -163,6 +163,15 @@ class Plan:
     rules: StepRules
     groups: ParallelGroups
     device: torch.device
+    accumulates: bool = False  # gradients, over several micro-batches
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a rank's part of all gradients is there at some time."""
+        streaming, clip_norm = self.zero.streaming, self.rules.gradients.clip_norm
+        if self.accumulates or streaming is None:
+            return True
+        return bool(streaming.why_gradients_stay(clip_norm, self.rules.skip_nonfinite))
 
     @property
     def sharding(self) -> Sharding:
@@ -383,7 +392,8 @@ def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Tr
     from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 
     longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-    sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
+    stored_bytes, keeps = stored_bytes_per_element(optimizer), plan.keeps_gradients
+    sizes = Sizes(num_states, longest, plan.precision, stored_bytes, keeps_gradients=keeps)
     estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
     check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 

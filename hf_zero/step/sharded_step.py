@@ -134,6 +134,11 @@ class ShardedStep:
         if streamed is not None:
             streamed.read(self._reduced.of, self._late_factor)
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether those of a backward are all there at its end."""
+        return self._streamed is None
+
     def _late_factor(self) -> float:
         """The factor on every gradient before the norm of this step is known, by that of the last one."""
         clip = 1.0 if self.outcome is None else clip_coefficient(self.outcome.norm, self._rules.gradients.clip_norm)
@@ -171,6 +176,8 @@ class ShardedStep:
         self.factors.clear()
         self._forget()
         self._reducer.clear()
+        if self._streamed is not None:
+            self._reducer.give_up_room()
 
     def _forget(self) -> None:
         self._foreseen = None

@@ -54,15 +54,7 @@ def streamed_updates(
         name, rule = type(updater.optimizer).__name__, "streaming updates one element at a time"
         fix = "use AdamW, AdamW8bit, Lion, Adagrad or SGD, or remove hf_zero.streaming"
         raise ConfigError(Problem("hf_zero.streaming.enabled", True, f"{rule}, and {name} does not", fix))
-    reasons = []
-    if rules.clip_norm > 0 and streaming.clipping == "exact":
-        fixes = 'gradient_clipping 0, or hf_zero.streaming.clipping "last_norm"'
-        reasons.append(f"gradient_clipping needs the norm of all gradients ({fixes} keep none)")
-    if skips:
-        reasons.append(
-            "a gradient that is not finite skips the whole update (bf16.check_grad_overflow false applies what there is, "
-            "and keeps none; the loss scale of fp16 cannot do without)"
-        )
+    reasons = streaming.why_gradients_stay(rules.clip_norm, skips)
     if reasons:
         log_dist(f"streaming: gradients stay in host memory until the update after backward: {'; '.join(reasons)}")
         return None

@@ -51,6 +51,33 @@ class Streaming(Section):
     )
 
 
+    def master_bytes(self, weight: int, master: int) -> int:
+        """What is kept of a master of so many bytes beside its weight of so many."""
+        return master - weight if self.masters == "split" and (weight, master) == (2, 4) else master
+
+    def state_bytes(self, state: int) -> int:
+        """Of a state that would have so many."""
+        return 2 if self.states == "bf16" else state
+
+    def why_gradients_stay(self, clip_norm: float, skips: bool) -> list[str]:
+        """Why updates have to wait for all gradients, each with what changes that.
+
+        Args:
+            clip_norm: largest norm of the gradient; 0: it is not clipped.
+            skips: a gradient that is not finite skips an update.
+        """
+        reasons = []
+        if clip_norm > 0 and self.clipping == "exact":
+            fixes = 'gradient_clipping 0, or hf_zero.streaming.clipping "last_norm"'
+            reasons.append(f"gradient_clipping needs the norm of all gradients ({fixes} keep none)")
+        if skips:
+            reasons.append(
+                "a gradient that is not finite skips the whole update (bf16.check_grad_overflow false applies what there "
+                "is, and keeps none; the loss scale of fp16 cannot do without)"
+            )
+        return reasons
+
+
 def examine_streaming(config: Root) -> Examined:
     section = config.section(Streaming)
     if not section.enabled:
