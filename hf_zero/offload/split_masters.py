@@ -24,10 +24,10 @@ _NOWHERE = torch.empty(0, dtype=torch.int32)
 
 def join(weights: Tensor, rest: Tensor, ties: Tensor, masters: Tensor) -> None:
     """masters (fp32) = what `split` was given. All 1-D, on a CPU."""
-    bits, upper = masters.view(torch.int32), weights.view(torch.int16)
+    bits = masters.view(torch.int32)
     for start, length in chunks(masters.numel(), masters.device):
-        part = bits.narrow(0, start, length)
-        part.copy_(upper.narrow(0, start, length)).bitwise_left_shift_(16).add_(rest.narrow(0, start, length))
+        masters.narrow(0, start, length).copy_(weights.narrow(0, start, length))  # to fp32: weight << 16
+        bits.narrow(0, start, length).add_(rest.narrow(0, start, length))
     if ties.numel():
         places = ties.long()
         bits[places] += 2 * _HALF
@@ -36,13 +36,14 @@ def join(weights: Tensor, rest: Tensor, ties: Tensor, masters: Tensor) -> None:
 def split(masters: Tensor, weights: Tensor, rest: Tensor) -> Tensor:
     """weights (bf16) = `masters` rounded to nearest, rest (int16) = what they lose. Returns where a tie was rounded down
     (int32)."""
-    bits, upper, ties = masters.view(torch.int32), weights.view(torch.int16), [_NOWHERE]
+    bits, ties = masters.view(torch.int32), [_NOWHERE]
     for start, length in chunks(masters.numel(), masters.device):
-        weights.narrow(0, start, length).copy_(masters.narrow(0, start, length))
-        rounded = upper.narrow(0, start, length).to(torch.int32).bitwise_left_shift_(16)
+        weight, kept = weights.narrow(0, start, length), rest.narrow(0, start, length)
+        weight.copy_(masters.narrow(0, start, length))
+        rounded = weight.float().view(torch.int32)
         lost = torch.sub(bits.narrow(0, start, length), rounded, out=rounded)
-        rest.narrow(0, start, length).copy_(lost)
-        if int(lost.max()) >= _HALF:
+        kept.copy_(lost)
+        if int(kept.min()) == -_HALF:  # either side of a tie
             ties.append((lost == _HALF).nonzero().view(-1).add_(start).to(torch.int32))
     return torch.cat(ties)
 
