@@ -1,4 +1,4 @@
-"""Training that lives in host memory, on a device that has almost none: what is kept per parameter, and what a step takes.
+"""Training that lives in host memory, on a device that has almost none: bytes per parameter, and what a step takes.
 
 The device is an arena with a limit (tests/support/arena.py): more of it at once raises.
 
@@ -187,8 +187,8 @@ def report(run: dict[str, Any]) -> str:
         f"{run['budget_mb']} MB (an arena: more at once raises). Bytes per parameter are those of weights, masters and "
         "states between steps.",
         "",
-        "| states | parameters | host, GB | bytes per parameter | formula | gradients at once, MB | device at most, MB | "
-        "largest unit, MB | seconds per step | losses |",
+        "| states | parameters | host, GB | bytes per parameter | formula | gradients at once, MB | device at most, MB "
+        "| largest unit, MB | seconds per step | losses |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for states, found in run["states"].items():
@@ -196,9 +196,10 @@ def report(run: dict[str, Any]) -> str:
             lines.append(f"| {states} | {found['failed']} |" + " |" * 8)
             continue
         numel, seconds = found["numel"], ", ".join(f"{one:.1f}" for one in found["step_s"])
+        formula, gradients = SPLIT + STATES[states], found["gradient_numel"] * 2 / 1e6
         lines.append(
             f"| {states} | {numel / 1e9:.3f} billion | {found['host_bytes'] / 1e9:.2f} | "
-            f"{found['host_bytes'] / numel:.4f} | {SPLIT + STATES[states]:.4f} | {found['gradient_numel'] * 2 / 1e6:.0f} | "
+            f"{found['host_bytes'] / numel:.4f} | {formula:.4f} | {gradients:.0f} | "
             f"{found['device_peak'] / 1e6:.0f} | {found['unit_numel'] * 2 / 1e6:.0f} | {seconds} | "
             f"{', '.join(f'{loss:.3f}' for loss in found['losses'])} |"
         )

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 TOO_LATE = (
-    "hf_zero.streaming has updated weights beside the last backward, and more gradients have come for the same step: of a "
-    "second backward (set gradient_accumulation_steps to the number of backward passes per step), or of a layer that "
+    "hf_zero.streaming has updated weights beside the last backward, and more gradients have come for its step: of "
+    "a second backward (set gradient_accumulation_steps to the number of backward passes per step), or of a layer that "
     "reentrant checkpointing runs twice (use_reentrant=False)"
 )
 

@@ -1,12 +1,12 @@
-"""fp32 masters of bf16 weights in the weights' own bits and 16 more: 4 bytes per parameter for both, and no bit is lost.
+"""fp32 masters of bf16 weights in the weights' own bits and 16 more: 4 bytes for both, and no bit is lost.
 
     master      s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm       as an integer of 32 bits
     weight      s eeeeeeee mmmmmmm|                       rounded to nearest, ties to even
     rest                          |  master - weight << 16, from -32768 to 32768
 
 That is one value more than 16 bits have: halfway between two weights, the even one is taken from above and from below.
-Where it is from below (a rest of 32768, stored as -32768) the place is remembered beside: one in 131,072 elements of
-weights that have been trained. A NaN stays one, with other bits.
+Where it is from below (a rest of 32768, stored as -32768) the place is remembered beside: one in 131,072 elements whose
+lost bits are spread evenly. A NaN stays one, with other bits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def join(weights: Tensor, rest: Tensor, ties: Tensor, masters: Tensor) -> None:
 
 
 def split(masters: Tensor, weights: Tensor, rest: Tensor) -> Tensor:
-    """weights (bf16) = `masters` rounded to nearest, rest (int16) = what they lose. Returns where a tie was rounded down
-    (int32)."""
+    """weights (bf16) = `masters` rounded to nearest, rest (int16) = what they lose; returns where a tie was rounded
+    down (int32)."""
     bits, ties = masters.view(torch.int32), [_NOWHERE]
     for start, length in chunks(masters.numel(), masters.device):
         weight, kept = weights.narrow(0, start, length), rest.narrow(0, start, length)

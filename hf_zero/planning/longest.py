@@ -124,7 +124,7 @@ def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: b
     if candidate.optimizer == "nvme":  # what travels through host memory is short, so that inputs have room there
         config["zero_optimization"]["sub_group_size"] = _SUB_GROUP
     own = {key: True for key, is_on in (("tiled_mlp", tiling.mlp), ("tiled_loss", tiling.loss)) if is_on}
-    config |= {"hf_zero": own} if own else {}
+    config |= {"hf_zero": {**config.get("hf_zero", {}), **own}} if own else {}
     return config | ({"activation_checkpointing": {"cpu_checkpointing": True}} if on_host else {})
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hf_zero.offload.nvme.swap_store import Drive
 
 
-
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
     """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
     placement = zero.offload_param
@@ -104,9 +103,7 @@ def _opened(folder: str, files: Aio) -> Drive:
     return Drive(folder, files)
 
 
-def _far_placement(
-    zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.device, drives: _Drives
-) -> Placement:
+def _far_placement(zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.device, drives: _Drives) -> Placement:
     if zero.streaming is not None:
         return streaming_placement(device, policy, splits=zero.streaming.masters == "split")
     drive, pinned = drives.of(policy), pins(policy, device)

@@ -247,7 +247,9 @@ class ShardedStep:
         if not outcome.is_known:
             outcome.when_skipped(self._updater.roll_back)
         if self._streamed is not None:
-            return StepGradients(self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted), None)
+            return StepGradients(
+                self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted), None
+            )
         skip = None if outcome.is_known else outcome.skip
         # The source as it is now: the updater may want another one as soon as the step has begun.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)

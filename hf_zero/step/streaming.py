@@ -102,8 +102,8 @@ class StreamedUpdates:
         """
         if self.done and self._numbers != self._present():
             raise RuntimeError(
-                "a param group's numbers (such as lr) have changed between backward() and step(): hf_zero.streaming has "
-                "updated weights beside that backward, with the old ones. Change them after step() (where schedulers do)"
+                "a param group's numbers (such as lr) have changed between backward() and step(): hf_zero.streaming "
+                "has updated weights beside that backward, with the old ones. Change them after step(), as schedulers do"
             )
         self._waiting.clear()
         return [sub_group for sub_group in sub_groups if sub_group.bucket not in self.done]

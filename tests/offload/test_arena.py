@@ -1,4 +1,4 @@
-"""A model that is larger than its device: on an arena with a limit, by the bytes, and with the losses of the plain step."""
+"""A model that is larger than its device, an arena with a limit: its bytes, and the losses of the plain step."""
 
 from __future__ import annotations
 

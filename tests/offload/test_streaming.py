@@ -179,7 +179,7 @@ def test_one_gradient_at_a_time() -> None:
 
 
 def test_clipping_by_the_last_norm() -> None:
-    """The first update is not clipped, the second by the norm of the first: the bits of plain steps with that factor."""
+    """The first update is not clipped, the second by the norm of the first: the bits of plain steps so scaled."""
     clip, steps = 0.05, 3
     run = run_of(LAST_NORM, clip=clip, steps=steps, optimizer=(torch.optim.SGD, {"lr": 0.5}))
     engine = engine_for(run, 1)
@@ -246,8 +246,12 @@ def test_what_comes_too_late(act: Callable[[Any], None], message: str) -> None:
         (run_of({"states": "bf16"}, optimizer=(torch.optim.RMSprop, {"lr": 0.01})), "masters and states"),
         (run_of({}, zero={}), 'set it to "cpu"'),
         (run_of({}, stage=2), "only stage 3 has"),
-        (replace(run_of({}), bf16=False, sections={"fp16": {"enabled": True}, "hf_zero": {"streaming": {"enabled": True}}}),
-         "other exponents"),
+        (
+            run_of(
+                bf16=False, zero=HOST, sections={"fp16": {"enabled": True}, "hf_zero": {"streaming": {"enabled": True}}}
+            ),
+            "other exponents",
+        ),
         (run_of({}, zero={**HOST, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}), "all masters and states"),
         (run_of({}, zero={**HOST, "zero_hpz_partition_size": 2}), "agree on every unit"),
     ],

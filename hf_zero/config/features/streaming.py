@@ -1,4 +1,4 @@
-"""The section `hf_zero.streaming`: what trains lives in host memory, and updates run beside backward (docs/offload.md)."""
+"""The section `hf_zero.streaming`: what trains lives in host memory, updated beside backward (docs/offload.md)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Streaming(Section):
         stages=(3,),
     )
 
-
     def master_bytes(self, weight: int, master: int) -> int:
         """What is kept of a master of so many bytes beside its weight of so many."""
         return master - weight if self.masters == "split" and (weight, master) == (2, 4) else master
@@ -72,8 +71,8 @@ class Streaming(Section):
             reasons.append(f"gradient_clipping needs the norm of all gradients ({fixes} keep none)")
         if skips:
             reasons.append(
-                "a gradient that is not finite skips the whole update (bf16.check_grad_overflow false applies what there "
-                "is, and keeps none; the loss scale of fp16 cannot do without)"
+                "a gradient that is not finite skips the update (bf16.check_grad_overflow false applies what there is,"
+                " and keeps none; the loss scale of fp16 cannot do without)"
             )
         return reasons
 
