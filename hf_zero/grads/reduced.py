@@ -1,6 +1,6 @@
 """The owned part of one bucket's gradients, summed over ranks: wherever the placement keeps it.
 
-         place_for_result              add            let_go
+         place_for_result              add   release_applied
 NONE -----------------------> AWAITED -----> SUMMED -------> APPLIED     (without a place that stays: NONE ---> SUMMED)
  ^                                             |  ^             |
  |  clear, after a step                        |  |  add: the next micro-batch
@@ -178,12 +178,13 @@ class ReducedGradient:
             self._squares = None
         return self.vector.opened(changes=changes)
 
-    def let_go(self) -> None:
+    def release_applied(self) -> None:
         """The sum has been applied before its step: keep its norm alone."""
         self._squares = self.squares(Interval(0, self._trained.owned.numel))
         self._num_squared = self._num_added
         self._state = ReducedState.APPLIED
-        self._free()
+        self._place.free()
+        self._vector = None
 
     def clear(self) -> None:
         """Forget the sum. Its room stays."""
@@ -195,9 +196,5 @@ class ReducedGradient:
     def give_up_room(self) -> None:
         """Free its memory, while there is no sum."""
         if not self.is_there and self._vector is not None and self._vector.tensor is not None:
-            self._free()
-
-    def _free(self) -> None:
-        vector, self._vector = self._vector, None
-        if vector is not None:
-            vector.free()
+            self._vector.free()
+            self._vector = None

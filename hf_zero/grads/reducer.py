@@ -113,7 +113,7 @@ class GradientReducer:
         self._order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
         self._is_at_boundary = True
-        self._apply: Callable[[BucketGradients], None] | None = None
+        self._may_apply = False  # beside backward, whatever is complete
         self._applies = False  # in the present backward
         self._num_launched = 0  # in this backward
         self._num_backward = 0
@@ -125,12 +125,8 @@ class GradientReducer:
 
     def apply_by(self, apply: Callable[[BucketGradients], None]) -> None:
         """Call `apply` with each bucket whose sum is complete, while the last backward before a step goes on."""
-        self._apply = apply
-        self._reductions.when_summed = self._summed
-
-    def _summed(self, bucket: BucketGradients) -> None:
-        if self._applies and self._apply is not None:
-            self._apply(bucket)
+        self._may_apply = True
+        self._reductions.when_summed = lambda bucket: apply(bucket) if self._applies else None
 
     def begin(self, *, boundary: bool, may_apply: bool = True) -> None:
         """A backward is about to start; `boundary` says that a step follows it.
@@ -141,7 +137,7 @@ class GradientReducer:
         self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
         if self._applies:
             raise RuntimeError(TOO_LATE)
-        self._applies = boundary and may_apply and self._apply is not None
+        self._applies = boundary and may_apply and self._may_apply
         self._open(boundary=boundary)
 
     def _open(self, *, boundary: bool) -> None:

@@ -25,7 +25,6 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, HOST_MEMORY, Event, Memory, Runtime
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.buckets import cut_sub_groups
-from hf_zero.offload.split_masters import Recycled, SplitMaster
 from hf_zero.offload.sub_group import StoredSubGroup
 from hf_zero.offload.vector import (
     CappedStore,
@@ -323,6 +322,8 @@ class Placement:
         kinds = (values.dtype, lp_param.dtype)
         if self.joined is None or lp_param.tensor is None or kinds != (torch.float32, torch.bfloat16):
             return self.masters.adopt(name, values)
+        from hf_zero.offload.split_masters import SplitMaster  # what few configs ask for
+
         split = SplitMaster(name, lp_param, self.masters, self.joined)
         with split.opened(reads=False, changes=True) as masters:
             masters.copy_(values)
@@ -344,6 +345,8 @@ def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placemen
 
 def streaming_placement(device: torch.device, policy: OffloadOptimizer, *, splits: bool) -> Placement:
     """The same for updates beside backward, whose gradients and joined masters are there for a moment each."""
+    from hf_zero.offload.split_masters import Recycled
+
     pinned = pins(policy, device)
     gradients, joined = Recycled(MemoryStore(pinned=pinned)), Recycled(MemoryStore()) if splits else None
     return host_placement(device, MemoryStore(), None, gradients, pinned=pinned, joined=joined)

@@ -97,6 +97,8 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     refused: list[ConfigError] = []
     alike = hardware.ranks // training.tensor_parallel
     for candidate in tracked(list(candidates(training, ranks=alike, separate=hardware.separate)), "estimating"):
+        if candidate.streams:
+            continue  # what it saves in host memory has not been set against kept inputs on a machine yet
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:

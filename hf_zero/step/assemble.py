@@ -22,7 +22,7 @@ from hf_zero.layout.buckets import Slot
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import logger
 from hf_zero.offload.placement import Placements
-from hf_zero.optim import SubGroup
+from hf_zero.optim import SubGroup, Updater
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from hf_zero.optim.registry import (
     keep_states_in,
@@ -40,11 +40,11 @@ from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_pack
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
-from hf_zero.step.streaming import streamed_updates
 from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
+    from hf_zero.step.streaming import StreamedUpdates
 
 
 # What an optimizer may ask of the other ranks in the middle of its step.
@@ -295,9 +295,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         )
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
-    suit_precision(optimizer, plan.precision)
-    if plan.zero.streaming is not None and plan.zero.streaming.states == "bf16":
-        keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
+    _suit(optimizer, plan)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
     peers = _peers(store, plan.groups, sharding) if asks_peers else None
@@ -317,23 +315,28 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
-    options = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
-    gradients, skips = plan.rules.gradients, plan.rules.skip_nonfinite
-    streamed = streamed_updates(plan.zero.streaming, gradients, reducer, updater, plan.device, skips=skips)
-    step = ShardedStep(
-        store,
-        reducer,
-        updater,
-        sharding,
-        world,
-        plan.rules,
-        placements,
-        groups=plan.groups,
-        streamed=streamed,
-        **options,
-    )
+    options: dict[str, Any] = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
+    options["streamed"] = _streamed(plan, reducer, updater)
+    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Give the optimizer's states the dtype that the config asks for."""
+    suit_precision(optimizer, plan.precision)
+    if plan.zero.streaming is not None and plan.zero.streaming.states == "bf16":
+        keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
+
+
+def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> StreamedUpdates | None:
+    """What updates beside backward, where the config asks for that."""
+    if plan.zero.streaming is None:
+        return None
+    from hf_zero.step.streaming import streamed_updates  # what few configs ask for
+
+    gradients, skips = plan.rules.gradients, plan.rules.skip_nonfinite
+    return streamed_updates(plan.zero.streaming, gradients, reducer, updater, plan.device, skips=skips)
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:

@@ -13,7 +13,6 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.memory_estimate import STREAMED_NUMEL
 from hf_zero.offload.placement import (
     Placement,
     Placements,
@@ -66,6 +65,8 @@ def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cut
     drives, policy = _Drives(zero), zero.offload_optimizer
     longest = zero.sub_group_numel or None
     if zero.streaming is not None:
+        from hf_zero.offload.memory_estimate import STREAMED_NUMEL
+
         longest = min(longest or STREAMED_NUMEL, STREAMED_NUMEL)
     return Placements(
         device,

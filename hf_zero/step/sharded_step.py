@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, OwnedValues, ReducedGradients, held_gradients
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm
-from hf_zero.step.streaming import StreamedUpdates
+
+if TYPE_CHECKING:
+    from hf_zero.step.streaming import StreamedUpdates
 
 
 @dataclass(frozen=True, slots=True)

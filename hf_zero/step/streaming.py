@@ -32,7 +32,7 @@ from hf_zero.optim.updater import StepGradients
 
 
 def streamed_updates(
-    streaming: Streaming | None,
+    streaming: Streaming,
     rules: GradientPolicy,
     reducer: GradientReducer,
     updater: Updater,
@@ -48,8 +48,6 @@ def streamed_updates(
     Raises:
         ConfigError: for an optimizer that looks at more than one element at a time.
     """
-    if streaming is None:
-        return None
     if not isinstance(updater, ElementwiseUpdater):
         name, rule = type(updater.optimizer).__name__, "streaming updates one element at a time"
         fix = "use AdamW, AdamW8bit, Lion, Adagrad or SGD, or remove hf_zero.streaming"
@@ -103,7 +101,7 @@ class StreamedUpdates:
         if self.done and self._numbers != self._present():
             raise RuntimeError(
                 "a param group's numbers (such as lr) have changed between backward() and step(): hf_zero.streaming "
-                "has updated weights beside that backward, with the old ones. Change them after step(), as schedulers do"
+                "has updated weights beside that backward, with the old ones. Change them after step() (as schedulers)"
             )
         self._waiting.clear()
         return [sub_group for sub_group in sub_groups if sub_group.bucket not in self.done]
@@ -142,7 +140,7 @@ class StreamedUpdates:
         sub_groups = self._of[bucket.bucket.index]
         for _ in self._updater.step(StepGradients(self._gradient, used, self.settle_scale(), sub_groups)):
             pass
-        bucket.reduced.let_go()
+        bucket.reduced.release_applied()
         self.done.add(bucket.bucket.index)
 
     def _present(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from hf_zero.device.registry import AtOnce, use
 from hf_zero.kernels.dynamic8 import packed_bytes
 from hf_zero.offload.split_masters import Recycled, join, split
 from hf_zero.optim.adam8 import AdamW8bit
+from hf_zero.step.streaming import StreamedUpdates
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.test_checkpoints import load_and_train, train_and_save
 from tests.support.late import Late
@@ -166,6 +167,7 @@ def test_one_gradient_at_a_time() -> None:
     run = run_of({})
     engine = engine_for(run, 1)
     buckets = engine.gradients.assembly.reducer.buckets
+    assert isinstance(engine.gradients.assembly.step._streamed, StreamedUpdates)
     recycled = buckets[0].trained.placement.gradients
     assert isinstance(recycled, Recycled)
     train(engine, run, 0, 1, steps=1)
