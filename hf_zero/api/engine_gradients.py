@@ -221,11 +221,12 @@ class EngineGradients:
         self._has_scaled = True
         self.parts("backward").step.expect(factor)
 
-    def _begin(self) -> None:
+    def _begin(self, *, is_own: bool = True) -> None:
+        """`is_own`: the loss is of this engine; what another's brings may be dropped."""
         parts = self.parts("backward")
         self.bring_back()
         parts.placements.release_buffers()
-        parts.reducer.begin(boundary=self._is_at_boundary)
+        parts.reducer.begin(boundary=self._is_at_boundary, may_apply=is_own)
 
     @property
     def _is_at_boundary(self) -> bool:
@@ -257,7 +258,7 @@ class EngineGradients:
             parts = engine.parts("backward")
             if is_reached:
                 engine._expect(step.factors.next)
-                engine._begin()
+                engine._begin(is_own=False)
                 parts.reducer.finish()
                 engine.micro_batches.since_step += 1
             parts.store.end_backward()

@@ -249,7 +249,8 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> P
         ranks_per_loss=groups.sample.size,
     )
     precision = precision_from(resolved.precision)
-    return Plan(zero=resolved.zero, precision=precision, rules=rules, groups=groups, device=device)
+    accumulates = resolved.batch.accumulation_steps > 1
+    return Plan(resolved.zero, precision, rules, groups, device, accumulates=accumulates)
 
 
 def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:

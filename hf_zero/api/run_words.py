@@ -102,6 +102,8 @@ def expected_sizes(engine: ZeroEngine) -> Sizes:
         return +sizes
     optimizer, sharding = assembly.optimizer.optimizer, assembly.optimizer.sharding
     per_state = 2 if precision.low_precision_states else 4
+    if zero.streaming is not None:
+        per_state = zero.streaming.state_bytes(per_state)
     states = states_per_element(optimizer) * per_state + stored_bytes_per_element(optimizer)
     is_whole = not sharding.shards_gradients and engine.settings.gradient_accumulation_steps() > 1
     largest = 0
@@ -109,9 +111,12 @@ def expected_sizes(engine: ZeroEngine) -> Sizes:
         is_far = bucket.placement.work != runtime_of(engine.device).own or bucket.placement.gradients.can_fail
         place = _PLACES[zero.offload_optimizer.device] if is_far and zero.offload_optimizer is not None else "device"
         master = precision.master_dtype(bucket.dtype).itemsize if bucket.has_masters else 0
+        if zero.streaming is not None:
+            master = zero.streaming.master_bytes(bucket.dtype.itemsize, master)
         sizes[STATES, place] += round(bucket.owned.numel * (master + states))
         summed, owned = precision.accumulation_dtype(bucket.dtype).itemsize, bucket.owned.numel
-        sizes[GRADIENTS, "device" if is_whole else place] += summed * (bucket.bucket.numel if is_whole else owned)
+        if assembly.step.keeps_gradients or engine.settings.gradient_accumulation_steps() > 1:
+            sizes[GRADIENTS, "device" if is_whole else place] += summed * (bucket.bucket.numel if is_whole else owned)
         largest = max(largest, bucket.bucket.numel * precision.communication_dtype(bucket.dtype).itemsize)
     if engine.groups.shard.size > 1:
         sizes[PASSING, "device"] += MAX_SEND_BUFFERS * largest

@@ -25,6 +25,7 @@ from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.extras import extra_named
 from hf_zero.config.features import Sizes
+from hf_zero.config.features.streaming import Streaming
 from hf_zero.config.fill import fill, filled
 from hf_zero.config.provenance import Origins, judge, record, with_origins
 from hf_zero.config.schema import Root
@@ -268,6 +269,10 @@ def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
 
 
 def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
+    streaming = root.section(Streaming) if root.section(Streaming).enabled else None
+    states = _placed(zero.offload_optimizer)
+    if streaming is not None and states is None and zero.offload_param is not None:
+        states = OffloadOptimizer(device="cpu", pin_memory=zero.offload_param.pin_memory)
     return policies.ZeroPolicy(
         stage=zero.stage,
         shard_size=shard_size_in(zero, own),
@@ -282,8 +287,9 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         follows_plans=own.gather_order == "planned",
         gradient_bits=own.quantized_gradient_bits if zero.stage == 3 and zero.zero_quantized_gradients else None,
         optimizer_sees=own.optimizer_sees,
-        offload_optimizer=_placed(zero.offload_optimizer),
+        offload_optimizer=states,
         offload_param=_placed(zero.offload_param if zero.stage == 3 else None),
+        streaming=streaming,
         files=aio,
     )
 

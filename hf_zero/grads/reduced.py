@@ -1,10 +1,10 @@
 """The owned part of one bucket's gradients, summed over ranks: wherever the placement keeps it.
 
-         place_for_result              add
-NONE -----------------------> AWAITED -----> SUMMED     (without a place that stays: NONE ---> SUMMED)
- ^                                             |  ^
+         place_for_result              add   release_applied
+NONE -----------------------> AWAITED -----> SUMMED -------> APPLIED     (without a place that stays: NONE ---> SUMMED)
+ ^                                             |  ^             |
  |  clear, after a step                        |  |  add: the next micro-batch
- +---------------------------------------------+--+
+ +---------------------------------------------+--+-------------+
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ReducedState(Enum):
     NONE = auto()  # since the last step
     AWAITED = auto()  # a collective writes it where it stays
     SUMMED = auto()
+    APPLIED = auto()  # by an update beside backward: only its norm is left
 
 
 class ReducedGradient:
@@ -60,8 +61,13 @@ class ReducedGradient:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything has been summed since the last step."""
+        """Whether anything has been summed since the last step, and is still there."""
         return self._state is ReducedState.SUMMED
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether it counts in the norm of the next step."""
+        return self._state in (ReducedState.SUMMED, ReducedState.APPLIED)
 
     @property
     def vector(self) -> Vector:
@@ -172,6 +178,14 @@ class ReducedGradient:
             self._squares = None
         return self.vector.opened(changes=changes)
 
+    def release_applied(self) -> None:
+        """The sum has been applied before its step: keep its norm alone."""
+        self._squares = self.squares(Interval(0, self._trained.owned.numel))
+        self._num_squared = self._num_added
+        self._state = ReducedState.APPLIED
+        self._place.free()
+        self._vector = None
+
     def clear(self) -> None:
         """Forget the sum. Its room stays."""
         self._settle()
@@ -182,4 +196,5 @@ class ReducedGradient:
     def give_up_room(self) -> None:
         """Free its memory, while there is no sum."""
         if not self.is_there and self._vector is not None and self._vector.tensor is not None:
+            self._vector.free()
             self._vector = None

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from hf_zero.grads.replicas import ReplicaSums
 
 
+TOO_LATE = (
+    "hf_zero.streaming has updated weights beside the last backward, and more gradients have come for its step: of "
+    "a second backward (set gradient_accumulation_steps to the number of backward passes per step), or of a layer that "
+    "reentrant checkpointing runs twice (use_reentrant=False)"
+)
+
+
 class Mode(Enum):
     """What becomes of gradients that arrive."""
 
@@ -106,6 +113,8 @@ class GradientReducer:
         self._order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
         self._is_at_boundary = True
+        self._may_apply = False  # beside backward, whatever is complete
+        self._applies = False  # in the present backward
         self._num_launched = 0  # in this backward
         self._num_backward = 0
         store.report_progress(self.pass_by)
@@ -114,9 +123,21 @@ class GradientReducer:
             for index, parameter in enumerate(store.parameters)
         ]
 
-    def begin(self, *, boundary: bool) -> None:
-        """A backward is about to start; `boundary` says that a step follows it."""
+    def apply_by(self, apply: Callable[[BucketGradients], None]) -> None:
+        """Call `apply` with each bucket whose sum is complete, while the last backward before a step goes on."""
+        self._may_apply = True
+        self._reductions.when_summed = lambda bucket: apply(bucket) if self._applies else None
+
+    def begin(self, *, boundary: bool, may_apply: bool = True) -> None:
+        """A backward is about to start; `boundary` says that a step follows it.
+
+        Args:
+            may_apply: gradients that this backward completes will not be dropped.
+        """
         self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
+        if self._applies:
+            raise RuntimeError(TOO_LATE)
+        self._applies = boundary and may_apply and self._may_apply
         self._open(boundary=boundary)
 
     def _open(self, *, boundary: bool) -> None:
@@ -190,6 +211,7 @@ class GradientReducer:
         self._reductions.wait()
         if self._replicas is not None:
             self._replicas.clear()
+        self._applies = False
         self.late.clear()
         for bucket in self.buckets:
             bucket.clear()

@@ -13,7 +13,7 @@ themselves, or wait for anything. What they need of this rank until then it send
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,11 @@ class _Flight:
 
 
 class Reductions:
-    """At most two at a time, the oldest completed first."""
+    """At most two at a time, the oldest completed first.
+
+    Attributes:
+        when_summed: called with each bucket whose reduction has been counted in.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Reductions:
         self._flights: deque[_Flight] = deque()
         self._subject = collectives.new_subject()
         self._is_completing = False
+        self.when_summed: Callable[[BucketGradients], None] | None = None
         if negotiation is not None:
             negotiation.meanwhile(self.complete_ready)
 
@@ -186,6 +191,8 @@ class Reductions:
         flight.bucket.local = None
         if flight.sent is not None:
             self._wire_of(flight.bucket).give_send_buffer(flight.sent)
+        if self.when_summed is not None:
+            self.when_summed(flight.bucket)
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:

@@ -19,6 +19,7 @@ from hf_zero.precision import Precision
 
 FP32_BYTES, LP_BYTES = 4, 2  # bytes of a master or of one optimizer state
 GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
+STREAMED_NUMEL = 1 << 23  # of a sub-group at most, under streaming: its masters are joined for its update
 AT_ONCE = 3  # shards of parameters in memory whatever the config allows: one at work, one fetched ahead, one going
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
@@ -48,12 +49,14 @@ class Sizes:
         num_states: values that the optimizer keeps per element.
         stored_bytes: of its states that are stored otherwise, per element.
         longest: elements of the largest bucket that is reduced, and at stage 3 gathered, as one.
+        keeps_gradients: until all are there; otherwise updates beside backward take them.
     """
 
     num_states: int
     longest: int
     precision: Precision
     stored_bytes: float = 0.0
+    keeps_gradients: bool = True
 
 
 def estimate_memory(
@@ -80,8 +83,14 @@ def estimate_memory(
     master_bytes, state_bytes = FP32_BYTES, LP_BYTES if sizes.precision.low_precision_states else FP32_BYTES
     if sizes.precision.low_precision_masters:  # the weights themselves, unless those are wanted on another device
         master_bytes = LP_BYTES if place is not None and not on_host else 0
+    gradients, buffers, streaming = weights, 0, zero.streaming  # gradients are as large as weights
+    if streaming is not None:
+        master_bytes, state_bytes = streaming.master_bytes(LP_BYTES, master_bytes), streaming.state_bytes(state_bytes)
+        buffers = AT_ONCE * FP32_BYTES * min(sizes.longest // parts, STREAMED_NUMEL)
+        if not sizes.keeps_gradients:
+            gradients = AT_ONCE * bucket
     states = state_bytes * sizes.num_states * numel + master_bytes * (numel - fp32) + round(sizes.stored_bytes * numel)
-    kept = states + weights  # gradients are as large as weights
+    kept = states + gradients + buffers
     far = 0 if place is None else round(kept * place.ratio)
     near, host, disk = kept - far, 0, 0
     rows = weights * sharding.kept_rows

@@ -83,15 +83,22 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
     Raises:
         ConfigError: for an optimizer whose update would be computed in 16 bits.
     """
-    if not precision.low_precision_masters:
-        return
+    if precision.low_precision_masters:
+        path = f"{precision.model_name}.{precision.model_name}_master_weights_and_grads"
+        keep_states_in(optimizer, None if precision.low_precision_states else torch.float32, path)
+
+
+def keep_states_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, path: str) -> None:
+    """Let the optimizer's states have this dtype (None: the masters'), because of the key at `path`.
+
+    Raises:
+        ConfigError: for an optimizer whose update would be computed in 16 bits.
+    """
     family, name = family_of(optimizer), type(optimizer).__name__
     if family is None:
-        path = f"{precision.model_name}.{precision.model_name}_master_weights_and_grads"
-        rule = f"{name} computes in the dtype of its masters, and 16 bits are too few for that"
+        rule = f"{name} computes in the dtype of its masters and states, and 16 bits are too few for that"
         fix = "use Adam, AdamW, Lion, Adagrad or SGD, which compute in fp32 whatever they keep, or remove the key"
         raise ConfigError([Problem(path, True, rule, fix)])
-    dtype = None if precision.low_precision_states else torch.float32
     optimizer.state_dtype = dtype  # type: ignore[attr-defined]
     for state in optimizer.state.values():  # that of an optimizer which makes it in its constructor
         for kind in filter(lambda kind: family.form_of(kind) is None, family.state_names(optimizer.param_groups[0])):

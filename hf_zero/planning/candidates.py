@@ -35,6 +35,7 @@ class Candidate:
         copy_per_host: states are sharded over the ranks of a host, each of which has a copy (`hf_zero.shard_group`).
         second_shard: ranks of a host that gather around use among themselves (hpZ); 1: all that share the states.
         is_given: the user's own ds.json, which is reported but never chosen.
+        streams: masters are kept as what weights lack (`hf_zero.streaming`).
     """
 
     stage: int
@@ -44,6 +45,7 @@ class Candidate:
     copy_per_host: bool = False
     second_shard: int = 1
     is_given: bool = False
+    streams: bool = False
 
     @property
     def name(self) -> str:
@@ -51,6 +53,7 @@ class Candidate:
         words = ["yours: " * self.is_given + f"stage {self.stage}"]
         words += [f"optimizer {self.optimizer}"] if self.optimizer else []
         words += [f"parameters {self.parameters}"] if self.parameters else []
+        words += ["streaming"] * self.streams
         words += ["a copy per host"] * self.copy_per_host
         words += [f"hpZ {self.second_shard}"] if self.second_shard > 1 else []
         return ", ".join(words + ["checkpointing"] * self.checkpointing)
@@ -61,6 +64,7 @@ class Candidate:
         words = ["yours_" * self.is_given + f"z{self.stage}"]
         words += [f"opt-{self.optimizer}"] if self.optimizer else []
         words += [f"param-{self.parameters}"] if self.parameters else []
+        words += ["stream"] * self.streams
         words += ["host"] * self.copy_per_host
         words += [f"hpz-{self.second_shard}"] if self.second_shard > 1 else []
         return "_".join(words + ["ckpt"] * self.checkpointing)
@@ -77,10 +81,14 @@ PREFERRED = (
     Candidate(3, parameters="cpu"),
     Candidate(3, optimizer="cpu"),
     Candidate(3, optimizer="cpu", parameters="cpu"),
+    Candidate(3, optimizer="cpu", parameters="cpu", streams=True),
     Candidate(3, optimizer="nvme"),
     Candidate(3, optimizer="nvme", parameters="cpu"),
     Candidate(3, optimizer="nvme", parameters="nvme"),
 )
+
+
+_ELEMENTWISE = frozenset({"adam", "adamw", "adam8bit", "adamw8bit", "adagrad", "lion", "sgd"})  # one rule per element
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,12 @@ class Training:
     tensor_parallel: int = 1
     sequence_parallel: int = 1
     expert_parallel: int = 1
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether `hf_zero.streaming` takes it, and keeps less for it."""
+        is_elementwise = self.optimizer.lower() in _ELEMENTWISE
+        return is_elementwise and self.precision == "bf16" and self.tensor_parallel == 1
 
     @property
     def tokens(self) -> int:
@@ -176,6 +190,8 @@ def candidates(training: Training, *, ranks: int, separate: bool, per_host: int 
             continue
         if not separate and "cpu" in (each.optimizer, each.parameters):
             continue  # host memory is where everything is
+        if each.streams and not training.can_stream:
+            continue
         if ranks == 1 and each.stage in (1, 2) and each != Candidate(2, optimizer="cpu"):
             continue  # nothing to share with: the same as stage 0
         for grouped in _grouped(each, ranks, per_host or ranks):
@@ -189,7 +205,8 @@ def _grouped(each: Candidate, ranks: int, per_host: int) -> Iterator[Candidate]:
         return
     if each.stage == 3 and each.parameters is None:
         yield replace(each, second_shard=per_host)
-    yield replace(each, copy_per_host=True)
+    if not each.streams:
+        yield replace(each, copy_per_host=True)
 
 
 def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
@@ -208,6 +225,7 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
     zero |= {"zero_hpz_partition_size": candidate.second_shard} if candidate.second_shard > 1 else {}
     config: dict[str, Any] = {"zero_optimization": zero}
     config |= {"hf_zero": {"shard_group": "host"}} if candidate.copy_per_host else {}
+    config |= {"hf_zero": {"streaming": {"enabled": True}}} if candidate.streams else {}
     if training.precision != "fp32":
         config[training.precision] = {"enabled": "auto"}
     if training.optimizer.lower() != "adamw":
@@ -311,4 +329,5 @@ def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
         copy_per_host=zero.shard_size == "host",
         second_shard=zero.gather_size if isinstance(zero.gather_size, int) else 1,
         is_given=True,
+        streams=zero.streaming is not None,
     )

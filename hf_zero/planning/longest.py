@@ -98,6 +98,8 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     refused: list[ConfigError] = []
     alike = hardware.ranks // training.tensor_parallel
     for candidate in tracked(list(candidates(training, ranks=alike, separate=hardware.separate)), "estimating"):
+        if candidate.streams:
+            continue  # what it saves in host memory has not been set against kept inputs on a machine yet
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:
@@ -125,7 +127,7 @@ def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: b
     if candidate.optimizer == "nvme":  # what travels through host memory is short, so that inputs have room there
         config["zero_optimization"]["sub_group_size"] = _SUB_GROUP
     own = {key: True for key, is_on in (("tiled_mlp", tiling.mlp), ("tiled_loss", tiling.loss)) if is_on}
-    config |= {"hf_zero": own} if own else {}
+    config |= {"hf_zero": {**config.get("hf_zero", {}), **own}} if own else {}
     return config | ({"activation_checkpointing": {"cpu_checkpointing": True}} if on_host else {})
 
 

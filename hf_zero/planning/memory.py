@@ -311,6 +311,7 @@ class Setting:
     def sharding(self) -> Sharding:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
+        elsewhere = elsewhere or self.resolved.zero.streaming is not None
         size = self.resolved.zero.gather_size  # "host" is said of ranks that share states across hosts alone
         gather = min(size, self.shard_ranks) if isinstance(size, int) else self.shard_ranks
         kept = self.shard_ranks // gather
@@ -445,11 +446,15 @@ def _parameters(
 
 def _optimizer(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
     precision, far = setting.precision, _far(setting)
-    state = 2 if precision.low_precision_states else FP32_BYTES
+    state, streaming = 2 if precision.low_precision_states else FP32_BYTES, setting.resolved.zero.streaming
+    if streaming is not None:
+        state = streaming.state_bytes(state)
     at_hand = _weights_are_at_hand(setting, layout)
     for dtype, numel in _owned(setting, layout):
         master = precision.master_dtype(getattr(torch, dtype)).itemsize
         is_weight = master == _size(dtype) and at_hand  # a view of the flat buffer, or the shard itself
+        if streaming is not None:
+            master = streaming.master_bytes(_size(dtype), master)
         kept = (0 if is_weight else master) + setting.optimizer.num_states * state + setting.optimizer.stored_bytes
         ledger.add(far, OPTIMIZER, kept * numel)
 
@@ -481,9 +486,14 @@ def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
     """Sums of the owned part; or, where stages 0 and 1 accumulate, whole ones in their place."""
     sharding, precision, far = setting.sharding, setting.precision, _far(setting)
     whole = setting.accumulates and not sharding.shards_gradients
+    streaming, resolved = setting.resolved.zero.streaming, setting.resolved
+    clip_norm, skips = resolved.gradients.clip_norm, resolved.precision.skip_nonfinite
+    streams = streaming is not None and not (setting.accumulates or streaming.why_gradients_stay(clip_norm, skips))
     for bucket in layout.buckets:
         size = precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize
         owned = sharding.owned(bucket).numel
+        if streams:
+            continue  # those on their way are buffers
         if whole and (owned < bucket.numel or far != "device"):
             ledger.add("device", GRADIENTS, bucket.numel * size)
             if far != "device":

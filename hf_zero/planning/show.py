@@ -309,6 +309,7 @@ def _as_dict(each: Estimate, plan: Plan) -> dict[str, Any]:
         "stage": candidate.stage,
         "offload_optimizer": candidate.optimizer,
         "offload_param": candidate.parameters,
+        "streaming": candidate.streams,
         "gradient_checkpointing": candidate.checkpointing,
         "copy_per_host": candidate.copy_per_host,
         "second_shard": candidate.second_shard,

@@ -201,7 +201,7 @@ class Agreement:
         for bucket in self._reducer.buckets:
             if bucket.local is not None:  # not reduced, on purpose
                 total += sum_of_squares(bucket.local)
-            elif bucket.reduced.is_there and not self._sharding.replica:  # copies are not counted
+            elif bucket.reduced.has_squares and not self._sharding.replica:  # copies are not counted
                 total += self._squares(bucket).to(total.device)
         self._squares_so_far = total
         return total

@@ -22,9 +22,15 @@ from hf_zero.layout.buckets import Slot
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import logger
 from hf_zero.offload.placement import Placements
-from hf_zero.optim import SubGroup
+from hf_zero.optim import SubGroup, Updater
 from hf_zero.optim.elementwise import ElementwiseUpdater
-from hf_zero.optim.registry import refuse_unfit, states_per_element, stored_bytes_per_element, suit_precision
+from hf_zero.optim.registry import (
+    keep_states_in,
+    refuse_unfit,
+    states_per_element,
+    stored_bytes_per_element,
+    suit_precision,
+)
 from hf_zero.optim.traits import Sees, Traits, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Ranks, Spread
 from hf_zero.params.flat import FlatParameters
@@ -38,6 +44,7 @@ from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
+    from hf_zero.step.streaming import StreamedUpdates
 
 
 # What an optimizer may ask of the other ranks in the middle of its step.
@@ -156,6 +163,15 @@ class Plan:
     rules: StepRules
     groups: ParallelGroups
     device: torch.device
+    accumulates: bool = False  # gradients, over several micro-batches
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a rank's part of all gradients is there at some time."""
+        streaming, clip_norm = self.zero.streaming, self.rules.gradients.clip_norm
+        if self.accumulates or streaming is None:
+            return True
+        return bool(streaming.why_gradients_stay(clip_norm, self.rules.skip_nonfinite))
 
     @property
     def sharding(self) -> Sharding:
@@ -279,7 +295,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         )
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
-    suit_precision(optimizer, plan.precision)
+    _suit(optimizer, plan)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
     peers = _peers(store, plan.groups, sharding) if asks_peers else None
@@ -299,10 +315,28 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
-    options = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
+    options: dict[str, Any] = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
+    options["streamed"] = _streamed(plan, reducer, updater)
     step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Give the optimizer's states the dtype that the config asks for."""
+    suit_precision(optimizer, plan.precision)
+    if plan.zero.streaming is not None and plan.zero.streaming.states == "bf16":
+        keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
+
+
+def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> StreamedUpdates | None:
+    """What updates beside backward, where the config asks for that."""
+    if plan.zero.streaming is None:
+        return None
+    from hf_zero.step.streaming import streamed_updates  # what few configs ask for
+
+    gradients, skips = plan.rules.gradients, plan.rules.skip_nonfinite
+    return streamed_updates(plan.zero.streaming, gradients, reducer, updater, plan.device, skips=skips)
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:
@@ -361,7 +395,8 @@ def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Tr
     from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 
     longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-    sizes = Sizes(num_states, longest, plan.precision, stored_bytes_per_element(optimizer))
+    stored_bytes, keeps = stored_bytes_per_element(optimizer), plan.keeps_gradients
+    sizes = Sizes(num_states, longest, plan.precision, stored_bytes, keeps_gradients=keeps)
     estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
     check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 

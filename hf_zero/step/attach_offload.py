@@ -21,6 +21,7 @@ from hf_zero.offload.placement import (
     in_memory_placement,
     pins,
     store_of_parameters,
+    streaming_placement,
 )
 from hf_zero.offload.vector import all_or_none
 from hf_zero.optim import Updater
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
     """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
     placement = zero.offload_param
-    return placement is not None and (placement.device == "nvme" or runtime_of(device).has_own_memory)
+    if placement is None:
+        return False
+    return placement.device == "nvme" or zero.streaming is not None or runtime_of(device).has_own_memory
 
 
 def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
@@ -60,13 +63,18 @@ def placements_for(
 
 def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Placements:
     drives, policy = _Drives(zero), zero.offload_optimizer
+    longest = zero.sub_group_numel or None
+    if zero.streaming is not None:
+        from hf_zero.offload.memory_estimate import STREAMED_NUMEL
+
+        longest = min(longest or STREAMED_NUMEL, STREAMED_NUMEL)
     return Placements(
         device,
         in_memory_placement(device),
-        None if policy is None else _far_placement(policy, device, drives),
+        None if policy is None else _far_placement(zero, policy, device, drives),
         parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
-        sub_group_numel=(zero.sub_group_numel or None) if cuts and policy is not None else None,
+        sub_group_numel=longest if cuts and policy is not None else None,
         drives=drives.all,
     )
 
@@ -96,7 +104,9 @@ def _opened(folder: str, files: Aio) -> Drive:
     return Drive(folder, files)
 
 
-def _far_placement(policy: OffloadOptimizer, device: torch.device, drives: _Drives) -> Placement:
+def _far_placement(zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.device, drives: _Drives) -> Placement:
+    if zero.streaming is not None:
+        return streaming_placement(device, policy, splits=zero.streaming.masters == "split")
     drive, pinned = drives.of(policy), pins(policy, device)
     if policy.device == "cpu" or drive is None:
         return beside_placement(device, policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, OwnedValues, ReducedGradients, held_gradients
-from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, late_norm
+from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm
+
+if TYPE_CHECKING:
+    from hf_zero.step.streaming import StreamedUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,12 @@ class ShardedStep:
         *,
         runs_ahead: bool = False,
         groups: ParallelGroups | None = None,
+        streamed: StreamedUpdates | None = None,
     ) -> None:
         """
         Args:
             runs_ahead: a step does not wait for its own outcome, where the updater can do without it.
+            streamed: what updates beside backward; None: everything is updated in the step.
             groups: where some ranks hold parts of matrices; default: none do.
         """
         self._store = store
@@ -127,6 +132,19 @@ class ShardedStep:
         self.outcome: StepOutcome | None = None
         self._unsettled: StepOutcome | None = None  # the last one, until `settle`
         self._foreseen: StepOutcome | None = None
+        self._streamed = streamed
+        if streamed is not None:
+            streamed.read(self._reduced.of, self._late_factor)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether those of a backward are all there at its end."""
+        return self._streamed is None
+
+    def _late_factor(self) -> float:
+        """The factor on every gradient before the norm of this step is known, by that of the last one."""
+        clip = 1.0 if self.outcome is None else clip_coefficient(self.outcome.norm, self._rules.gradients.clip_norm)
+        return self.factors.of_gradients * clip
 
     @property
     def grad_norm(self) -> float | None:
@@ -145,10 +163,23 @@ class ShardedStep:
         self._forget()
 
     def clear(self) -> None:
-        """Drop all gradients since the last step."""
+        """Drop all gradients since the last step.
+
+        Raises:
+            RuntimeError: when they have been applied already.
+        """
+        if self._streamed is not None:
+            self._streamed.refuse_to_drop()
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._streamed is not None:
+            self._streamed.forget()
         self.factors.clear()
         self._forget()
         self._reducer.clear()
+        if self._streamed is not None:
+            self._reducer.give_up_room()
 
     def _forget(self) -> None:
         self._foreseen = None
@@ -165,6 +196,9 @@ class ShardedStep:
             RuntimeError: when a parameter got no gradient anywhere although `ignore_unused_parameters` is false, or at
                 an overflow that no smaller loss scale can answer.
         """
+        if self._streamed is not None:
+            self.factors.refuse_mixed()
+            self._streamed.settle_scale()  # by the outcome of the last step, which the next line replaces
         used, outcome = self._agree()
         if not outcome.is_known_to_skip:
             first = self._store.updated_first()
@@ -189,7 +223,7 @@ class ShardedStep:
                     self._placements.check(self._collectives)
                     self._placements.release_buffers()
         self._store.finish_update()
-        self.clear()
+        self._clear()
 
     def _agree(self) -> tuple[Set[int], StepOutcome]:
         """With the other ranks on what is applied, and how: the parameters that have gradients, and the outcome."""
@@ -214,6 +248,10 @@ class ShardedStep:
         wanted.sort(key=lambda sub_group: first.index(sub_group.bucket) if sub_group.bucket in first else len(first))
         if not outcome.is_known:
             outcome.when_skipped(self._updater.roll_back)
+        if self._streamed is not None:
+            return StepGradients(
+                self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted), None
+            )
         skip = None if outcome.is_known else outcome.skip
         # The source as it is now: the updater may want another one as soon as the step has begun.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
@@ -273,7 +311,7 @@ class ShardedStep:
 
     def _refuse_overwritten(self) -> NoReturn:
         """All ranks come here together; those that have overwritten something name it."""
-        self.clear()
+        self._clear()
         self._store.edits.refuse_lost()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
 

@@ -38,6 +38,8 @@ def test_every_candidate_is_a_config_that_the_resolver_takes(tmp_path: Path) -> 
         for precision in ("bf16", "fp16", "fp32"):
             training = Training(nvme_path=str(tmp_path), optimizer=optimizer, precision=precision)  # type: ignore[arg-type]
             for candidate in PREFERRED:
+                if candidate.streams and not training.can_stream:
+                    continue
                 view = TrainingView(bf16=precision == "bf16", fp16=precision == "fp16")
                 answers = resolve(ds_config(candidate, training), view, world_size=8)
                 assert answers.zero.stage == candidate.stage
@@ -56,7 +58,9 @@ def test_candidates_of_a_machine() -> None:
         "stage 3, parameters cpu",
         "stage 3, optimizer cpu",
         "stage 3, optimizer cpu, parameters cpu",
+        "stage 3, optimizer cpu, parameters cpu, streaming",
     ]
+    assert not any("streaming" in name for name in of(1, optimizer="Muon") + of(1, precision="fp16"))
     assert of(8)[:3] == ["stage 0", "stage 1", "stage 2"] and len(of(8, nvme_path="/d")) == len(PREFERRED)
     on_cpu = list(candidates(Training(checkpointing=True), ranks=2, separate=False))
     assert [each.stage for each in on_cpu] == [0, 1, 2, 3] and all(each.checkpointing for each in on_cpu)

@@ -1,0 +1,121 @@
+"""A device whose memory is an arena with a limit: what a laptop has in place of a small GPU.
+
+It computes on the CPU and copies at once. Every tensor counts as the device's from the operation that makes it until it
+is freed, but for what the engine makes as host memory: homes, and whatever an update on the host works with. More than
+the limit at once raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_zero.device.registry import AtOnce
+from hf_zero.device.runtime import HOST, Memory
+
+_ON_HOST = ("/hf_zero/optim/", "/hf_zero/offload/split_masters.py")  # work on what is in host memory
+
+
+class OutOfArena(RuntimeError):
+    """The device has no such memory."""
+
+
+class ArenaDevice(AtOnce):
+    """A CPU beside which host memory is another place."""
+
+    def __init__(self) -> None:
+        super().__init__(HOST)
+        self.own = Memory(HOST, is_host=False)
+
+
+class Arena(TorchDispatchMode):
+    """Counts bytes of the device while it is open.
+
+    Attributes:
+        peak: the most that there have been.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.peak = 0
+        self._known: dict[int, StorageWeakRef] = {}
+        self._of_host: dict[int, StorageWeakRef] = {}
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count these as well, which have been there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = StorageWeakRef(storage)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device, now."""
+        total = 0
+        for key, reference in list(self._known.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._known[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        fresh = [tensor for tensor in made if isinstance(tensor, Tensor) and not self._is_known(tensor)]
+        if fresh:
+            before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            if fresh[0].untyped_storage()._cdata in before or _is_on_host():  # the former: there before the arena
+                storages = [tensor.untyped_storage() for tensor in fresh]
+                self._of_host.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
+                return result
+            self.hold(fresh)
+        elif "copy_" not in func.__name__:  # into a unit's room, whose storage may just have been filled
+            return result
+        num_bytes = self.num_bytes
+        self.peak = max(self.peak, num_bytes)
+        if num_bytes > self.limit:
+            raise OutOfArena(f"{func}: {num_bytes} bytes of {self.limit} that the device has")
+        return result
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return any(key in kept and not kept[key].expired() for kept in (self._known, self._of_host))
+
+
+def _is_on_host() -> bool:
+    """Whether an operation under way is asked for by what works in host memory."""
+    for frame in _frames():
+        if frame.f_code.co_name == "empty_in":
+            return bool(frame.f_locals["memory"].is_host)
+        if any(part in frame.f_code.co_filename for part in _ON_HOST):
+            return True
+    return False
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@contextmanager
+def arena(limit: int, before: Iterable[Tensor] = ()) -> Iterator[Arena]:
+    """`before`: what the device holds already."""
+    counted = Arena(limit)
+    counted.hold(before)
+    with counted:
+        yield counted
