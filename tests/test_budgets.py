@@ -28,8 +28,7 @@ BUDGETS = {
     "grads": (1_100, "from autograd to reduced shards"),
     "integration": (5_700, "DeepSpeed's names, patches for transformers, accelerate, peft, trl"),
     "kernels": (2_450, "a reference and a GPU form for each"),
-    # 550 of them for several hosts that start again together, and copies of what each of them keeps.
-    "launch": (2_900, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why; ranks that start again, forked"),
+    "launch": (2_350, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why; ranks that start again, forked"),
     "layout": (1_200, "integers: buckets, units, shards, traffic"),
     "offload": (1_890, "host memory and NVMe"),
     "optim": (2_770, "optimizers on shards, whole matrices, 8-bit states"),
@@ -39,8 +38,7 @@ BUDGETS = {
     "report": (400, "what a machine can do"),
     "schedules": (530, "DeepSpeed's learning-rate schedules"),
     "sequence": (1_100, "Ulysses"),
-    # 100 more for updates beside backward: no whole gradient, and 6 to 12 bytes per parameter (docs/offload.md)
-    "step": (1_700, "agree, clip, update, gather"),
+    "step": (1_600, "agree, clip, update, gather"),
     "tensor": (1_300, "matrices over ranks, by transformers' plans"),
     "tiling": (1_140, "tokens in tiles"),
 }

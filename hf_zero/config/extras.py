@@ -43,6 +43,7 @@ ASKED_BY: dict[str, str] = {
     "elasticity": "elasticity",
     "expert_parallel": "experts",
     "hf_zero.resilience": "resilience",
+    "hf_zero.streaming": "streaming",
     "autotuning": "autotuning",
     "optimizer.OneBitAdam": "one_bit",
     "optimizer.OneBitLamb": "one_bit",
@@ -51,6 +52,8 @@ ASKED_BY: dict[str, str] = {
     "service.measure": "autotuning",
     "service.expert_size": "experts",
     "service.spread_experts": "experts",
+    "service.streamed_updates": "streaming",
+    "service.peers": "resilience",
 }
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_zero.config.sources import Source
 
 if TYPE_CHECKING:
-    from hf_zero.config.features.streaming import Streaming
     from hf_zero.config.schema.fields import S
     from hf_zero.config.schema.root import Root
     from hf_zero.config.schema.training import Aio
@@ -83,7 +82,7 @@ class ZeroPolicy:
     optimizer_sees: OptimizerSees | None = None  # of a given optimizer; None: what it is known to need
     offload_optimizer: OffloadOptimizer | None = None  # None: on the device
     offload_param: OffloadParam | None = None
-    streaming: Streaming | None = None  # None: updates come after backward
+    streaming: Any = None  # the section of that extra; None: updates come after backward
     files: Aio
 
 

@@ -25,7 +25,6 @@ from hf_zero.config.choices.scheduler import resolve_scheduler
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.extras import extra_named
 from hf_zero.config.features import Sizes
-from hf_zero.config.features.streaming import Streaming
 from hf_zero.config.fill import fill, filled
 from hf_zero.config.provenance import Origins, judge, record, with_origins
 from hf_zero.config.schema import Root
@@ -214,7 +213,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
     return policies.Resolved(
         batch=batch,
         precision=_precision(config, findings.sequence_size),
-        zero=_zero(config.section(Zero), config.section(Aio), config.section(HfZero), config),
+        zero=_zero(config.section(Zero), config.section(Aio), config.section(HfZero), findings),
         gradients=_gradients(config, findings.world_size),
         optimizer=findings.optimizer,
         scheduler=findings.scheduler,
@@ -268,9 +267,8 @@ def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
     return findings.extras.get(name)
 
 
-def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
-    streaming = root.section(Streaming) if root.section(Streaming).enabled else None
-    states = _placed(zero.offload_optimizer)
+def _zero(zero: Zero, aio: Aio, own: HfZero, findings: Findings) -> policies.ZeroPolicy:
+    streaming, states = findings.extras.get("streaming"), _placed(zero.offload_optimizer)
     if streaming is not None and states is None and zero.offload_param is not None:
         states = OffloadOptimizer(device="cpu", pin_memory=zero.offload_param.pin_memory)
     return policies.ZeroPolicy(
@@ -280,7 +278,7 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, root: Root) -> policies.ZeroPolicy:
         hops=own.hops,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
         overlap_reduction=zero.overlap_comm is not False,
-        sparse_gradients=root.sparse_gradients,
+        sparse_gradients=findings.config.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,
         sub_group_numel=zero.sub_group_size,
         keys=zero,

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives
 from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
-from hf_zero.grads.sparse_rows import SparseRowSum
 from hf_zero.kernels.accumulate import add_into, add_rows, write_rows
 from hf_zero.layout import Slot
 from hf_zero.params.store import TrainedBucket
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedWire
+    from hf_zero.grads.sparse_rows import SparseRowSum
 
 
 class ArrivalState(Enum):

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hf_zero.comm import ParallelGroups
+from hf_zero.comm import Collectives, ParallelGroups
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reduced import GradientDtypes
 from hf_zero.grads.reductions import Reductions
-from hf_zero.grads.sparse_rows import sparse_row_sum
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
@@ -30,6 +29,7 @@ from hf_zero.precision import Precision
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction, QuantizedWire
     from hf_zero.grads.replicas import ReplicaSums
+    from hf_zero.grads.sparse_rows import SparseRowSum
 
 
 TOO_LATE = (
@@ -87,7 +87,7 @@ class GradientReducer:
                 bucket,
                 _dtypes(bucket, precision),
                 _wire(bucket, quantized),
-                None if sharding.shards_optimizer else sparse_row_sum(bucket, sparse, groups.shard),
+                _by_rows(bucket, sparse, groups.shard) if sparse and not sharding.shards_optimizer else None,
                 groups.of(bucket.parameters[0]).shard,
             )
             for bucket in store.buckets
@@ -293,3 +293,23 @@ def _hook(arrived: Callable[[int], None], index: int) -> Callable[[nn.Parameter]
         arrived(index)
 
     return hook
+
+
+def _by_rows(bucket: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:
+    from hf_zero.grads.sparse_rows import sparse_row_sum  # few models have such parameters
+
+    return sparse_row_sum(bucket, sparse, collectives)
+
+
+def parameters_of_embeddings(module: nn.Module, *, all_of_them: bool) -> set[int]:
+    """Weights, by id, that nothing but embeddings of `module` use. A tied head makes every row differ from zero.
+
+    Args:
+        all_of_them: or only those made with `sparse=True`.
+    """
+    looked_up: set[int] = set()
+    used_otherwise: set[int] = set()
+    for inner in module.modules():
+        is_wanted = isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and (all_of_them or inner.sparse)
+        (looked_up if is_wanted else used_otherwise).update(id(parameter) for parameter in inner.parameters(False))
+    return looked_up - used_otherwise

@@ -12,27 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_zero.comm import Collectives, Pending, Rows
 from hf_zero.layout.buckets import round_up
 from hf_zero.params.store import TrainedBucket
 
 _INDEX = torch.int32
-
-
-def parameters_of_embeddings(module: nn.Module, *, all_of_them: bool) -> set[int]:
-    """Weights, by id, that nothing but embeddings of `module` use. A tied head makes every row differ from zero.
-
-    Args:
-        all_of_them: or only those made with `sparse=True`.
-    """
-    looked_up: set[int] = set()
-    used_otherwise: set[int] = set()
-    for inner in module.modules():
-        is_wanted = isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and (all_of_them or inner.sparse)
-        (looked_up if is_wanted else used_otherwise).update(id(parameter) for parameter in inner.parameters(False))
-    return looked_up - used_otherwise
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.children import (
@@ -36,7 +36,6 @@ from hf_zero.launch.children import (
     watch,
 )
 from hf_zero.launch.job import Job, RankCommand
-from hf_zero.launch.peers import Peers
 from hf_zero.launch.restarts import ForkedRank, Restarts
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import RankEnvironment, find_rank_environment
@@ -131,7 +130,7 @@ class Supervisor:
                 signal_group(rank.process.pid, signal.SIGKILL)
         self._drain()
 
-    def _tell(self, peers: Peers) -> None:
+    def _tell(self, peers: Any) -> None:
         """How the ranks of this host have ended; when well, those of the others must do so, too."""
         if self._first is not None and self._first.host == self._host:
             peers.say("end", self._first)
@@ -147,7 +146,7 @@ class Supervisor:
                 key.data()
         return self._signal is None
 
-    def _heed_peers(self, peers: Peers) -> None:
+    def _heed_peers(self, peers: Any) -> None:
         for message in peers.take():
             if message["say"] in ("end", "stop"):
                 self._fail(Failure(**message["failure"]))

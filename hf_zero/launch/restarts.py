@@ -24,16 +24,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import RankCommand
 
-if TYPE_CHECKING:
-    from hf_zero.launch.peers import Peers
-
 # What every training imports, whatever its script says.
 _ALWAYS = (("torch", ""), ("torch._dynamo", ""), ("hf_zero.api.entry", ""), ("transformers", "Trainer"))
+TOKEN = "HF_ZERO_TOKEN"
+"""The variable with the token of a run on several hosts, the same on all."""
 SUPERVISOR = "HF_ZERO_SUPERVISOR"
 """The variable with the number of the process that starts this host's ranks again when one fails."""
 COPIES = "HF_ZERO_COPIES"
@@ -96,7 +95,7 @@ class Restarts:
         most: int,
         stopped_s: float,
         start: Callable[[RankCommand], subprocess.Popen[bytes]],
-        peers: Peers | None = None,
+        peers: Any = None,
     ) -> None:
         """
         Args:

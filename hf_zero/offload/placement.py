@@ -302,7 +302,6 @@ class Placement:
         gradients: of the reduced gradients.
         staging: buffers in `work` for weights that are kept elsewhere.
         departures: what takes gradients of the device to host memory; None: they are there, or stay on the device.
-        joined: buffers for masters that are kept as what bf16 weights in host memory lack; None: as they are.
     """
 
     work: Memory
@@ -311,23 +310,10 @@ class Placement:
     gradients: Store
     staging: StagingPool
     departures: Departures | None = None
-    joined: Store | None = None
 
     def weights(self, kept: Vector) -> Vector:
         """Weights as the update sees them: where it runs."""
         return kept if kept.memory == self.work else StagedVector(kept, self.staging)
-
-    def master(self, name: str, values: Tensor, lp_param: Vector) -> Vector:
-        """A place for master weights, with these values; `lp_param` has them rounded."""
-        kinds = (values.dtype, lp_param.dtype)
-        if self.joined is None or lp_param.tensor is None or kinds != (torch.float32, torch.bfloat16):
-            return self.masters.adopt(name, values)
-        from hf_zero.offload.split_masters import SplitMaster  # what few configs ask for
-
-        split = SplitMaster(name, lp_param, self.masters, self.joined)
-        with split.opened(reads=False, changes=True) as masters:
-            masters.copy_(values)
-        return split
 
 
 def in_memory_placement(device: torch.device) -> Placement:
@@ -343,30 +329,15 @@ def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placemen
     return host_placement(device, MemoryStore(pinned=pinned), None, MemoryStore(pinned=pinned), pinned=pinned)
 
 
-def streaming_placement(device: torch.device, policy: OffloadOptimizer, *, splits: bool) -> Placement:
-    """The same for updates beside backward, whose gradients and joined masters are there for a moment each."""
-    from hf_zero.offload.split_masters import Recycled
-
-    pinned = pins(policy, device)
-    gradients, joined = Recycled(MemoryStore(pinned=pinned)), Recycled(MemoryStore()) if splits else None
-    return host_placement(device, MemoryStore(), None, gradients, pinned=pinned, joined=joined)
-
-
 def host_placement(
-    device: torch.device,
-    masters: Store,
-    states: Store | None,
-    gradients: Store,
-    *,
-    pinned: bool,
-    joined: Store | None = None,
+    device: torch.device, masters: Store, states: Store | None, gradients: Store, *, pinned: bool
 ) -> Placement:
     """The CPU beside `device` runs the update."""
     runtime, staging = runtime_of(device), staging_in(HOST_MEMORY, device, pinned=pinned)
     departures = None
     if runtime.has_own_memory:
         departures = Departures(runtime, staging_in(HOST_MEMORY, device, pinned=pinned, limit=MAX_DEPARTURES))
-    return Placement(HOST_MEMORY, masters, states, gradients, staging, departures, joined)
+    return Placement(HOST_MEMORY, masters, states, gradients, staging, departures)
 
 
 def pins(policy: OffloadOptimizer | OffloadParam, device: torch.device) -> bool:
@@ -467,5 +438,6 @@ class Placements:
                 yield StoredSubGroup(group, part, lp_param, None, placement.states)
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
-                master = placement.master(name, in_master_dtype.narrow(0, part.start, part.numel), lp_param)
+                values = in_master_dtype.narrow(0, part.start, part.numel)
+                master = placement.masters.adopt_master(name, values, lp_param)
                 yield StoredSubGroup(group, part, master, lp_param, placement.states)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_zero.device.runtime import HOST_MEMORY
 from hf_zero.kernels.vectors import chunks
-from hf_zero.offload.vector import InMemoryVector, Store, Vector
+from hf_zero.offload.vector import InMemoryVector, MemoryStore, Store, Vector
 
 _HALF = 1 << 15
 _NOWHERE = torch.empty(0, dtype=torch.int32)
@@ -159,3 +159,30 @@ class SplitMaster(Vector):
         masters = torch.empty(self.numel, dtype=self.dtype)
         join(self._weights.view(), self._rest.view(), self._ties, masters)
         return masters
+
+
+class SplitMasters(MemoryStore):
+    """Host memory, in which masters of bf16 weights are what these lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined = Recycled(MemoryStore())
+
+    def adopt_master(self, name: str, values: Tensor, lp_param: Vector) -> Vector:
+        kinds = (values.dtype, lp_param.dtype)
+        if lp_param.tensor is None or kinds != (torch.float32, torch.bfloat16):
+            return self.adopt(name, values)
+        master = SplitMaster(name, lp_param, self, self._joined)
+        with master.opened(reads=False, changes=True) as masters:
+            masters.copy_(values)
+        return master
+
+
+def stores(*, splits: bool, pinned: bool) -> tuple[Store, Store]:
+    """Of masters and of gradients, for updates beside backward: joined masters and gradients are there for a moment.
+
+    Args:
+        splits: masters of bf16 weights are kept as what these lack.
+        pinned: gradients are page-locked.
+    """
+    return SplitMasters() if splits else MemoryStore(), Recycled(MemoryStore(pinned=pinned))

@@ -215,6 +215,10 @@ class Store(ABC):
     def adopt(self, name: str, values: Tensor) -> Vector:
         """A vector with these values (1-D), which are moved there."""
 
+    def adopt_master(self, name: str, values: Tensor, lp_param: Vector) -> Vector:
+        """The same, of master weights; `lp_param` has them rounded."""
+        return self.adopt(name, values)
+
 
 class MemoryStore(Store):
     """Memory that the work is done in: nothing ever moves."""

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, LoneCollectives, ParallelGroups
 from hf_zero.comm.parts import held_part
 from hf_zero.config import ZeroPolicy
-from hf_zero.config.extras import optimizer_type
+from hf_zero.config.extras import optimizer_type, service
 from hf_zero.device.registry import host_runs_ahead
-from hf_zero.grads.reducer import GradientReducer
-from hf_zero.grads.sparse_rows import parameters_of_embeddings
+from hf_zero.grads.reducer import GradientReducer, parameters_of_embeddings
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.buckets import Slot
 from hf_zero.layout.sharding import Sharding
@@ -44,7 +43,6 @@ from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
-    from hf_zero.step.streaming import StreamedUpdates
 
 
 # What an optimizer may ask of the other ranks in the middle of its step.
@@ -329,14 +327,12 @@ def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
 
 
-def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> StreamedUpdates | None:
+def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> Any:
     """What updates beside backward, where the config asks for that."""
     if plan.zero.streaming is None:
         return None
-    from hf_zero.step.streaming import streamed_updates  # what few configs ask for
-
-    gradients, skips = plan.rules.gradients, plan.rules.skip_nonfinite
-    return streamed_updates(plan.zero.streaming, gradients, reducer, updater, plan.device, skips=skips)
+    rules, find = plan.rules, service("streamed_updates")
+    return find(plan.zero.streaming, rules.gradients, reducer, updater, plan.device, skips=rules.skip_nonfinite)
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from hf_zero.params.store import ParameterStore
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, OwnedValues, ReducedGradients, held_gradients
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm
-
-if TYPE_CHECKING:
-    from hf_zero.step.streaming import StreamedUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +106,12 @@ class ShardedStep:
         *,
         runs_ahead: bool = False,
         groups: ParallelGroups | None = None,
-        streamed: StreamedUpdates | None = None,
+        streamed: Any = None,
     ) -> None:
         """
         Args:
             runs_ahead: a step does not wait for its own outcome, where the updater can do without it.
-            streamed: what updates beside backward; None: everything is updated in the step.
+            streamed: `StreamedUpdates`, which update beside backward; None: everything is updated in the step.
             groups: where some ranks hold parts of matrices; default: none do.
         """
         self._store = store

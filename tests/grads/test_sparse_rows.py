@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
-from hf_zero.grads.sparse_rows import parameters_of_embeddings
+from hf_zero.grads.reducer import parameters_of_embeddings
+from hf_zero.grads.sparse_rows import SparseRowSum
 from tests.support.ranks import run_ranks
 
 WORDS, PLACES, WIDTH = 1000, 12, 16
@@ -44,6 +45,9 @@ def trained(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
     engine = initialize(model=Reader(sparse=sparse), config=config)[0]
+    assert any(isinstance(one.sparse_rows, SparseRowSum) for one in engine.gradients.assembly.reducer.buckets) is (
+        asked or sparse
+    )
     generator = torch.Generator().manual_seed(rank)
     ledger.reset()
     for step in range(6):

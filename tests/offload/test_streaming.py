@@ -13,10 +13,10 @@ import torch
 
 from hf_zero.config import ConfigError
 from hf_zero.device.registry import AtOnce, use
+from hf_zero.extras.streaming.updates import StreamedUpdates
 from hf_zero.kernels.dynamic8 import packed_bytes
 from hf_zero.offload.split_masters import Recycled, join, split
 from hf_zero.optim.adam8 import AdamW8bit
-from hf_zero.step.streaming import StreamedUpdates
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.test_checkpoints import load_and_train, train_and_save
 from tests.support.late import Late

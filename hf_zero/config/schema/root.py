@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, create_model
 from hf_zero.config.features import Extra
 from hf_zero.config.features.long_sequences import ACTIVATIONS, TILING, ActivationCheckpointing, Tiling
 from hf_zero.config.features.profiling import PROFILING, Observation, Trace
-from hf_zero.config.features.streaming import STREAMING, Streaming
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,
@@ -139,7 +138,6 @@ class HfZero(Tiling):
         stages=(0, 1, 2),
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
-    streaming: Streaming | None = detail(None, "Training that lives in host memory (docs/offload.md).")
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
 
 
@@ -148,7 +146,7 @@ class Root(Observation):
 
     # Whose keys a config of this class may have, in the order in which they see a forward; the last sees what the
     # others have made of it.
-    features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING, STREAMING)
+    features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING)
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
     train_micro_batch_size_per_gpu: Positive | None = supported(

@@ -17,5 +17,8 @@ class Resilience(Section):
 EXTRA = Extra(
     name="resilience",
     sections=(OwnSection(path="hf_zero.resilience", kind=Resilience, doc="Checkpoints in host memory."),),
-    services={"begin_training": "hf_zero.extras.resilience.trainer:begin_training"},
+    services={
+        "begin_training": "hf_zero.extras.resilience.trainer:begin_training",
+        "peers": "hf_zero.extras.resilience.peers:Peers",
+    },
 )

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hf_zero.config.extras import service
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends.base import Backend, Command, Request, launcher_environment, own_node_rank
 from hf_zero.launch.children import start
 from hf_zero.launch.job import Job
-from hf_zero.launch.peers import TOKEN, Peers
 from hf_zero.launch.ranks import report_to_user, run_node
-from hf_zero.launch.restarts import Restarts
+from hf_zero.launch.restarts import TOKEN, Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
 
 
@@ -71,7 +71,9 @@ class NoSsh(Backend):
                     f"--max_restarts on several hosts needs {TOKEN}, the same on all of them and known to nobody else: "
                     "random words, such as those of `openssl rand -hex 16`"
                 )
-            peers = Peers(names, node_rank, job.master_addr, job.master_port, token) if len(names) > 1 else None
+            peers = None
+            if len(names) > 1:
+                peers = service("peers")(names, node_rank, job.master_addr, job.master_port, token)
             restarts = Restarts(request.max_restarts, request.stopped_s, start, peers)
         return run_node(job, node_rank, report=report_to_user, restarts=restarts)
 

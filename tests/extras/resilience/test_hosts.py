@@ -20,8 +20,7 @@ import pytest
 
 from bench.hosts import joined_hosts
 from bench.surroundings import ROOT
-from hf_zero.launch.peers import TOKEN
-from hf_zero.launch.restarts import folder_in_memory
+from hf_zero.launch.restarts import TOKEN, folder_in_memory
 
 _UPDATE_S = 120.0
 SLOW = [(3, 1), (2, 2), (3, 2)]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import ConfigError, GradientPolicy, Problem
-from hf_zero.config.features.streaming import Streaming
 from hf_zero.device.registry import runtime_of
+from hf_zero.extras.streaming import Streaming
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.log import log_dist

@@ -32,8 +32,6 @@ from hf_zero.launch.children import Failure
 from hf_zero.launch.restarts import COPIED, COPIES, RESTARTS, WANTED, own_folder, replace_text
 from hf_zero.network import address_towards
 
-TOKEN = "HF_ZERO_TOKEN"
-"""The variable with the token, the same on all hosts."""
 _REPLACED_S = 600.0  # how long the others wait for a host
 _MESSAGE_BYTES = 16 << 20
 _CHUNK_BYTES = 4 << 20

@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 
-from hf_zero.launch import peers
+from hf_zero.extras.resilience import peers
+from hf_zero.extras.resilience.peers import receive, send
 from hf_zero.launch.command_line import main
-from hf_zero.launch.peers import receive, send
+from hf_zero.launch.restarts import TOKEN
 
 SIZE = 10_000_000
 
@@ -113,7 +114,7 @@ def test_both_sides_know_the_token(token: str, is_known: bool) -> None:
 def test_a_token_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(peers.TOKEN, raising=False)
+    monkeypatch.delenv(TOKEN, raising=False)
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     words = ["--no_ssh", "--node_rank", "1", "--hostfile", str(tmp_path / "hosts"), "--max_restarts", "3", "x.py"]
     assert main(words) == 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator
 
 from hf_zero.config.errors import Problem, Remark
-from hf_zero.config.features import Examined, Extra
+from hf_zero.config.features import Examined, Extra, OwnSection
 from hf_zero.config.schema.fields import Flag, Section, as_lower, supported
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 
@@ -115,4 +115,11 @@ def _groups_in(config: Root) -> bool:
     return config.hf_zero is not None and config.hf_zero.shard_group is not None
 
 
-STREAMING = Extra(name="streaming", examine=examine_streaming)
+EXTRA = Extra(
+    name="streaming",
+    sections=(OwnSection(path=_SECTION, kind=Streaming, doc="Training that lives in host memory (docs/offload.md)."),),
+    examine=examine_streaming,
+    services={
+        "streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates",
+    },
+)
