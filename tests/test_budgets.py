@@ -24,7 +24,7 @@ BUDGETS = {
     "config": (5_350, "every key with meaning, verdict and rules; all problems at once with file and line"),
     "device": (810, "streams and memory of accelerators and CPUs"),
     "explain": (690, "what a config does, its mended copy, and models of a hub that may not answer"),
-    "extras": (9_460, "nine features that few configs ask for"),
+    "extras": (9_460, "features that few configs ask for"),
     "grads": (1_100, "from autograd to reduced shards"),
     "integration": (5_700, "DeepSpeed's names, patches for transformers, accelerate, peft, trl"),
     "kernels": (2_450, "a reference and a GPU form for each"),
