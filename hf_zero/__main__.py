@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
+import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from hf_zero.quantities import parse_all
@@ -59,6 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
         with collector_off():
             from hf_zero.planning.command import run as run_plan
 
+        gc.freeze()  # nor is what has been loaded garbage later on
         return run_plan(arguments)
     if words[:1] != ["explain"]:
         parser.parse_args(words)
@@ -70,5 +75,17 @@ def main(words: Sequence[str] | None = None) -> int:
     return run(known, more)
 
 
+def entry() -> None:
+    """The process of a command. One that has loaded torch ends without taking all of its modules apart, which takes up
+    to a second."""
+    status = main()
+    if "torch" not in sys.modules or threading.active_count() > 1:
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

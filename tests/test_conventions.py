@@ -50,7 +50,6 @@ SMALL_FILES = {
     "kernels/message.py": "imported from layout, which knows no torch",
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
-    "versions.py": _LEAF,
 }
 
 # Old term -> the one to use instead.

@@ -19,7 +19,7 @@ PACKAGE = "hf_zero"
 # Low to high. A package imports from lower layers and from itself; packages in one layer do not import each other.
 LAYERS = (
     (
-        *("errors", "log", "rank_environment", "network", "versions", "surface", "instead", "features", "spans"),
+        *("errors", "log", "rank_environment", "network", "surface", "instead", "features", "spans"),
         *("quantities", "staging"),
     ),
     ("kernels", "config"),

@@ -19,7 +19,7 @@ from hf_zero.log import log_dist
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
 from hf_zero.precision import precision_from
 from hf_zero.spans import SPANS
-from hf_zero.versions import announcement
+from hf_zero.surface import announcement
 
 WEIGHTS, GRADIENTS, STATES, PASSING = "weights", "gradients", "optimizer states", "gathered weights and buffers"
 _PLACES = {None: "device", "none": "device", "cpu": "host", "nvme": "disk"}

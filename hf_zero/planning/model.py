@@ -8,11 +8,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from hf_zero.comm.parts import held_part, whole_shape
@@ -22,99 +20,13 @@ from hf_zero.config.features.long_sequences import LOSS_BYTES
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
-from hf_zero.planning import collector_off
-from hf_zero.planning.trace import AbsentRanks, Segment, Trace, Ulysses, trace_step
+from hf_zero.planning import collector_off, llama
+from hf_zero.planning.trace import FEW, AbsentRanks, NotAlike, Segment, Trace, Ulysses, stretch, trace_step
 from hf_zero.quantities import count_of
-from hf_zero.sequence.attention import check_model
+from hf_zero.sequence.attention import check_config, check_model
 from hf_zero.tensor.shard import cut_model
 from hf_zero.tiling.functions import TiledMLPs, dense_mlps
 from hf_zero.tiling.loss import TiledLoss, has_tiled_loss
-
-# From the trace of a model with a few equal layers to that of one with many.
-#
-#     4 layers     | before | 0 | 1 | 2 | 3 | loss | 3 | 2 | 1 | 0 | after |
-#     80 layers    | before | 0 | 1 | 1 + d | 1 + 2d ... | 79 | loss | ...
-#
-# Every layer keeps the same number of bytes and makes the same events, so what lives at layer i + 1 is what lived at
-# layer i and a constant. Where the traced layers do not show that, there is no such trace.
-
-
-FEW = 4  # the first and the last may differ from the two between them
-
-
-class NotAlike(ValueError):
-    """Layers differ from one another."""
-
-
-def stretch(trace: Trace, layers: int, prefix: str) -> Trace:
-    """The trace of `FEW` layers as that of `layers` (at least as many).
-
-    Args:
-        prefix: what precedes the number of a layer in names, `model.layers.`.
-
-    Raises:
-        NotAlike: when the two in the middle differ by more than a constant.
-    """
-    loss = next(i for i, segment in enumerate(trace.segments) if segment.event == "loss")
-    parts = (trace.segments[:loss], True), (trace.segments[loss:], False)
-    found = [each for segments, rising in parts for each in _stretched(segments, layers, prefix, rising=rising)]
-    return Trace(tuple(found), trace.note)
-
-
-def _stretched(segments: Sequence[Segment], layers: int, prefix: str, *, rising: bool) -> Iterator[Segment]:
-    """Of one pass, in which layers come in rising order or in falling order."""
-    groups = [(layer, list(group)) for layer, group in groupby(segments, lambda each: _layer_of(each.name, prefix))]
-    order = [layer for layer, _ in groups if layer is not None]
-    if order != sorted(range(FEW), reverse=not rising):
-        raise NotAlike(f"layers are passed in the order {order}")
-    by_layer = {layer: group for layer, group in groups if layer is not None}
-    step, more = _difference(by_layer[1], by_layer[2]), layers - FEW
-    passed = 0
-    for layer, group in groups:
-        if layer is not None:
-            passed += 1
-            for number in _stands_for(layer, layers, rising=rising):
-                offset = (number - layer) * step
-                yield from (_moved(each, offset, _renamed(each.name, prefix, number)) for each in group)
-        elif passed in (0, FEW):
-            all_live = rising == (passed == FEW)
-            yield from (_moved(each, more * step if all_live else 0, each.name) for each in group)
-        else:
-            raise NotAlike("something else happens between layers")
-
-
-def _stands_for(layer: int, layers: int, *, rising: bool) -> Sequence[int]:
-    """Which layers of the long model a traced one represents, in execution order."""
-    more = layers - FEW
-    if layer != 1:
-        return (layer + more,) if layer else (0,)
-    numbers = range(1, 2 + more)
-    return numbers if rising else numbers[::-1]
-
-
-def _layer_of(name: str, prefix: str) -> int | None:
-    number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-    return int(number) if number.isdigit() else None
-
-
-def _renamed(name: str, prefix: str, number: int) -> str:
-    _, dot, rest = name.removeprefix(prefix).partition(".")
-    return f"{prefix}{number}{dot}{rest}"
-
-
-def _difference(first: Sequence[Segment], second: Sequence[Segment]) -> int:
-    """Bytes by which the second lies higher."""
-    if [(each.event, each.flops, each.sent) for each in first] != [(e.event, e.flops, e.sent) for e in second]:
-        raise NotAlike("layers do different things")
-    differences = {b.peak - a.peak for a, b in zip(first, second)}
-    if len(differences) != 1:
-        raise NotAlike("layers keep different numbers of bytes")
-    return differences.pop()
-
-
-def _moved(segment: Segment, offset: int, name: str) -> Segment:
-    return replace(segment, peak=segment.peak + offset, name=name)
-
 
 _VOCABULARY = 32_000
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -148,7 +60,7 @@ class PlannedModel:
 
     Attributes:
         module: on the meta device, in the dtype that is trained in, LoRA included; what one rank holds of it.
-        config: of transformers.
+        config: of transformers, or the shape of a Llama.
         gathered_modules: what stage 3 gathers parameters around.
         lora_rank: 0 where all parameters are trained.
         notes: what was assumed.
@@ -226,7 +138,9 @@ class PlannedModel:
             ConfigError: so many ranks cannot share its sequences.
         """
         try:
-            if sequence_size > 1:
+            if sequence_size > 1 and isinstance(self.config, llama.LlamaShape):
+                check_config(self.config, sequence_size)
+            elif sequence_size > 1:
                 check_model(_base(self.module), sequence_size)
         except ValueError as error:
             fix = "give another number, or leave it out"
@@ -414,6 +328,8 @@ def _sent_by_formula(model: PlannedModel, tokens: int, ulysses: Ulysses) -> Iter
 
 def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
     """The model that a configuration names, with random weights where torch makes tensors by default."""
+    import transformers
+
     names = getattr(config, "architectures", None) or []
     kind = getattr(transformers, names[0], None) if names else None
     model: nn.Module = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
@@ -426,9 +342,13 @@ def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, ex
     Raises:
         ConfigError: it cannot be cut for `tensor_size` ranks, or its experts not spread over `expert_size`.
     """
+    is_plain = isinstance(config, llama.LlamaShape)
+    if is_plain and (lora_rank or tensor_size > 1 or expert_size > 1):  # which transformers' own modules are made for
+        config, is_plain = _transformers_config(config.to_dict()), False
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = build_model(config, lora_rank).to(dtype)
+        model = llama.LlamaForCausalLM(config) if is_plain else build_model(config, lora_rank)
+        model = model.to(dtype)
     try:
         if tensor_size > 1:
             cut_model(model, AbsentRanks(tensor_size))
@@ -495,15 +415,20 @@ def config_of(source: str) -> Any:
     """
     path = config_file(source)
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        return _transformers_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).split("\n")[0]
         rule = f"its configuration cannot be used: {reason}"
         raise ConfigError(Problem("--model", source, rule, "give a config.json of transformers")) from None
 
 
-def _llama_of(count: float) -> Any:
+def _transformers_config(values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _llama_of(count: float) -> llama.LlamaShape:
     """Hidden units and layers grow together, 128 to 1, as in published models of this kind; the width of the MLP makes
     up for the rest."""
     if not 1e5 <= count <= 1e14:
@@ -515,14 +440,13 @@ def _llama_of(count: float) -> Any:
     vocabulary = _VOCABULARY if count >= 2e8 else max(256, round(count / 8 / hidden))
     layers = max(1, round((count - 2 * vocabulary * hidden) / (12 * hidden**2)))
     rest = (count - 2 * vocabulary * hidden) / layers - 4 * hidden**2
-    return transformers.LlamaConfig(
+    return llama.LlamaShape(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=max(16, round(rest / (3 * hidden))),
         num_hidden_layers=layers,
         num_attention_heads=hidden // per_head,
         num_key_value_heads=hidden // per_head,
-        architectures=["LlamaForCausalLM"],
     )
 
 

@@ -28,7 +28,7 @@ from hf_zero.integration.startup import NAME, is_ours
 from hf_zero.offload.nvme.swap_store import BufferPool, Drive
 from hf_zero.offload.vector import StorageError, Vector
 from hf_zero.profiling.monitors import LIBRARIES
-from hf_zero.versions import VERSION
+from hf_zero.surface import VERSION
 
 Row = tuple[str, str]
 _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "triton", "pydantic", "numpy")

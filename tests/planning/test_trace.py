@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, MixtralConfi
 
 from hf_zero.params.gathered_modules import find_gathered_modules
 from hf_zero.planning import trace as tracing
-from hf_zero.planning.model import NotAlike, build_model, load_model, stretch, trace
-from hf_zero.planning.trace import Segment, Trace, trace_step
+from hf_zero.planning.model import Tiling, build_model, load_model, trace
+from hf_zero.planning.trace import FEW, NotAlike, Segment, Trace, stretch, trace_step
 from hf_zero.quantities import count_of
 from tests.planning.material import config_folder
 
@@ -86,6 +89,38 @@ def test_numbers_of_parameters() -> None:
     assert counts == [7e9, 1.5e9, 350e6, None, None]
     for count in (2e6, 25e6, 1.1e9, 70e9):
         assert load_model(str(int(count))).num_parameters == pytest.approx(count, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("tiling", [Tiling(), Tiling(mlp=True, loss=True)], ids=["whole", "tiles"])
+def test_the_plain_llama_is_that_of_transformers(checkpointing: bool, tiling: Tiling, tmp_path: Path) -> None:
+    plain = load_model("300M")
+    (tmp_path / "config.json").write_text(json.dumps(plain.config.to_dict()))
+    theirs = load_model(str(tmp_path))
+    assert type(plain.module) is not type(theirs.module) and plain.layers == theirs.layers > FEW
+    shapes = [
+        [(name, parameter.shape, parameter.dtype) for name, parameter in model.module.named_parameters()]
+        for model in (plain, theirs)
+    ]
+    assert shapes[0] == shapes[1] and (plain.heads, plain.hidden) == (theirs.heads, theirs.hidden)
+    assert Tiling.that_fits(plain.module) == Tiling.that_fits(theirs.module) == Tiling(mlp=True, loss=True)
+    ours, reference = (
+        trace(model, micro_batch=2, length=128, checkpointing=checkpointing, tiling=tiling) for model in (plain, theirs)
+    )
+    events = [[(each.event, each.name, each.flops) for each in found.segments] for found in (ours, reference)]
+    assert events[0] == events[1] and not ours.note
+    assert ours.peak == pytest.approx(reference.peak, rel=1e-3)
+    # transformers makes a mask first, which it does not need, and lets go of some tensors later.
+    assert all(abs(a.peak - b.peak) <= 5e-3 * reference.peak for a, b in zip(ours.segments, reference.segments))
+
+
+def test_a_number_of_parameters_loads_no_transformers() -> None:
+    code = (
+        "import sys; from hf_zero.__main__ import main; main(['plan', '40M', '--gpu', 'h100', '--json']); "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and json.loads(result.stdout)["chosen"], result.stderr
 
 
 def test_lora_trains_a_few(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hf_zero.integration.compat.accelerator import get_accelerator
 from hf_zero.integration.compat.kinds import COMPATIBLE, NO_OPERATORS
 from hf_zero.log import log_dist, logger
 from hf_zero.precision import ForwardPrecision
-from hf_zero.versions import GIT_BRANCH, GIT_HASH, VERSION
+from hf_zero.surface import GIT_BRANCH, GIT_HASH, VERSION
 
 # The logging helpers of `deepspeed.utils.logging`, and what else reports on a run, on our logger.
 

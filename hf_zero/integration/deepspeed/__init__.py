@@ -6,7 +6,7 @@ Its modules are made by the import hook, from the tables in hf_zero/integration/
 from __future__ import annotations
 
 from hf_zero.integration.names.alias import lazy_names
-from hf_zero.versions import VERSION as __version__
+from hf_zero.surface import VERSION as __version__
 
 __all__ = ["__version__"]
 
