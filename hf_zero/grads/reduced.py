@@ -9,6 +9,7 @@ NONE -----------------------> AWAITED -----> SUMMED -------> APPLIED     (withou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -142,6 +143,22 @@ class ReducedGradient:
             stays = is_first and place.tensor is not None and place.dtype == part.dtype
             leaving = part.clone() if is_lent else part
             self._departures.send(leaving, self._count_in, place.tensor if stays else None)
+        self._state = ReducedState.SUMMED
+
+    def place_to_send(self) -> Tensor | None:
+        """1-D, in host memory: where gradients of a bucket that this rank alone has may go as they are, without a copy
+        of the bucket on the device; give them to `send` then. None where there is no such place."""
+        is_free = self._departures is not None and not self.is_there and self._dtypes.are_one
+        return self._place.tensor if is_free else None
+
+    def send(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Count these in, each at its place within `place_to_send`."""
+        place = self._place.tensor
+        assert self._departures is not None and place is not None, "place_to_send comes first"
+        nothing = torch.zeros((), dtype=torch.float64, device=self._trained.device)
+        self._num_added += 1
+        self._squares, self._num_squared = sum((sum_of_squares(grad.reshape(-1)) for _, grad in pieces), nothing), 1
+        self._departures.send_pieces(pieces, self._count_in, place)
         self._state = ReducedState.SUMMED
 
     def _count_in(self, part: Tensor) -> None:
