@@ -289,8 +289,8 @@ def report(run: dict[str, Any]) -> str:
         f"{run['budget_mb']} MB (an arena: more at once raises). Bytes per parameter are those of weights, masters and "
         "states between steps. Losses are those before each step and after the last one.",
         "",
-        "| states | parameters | host, GB | bytes per parameter | formula | process at most, GB | gradients at once, MB "
-        "| device at most, MB | largest unit, MB | seconds per step | losses | without an engine |",
+        "| states | parameters | host, GB | bytes per parameter | formula | process at most, GB "
+        "| gradients at once, MB | device at most, MB | largest unit, MB | seconds per step | losses | without an engine |",
         "|" + " --- |" * 12,
     ]
     for states, found in run["states"].items():
@@ -301,8 +301,8 @@ def report(run: dict[str, Any]) -> str:
         formula, gradients = SPLIT + STATES[states], found["gradient_numel"] * 2 / 1e6
         lines.append(
             f"| {states} | {numel / 1e9:.3f} billion | {found['host_bytes'] / 1e9:.2f} | "
-            f"{found['host_bytes'] / numel:.4f} | {formula:.4f} | {found['process_peak'] / 1e9:.2f} | {gradients:.0f} | "
-            f"{found['device_peak'] / 1e6:.0f} | {found['unit_numel'] * 2 / 1e6:.0f} | {seconds} | "
+            f"{found['host_bytes'] / numel:.4f} | {formula:.4f} | {found['process_peak'] / 1e9:.2f} | "
+            f"{gradients:.0f} | {found['device_peak'] / 1e6:.0f} | {found['unit_numel'] * 2 / 1e6:.0f} | {seconds} | "
             f"{_words(found)} | {_words(found.get('plain', {}))} |"
         )
     return "\n".join(lines) + "\n"
