@@ -290,7 +290,8 @@ def report(run: dict[str, Any]) -> str:
         "states between steps. Losses are those before each step and after the last one.",
         "",
         "| states | parameters | host, GB | bytes per parameter | formula | process at most, GB "
-        "| gradients at once, MB | device at most, MB | largest unit, MB | seconds per step | losses | without an engine |",
+        "| gradients at once, MB | device at most, MB | largest unit, MB | seconds per step | losses "
+        "| without an engine |",
         "|" + " --- |" * 12,
     ]
     for states, found in run["states"].items():
