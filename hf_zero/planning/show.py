@@ -87,7 +87,8 @@ def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
     fitting = [each for each in fitting if each.memory.device_total <= plan.hardware.limit]
     if not fitting:
         return
-    training, keys, config = plan.training, {}, min(fitting, key=lambda each: each.memory.host_total).config
+    training, config = plan.training, min(fitting, key=lambda each: each.memory.host_total).config
+    keys: dict[str, str] = {}
     for what, changed, optimizer in (
         ('hf_zero.streaming.clipping "last_norm" and bf16.check_grad_overflow false', {"clipping": "last_norm"}, ""),
         ('hf_zero.streaming.states "bf16"', {"states": "bf16"}, ""),
