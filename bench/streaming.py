@@ -110,7 +110,8 @@ def plain_losses(size: Size, steps: int, states: str) -> list[float]:
     Between steps there are the first weights and all gradients alone, from which each update begins again: 2 bytes per
     parameter for the weights and, where there are later updates, 2 + 2 for each of the earlier ones.
     """
-    model, losses = _model(size), []
+    model = _model(size)
+    losses: list[float] = []
     first: dict[nn.Parameter, Tensor] = {}
     gradients: defaultdict[nn.Parameter, list[Tensor]] = defaultdict(list)
 
@@ -140,7 +141,7 @@ def plain_losses(size: Size, steps: int, states: str) -> list[float]:
     return losses
 
 
-def _kind(states: str) -> type[torch.optim.Optimizer]:
+def _kind(states: str) -> Any:
     return AdamW8bit if states == "8bit" else torch.optim.AdamW
 
 
@@ -154,7 +155,7 @@ class _Vectors(torch.autograd.Function):
         return nn.functional.linear(inputs, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         inputs, weight = ctx.saved_tensors
         rows, of_weight = gradient.reshape(-1, len(weight)), torch.zeros_like(weight)
         for row, tokens in zip(rows, inputs.reshape(len(rows), -1), strict=True):
@@ -310,7 +311,7 @@ def report(run: dict[str, Any]) -> str:
 
 
 def _words(found: dict[str, Any]) -> str:
-    return found.get("failed", ", ".join(f"{loss:.7g}" for loss in found.get("losses", ())) or "-")
+    return str(found.get("failed", ", ".join(f"{loss:.7g}" for loss in found.get("losses", ())) or "-"))
 
 
 if __name__ == "__main__":
