@@ -187,10 +187,7 @@ class BucketGradients:
     def send(self) -> bool:
         """Of a bucket of a rank that is alone: send what has arrived to host memory, parameter by parameter; False
         where it has to be in one piece first."""
-        place = self.reduced.place_to_send() if self.local is None and self.bucket.by_rows else None
-        if place is not None:
-            self.reduced.send(self.arrivals.take_apart(place))
-        return place is not None
+        return self.local is None and self.bucket.by_rows and self.reduced.send(self.arrivals.take_apart)
 
     def _new_local(self) -> Tensor:
         """Storage for the whole bucket; the reduced one where that is whole, on the device and still free."""
