@@ -2,7 +2,7 @@
 
 The device is an arena with a limit (tests/support/arena.py): more of it at once raises.
 
-python -m bench.streaming --size 2b --budget-mb 300 --name 2b
+python -m bench.streaming --size 2b --budget-mb 300 --plain --name 2b
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import hf_zero  # noqa: E402
-from bench.models import Size, batches, build_model  # noqa: E402
+from bench.models import SEED, Size, batches, build_model  # noqa: E402
 from bench.surroundings import keep, machine, public  # noqa: E402
 from hf_zero.device.registry import use  # noqa: E402
 from hf_zero.optim.adam8 import AdamW8bit  # noqa: E402
@@ -41,6 +45,8 @@ SIZES = {
 }
 STATES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / 256)}  # bytes per parameter
 SPLIT = 4.0  # bytes of a bf16 weight and its master
+_RATE = 1e-4
+_DRAWN = 999_983  # weights that are drawn; all matrices have the same ones, again and again
 log = logging.getLogger("bench")
 
 
@@ -65,16 +71,10 @@ def config_of(streaming: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def train(size: Size, steps: int, states: str, *, streams: bool = True, limit: int = 1 << 62) -> dict[str, Any]:
-    """Losses of so many steps, and the bytes of host and device."""
-    before, default = time.perf_counter(), torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # an fp32 model would need as much as it is trained with
-    try:
-        model = build_model(size)
-    finally:
-        torch.set_default_dtype(default)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    kind = AdamW8bit if states == "8bit" else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=1e-4)
+    """Losses before so many steps and after them, and the bytes of host and device."""
+    before = time.perf_counter()
+    model = _model(size)
+    optimizer = _kind(states)(model.parameters(), lr=_RATE)
     config = config_of({"states": "bf16" if states == "bf16" else "fp32"} if streams else None)
     with use(ArenaDevice()), anonymous_memory() as memory:
         engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
@@ -88,6 +88,8 @@ def train(size: Size, steps: int, states: str, *, streams: bool = True, limit: i
                 losses.append(loss.item())
                 del loss
                 seconds.append(time.perf_counter() - started)
+            with torch.no_grad():
+                losses.append(engine(input_ids=tokens, labels=tokens).loss.item())
         found = {
             "numel": sum(spec.numel for spec in engine.gradients.assembly.store.layout.specs),
             "losses": losses,
@@ -100,6 +102,93 @@ def train(size: Size, steps: int, states: str, *, streams: bool = True, limit: i
         }
         engine.destroy()
     return {**found, "process_peak": memory.peak}
+
+
+def plain_losses(size: Size, steps: int, states: str) -> list[float]:
+    """The same losses without an engine: each parameter is updated when its gradient is there, in fp32.
+
+    Between steps there are the first weights and all gradients alone, from which each update begins again: 2 bytes per
+    parameter for the weights and, where there are later updates, 2 + 2 for each of the earlier ones.
+    """
+    model = _model(size)
+    losses: list[float] = []
+    first: dict[nn.Parameter, Tensor] = {}
+    gradients: defaultdict[nn.Parameter, list[Tensor]] = defaultdict(list)
+
+    @torch.no_grad()
+    def update(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None, "called when it is there"
+        gradients[parameter].append(parameter.grad)
+        parameter.grad = None
+        master = nn.Parameter(first.setdefault(parameter, parameter.detach().clone()).float().view(-1))
+        optimizer = _kind(states)([master], lr=_RATE)
+        for gradient in gradients[parameter]:
+            master.grad = gradient.float().view(-1)
+            optimizer.step()
+        parameter.data.copy_(master.view_as(parameter))
+        if len(losses) == steps:
+            del first[parameter], gradients[parameter]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for tokens in batches(size, steps, 0):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        losses.append(loss.item())
+        loss.backward()
+        del loss
+    with torch.no_grad():
+        losses.append(model(input_ids=tokens, labels=tokens).loss.item())
+    return losses
+
+
+def _kind(states: str) -> Any:
+    return AdamW8bit if states == "8bit" else torch.optim.AdamW
+
+
+class _Vectors(torch.autograd.Function):
+    """A linear layer of few tokens, with gradients that are made of vectors: without bf16 arithmetic PyTorch takes ten
+    to a hundred times as long for products of matrices in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return nn.functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        rows, of_weight = gradient.reshape(-1, len(weight)), torch.zeros_like(weight)
+        for row, tokens in zip(rows, inputs.reshape(len(rows), -1), strict=True):
+            of_weight.addr_(row, tokens)
+        return torch.stack([weight.t().mv(row) for row in rows]).view_as(inputs), of_weight
+
+
+def _model(size: Size) -> nn.Module:
+    """In bf16, as an fp32 model would need as much as it is trained with; with weights that take no time to draw."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with no_init_weights():
+            model = build_model(size)
+    finally:
+        torch.set_default_dtype(default)
+    drawn = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(SEED)).mul_(0.02).bfloat16()
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.ones_(parameter)
+            continue
+        for part in parameter.data.view(-1).split(_DRAWN):
+            part.copy_(drawn[: part.numel()])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
+    result: Tensor = _Vectors.apply(inputs, module.weight)
+    return result
 
 
 def _on_device(engine: Any) -> list[torch.Tensor]:
@@ -131,8 +220,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if arguments.worker is not None:
         torch.set_num_threads(arguments.threads)
-        size, limit = SIZES[arguments.size], arguments.budget_mb * 10**6
-        found = train(size, arguments.steps, arguments.worker, limit=limit)
+        size, states = SIZES[arguments.size], arguments.worker
+        if arguments.plain:
+            found = {"losses": plain_losses(size, arguments.steps, states)}
+        else:
+            found = train(size, arguments.steps, states, limit=arguments.budget_mb * 10**6)
         sys.stdout.write(f"\n{json.dumps(found)}\n")
         return
     run = {
@@ -141,7 +233,7 @@ def main() -> None:
         "machine": machine(),
         "versions": {"torch": torch.__version__, "hf_zero": hf_zero.__version__},
         "budget_mb": arguments.budget_mb,
-        "states": {states: _measured(arguments, states) for states in arguments.states},
+        "states": {states: _both(arguments, states) for states in arguments.states},
     }
     text = report(run)
     keep(run, text, f"streaming-{arguments.name}", arguments.results)
@@ -155,19 +247,30 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--budget-mb", type=int, default=300, help="of the device")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--plain", action="store_true", help="also what the losses are without an engine")
     parser.add_argument("--worker", choices=sorted(STATES), help=argparse.SUPPRESS)
     parser.add_argument("--name", default="400m", help="part of the result files' names")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     return parser.parse_args()
 
 
-def _measured(arguments: argparse.Namespace, states: str) -> dict[str, Any]:
-    options = ["--size", arguments.size, "--budget-mb", str(arguments.budget_mb), "--steps", str(arguments.steps)]
-    command = [sys.executable, "-m", "bench.streaming", "--worker", states, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        [*command, "--threads", str(arguments.threads)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+def _both(arguments: argparse.Namespace, states: str) -> dict[str, Any]:
+    size, steps, budget, threads = arguments.size, arguments.steps, arguments.budget_mb, arguments.threads
+    found = in_a_process(size, steps, states, budget_mb=budget, threads=threads)
+    if arguments.plain and "failed" not in found:
+        found["plain"] = in_a_process(size, steps, states, plain=True, threads=threads)
+    return found
+
+
+def in_a_process(
+    size: str, steps: int, states: str, *, budget_mb: int = 300, plain: bool = False, threads: int = 1
+) -> dict[str, Any]:
+    """What `train` returns, or with `plain` the losses of `plain_losses`: all memory is free again after it."""
+    words = ["--worker", states, "--size", size, "--steps", str(steps), "--budget-mb", str(budget_mb)]
+    words += ["--threads", str(threads), *["--plain"] * plain]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "bench.streaming", *words]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if ended.returncode:
         return {"failed": ended.stderr.strip().splitlines()[-1][:200]}
     found: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
@@ -185,25 +288,30 @@ def report(run: dict[str, Any]) -> str:
         "",
         f"`{run['command']}`: one rank at stage 3, bf16, gradient checkpointing, 2 tokens per step, on a device of "
         f"{run['budget_mb']} MB (an arena: more at once raises). Bytes per parameter are those of weights, masters and "
-        "states between steps.",
+        "states between steps. Losses are those before each step and after the last one.",
         "",
-        "| states | parameters | host, GB | bytes per parameter | formula | gradients at once, MB | device at most, MB "
-        "| largest unit, MB | seconds per step | losses |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| states | parameters | host, GB | bytes per parameter | formula | process at most, GB "
+        "| gradients at once, MB | device at most, MB | largest unit, MB | seconds per step | losses "
+        "| without an engine |",
+        "|" + " --- |" * 12,
     ]
     for states, found in run["states"].items():
         if "failed" in found:
-            lines.append(f"| {states} | {found['failed']} |" + " |" * 8)
+            lines.append(f"| {states} | {found['failed']} |" + " |" * 10)
             continue
         numel, seconds = found["numel"], ", ".join(f"{one:.1f}" for one in found["step_s"])
         formula, gradients = SPLIT + STATES[states], found["gradient_numel"] * 2 / 1e6
         lines.append(
             f"| {states} | {numel / 1e9:.3f} billion | {found['host_bytes'] / 1e9:.2f} | "
-            f"{found['host_bytes'] / numel:.4f} | {formula:.4f} | {gradients:.0f} | "
-            f"{found['device_peak'] / 1e6:.0f} | {found['unit_numel'] * 2 / 1e6:.0f} | {seconds} | "
-            f"{', '.join(f'{loss:.3f}' for loss in found['losses'])} |"
+            f"{found['host_bytes'] / numel:.4f} | {formula:.4f} | {found['process_peak'] / 1e9:.2f} | "
+            f"{gradients:.0f} | {found['device_peak'] / 1e6:.0f} | {found['unit_numel'] * 2 / 1e6:.0f} | {seconds} | "
+            f"{_words(found)} | {_words(found.get('plain', {}))} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _words(found: dict[str, Any]) -> str:
+    return str(found.get("failed", ", ".join(f"{loss:.7g}" for loss in found.get("losses", ())) or "-"))
 
 
 if __name__ == "__main__":

@@ -90,17 +90,30 @@ class Arrivals:
 
         With `add`, `target` already holds gradients and keeps them.
         """
+        sources = self._taken()
+        if self._bucket.by_rows:
+            self._write_rows(target, sources, add=add)
+        else:
+            self._write_flat(target, sources, add=add)
+
+    def take_apart(self, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The same for somebody who copies: (where in `target`, the gradient) of all that are there. The rest of
+        `target`, the whole of a bucket that one rank owns, becomes zero."""
+        sources = self._taken()
+        places = [target.narrow(0, slot.offset, slot.numel).view(grad.shape) for slot, grad in sources]
+        self._zero_rest(target, sources)
+        return [(place, grad) for place, (_, grad) in zip(places, sources)]
+
+    def _taken(self) -> list[tuple[Slot, Tensor]]:
+        """All gradients that are there, which autograd's parameters have no more."""
         sources = []
         for slot, parameter in zip(self._bucket.slots, self._trained.parameters, strict=True):
             grad, parameter.grad = parameter.grad, None
             if grad is not None:
                 sources.append((slot, grad.to_dense() if grad.layout is torch.sparse_coo else grad))
                 self.used.add(slot.parameter)
-        if self._bucket.by_rows:
-            self._write_rows(target, sources, add=add)
-        else:
-            self._write_flat(target, sources, add=add)
         self._state = ArrivalState.TAKEN
+        return sources
 
     def _write_flat(self, target: Tensor, sources: list[tuple[Slot, Tensor]], *, add: bool) -> None:
         if add:
@@ -110,6 +123,9 @@ class Arrivals:
         places = [target.narrow(0, slot.offset, slot.numel).view(grad.shape) for slot, grad in sources]
         if places:
             torch._foreach_copy_(places, [grad for _, grad in sources])
+        self._zero_rest(target, sources)
+
+    def _zero_rest(self, target: Tensor, sources: list[tuple[Slot, Tensor]]) -> None:
         arrived = {slot.parameter for slot, _ in sources}
         for slot in self._bucket.slots:
             if slot.parameter not in arrived:
@@ -167,6 +183,11 @@ class BucketGradients:
         if self.local is None:
             self.local, self._needs_whole = self._new_local(), True
         self.arrivals.take(self.local, add=not is_first)
+
+    def send(self) -> bool:
+        """Of a bucket of a rank that is alone: send what has arrived to host memory, parameter by parameter; False
+        where it has to be in one piece first."""
+        return self.local is None and self.bucket.by_rows and self.reduced.send(self.arrivals.take_apart)
 
     def _new_local(self) -> Tensor:
         """Storage for the whole bucket; the reduced one where that is whole, on the device and still free."""

@@ -9,6 +9,7 @@ NONE -----------------------> AWAITED -----> SUMMED -------> APPLIED     (withou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -87,18 +88,15 @@ class ReducedGradient:
     @property
     def _place(self) -> Vector:
         if self._vector is None:
-            self._vector = self._new_vector()
+            bucket, placement = self._trained.bucket, self._trained.placement
+            name = f"gradients of bucket {bucket.index} (parameter {bucket.slots[0].parameter} and following)"
+            self._vector = placement.gradients.keep(name, self._trained.owned.numel, self._dtypes.accumulation)
         return self._vector
-
-    def _new_vector(self) -> Vector:
-        bucket, placement = self._trained.bucket, self._trained.placement
-        name = f"gradients of bucket {bucket.index} (parameter {bucket.slots[0].parameter} and following)"
-        return placement.gradients.keep(name, self._trained.owned.numel, self._dtypes.accumulation)
 
     def reserve(self) -> None:
         """Take room on a drive at the start, so that one that is too small shows then."""
         if self._trained.placement.gradients.can_fail:
-            self._vector = self._new_vector()
+            assert self._place is not None, "made now"
 
     @property
     def at_hand(self) -> Tensor | None:
@@ -143,6 +141,25 @@ class ReducedGradient:
             leaving = part.clone() if is_lent else part
             self._departures.send(leaving, self._count_in, place.tensor if stays else None)
         self._state = ReducedState.SUMMED
+
+    def send(self, take_apart: Callable[[Tensor], Sequence[tuple[Tensor, Tensor]]]) -> bool:
+        """Count in gradients of a bucket that this rank alone has, which go to host memory as they are, without a copy
+        of the bucket on the device. False: there is no place for that, and nothing is done.
+
+        Args:
+            take_apart: gives (where in the place, the gradient) of each.
+        """
+        is_free = self._departures is not None and not self.is_there and self._dtypes.are_one
+        place = self._place.tensor if is_free else None
+        if self._departures is None or place is None:
+            return False
+        pieces = take_apart(place)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._trained.device)
+        self._num_added += 1
+        self._squares, self._num_squared = sum((sum_of_squares(grad.reshape(-1)) for _, grad in pieces), nothing), 1
+        self._departures.send_pieces(pieces, self._count_in, place)
+        self._state = ReducedState.SUMMED
+        return True
 
     def _count_in(self, part: Tensor) -> None:
         """Add what is in the memory that sums are made in."""

@@ -33,13 +33,13 @@ MAX_IN_FLIGHT = MAX_SEND_BUFFERS
 
 @dataclass(slots=True)
 class _Flight:
-    """A reduction under way: its number among all of this rank's, where its result appears, and the send buffer that is
-    given back afterwards, if any."""
+    """A reduction under way: its number among all of this rank's, where its result appears (None: it is counted in
+    already), and the send buffer that is given back afterwards, if any."""
 
     number: int
     bucket: BucketGradients
     pending: Pending
-    result: Tensor
+    result: Tensor | None
     sent: Tensor | None
 
 
@@ -86,10 +86,16 @@ class Reductions:
             self._launch(bucket, num_backward)
 
     def _launch(self, bucket: BucketGradients, num_backward: int) -> None:
+        is_alone = self._scatters and (bucket.collectives or self._collectives).size == 1 and bucket.local is None
+        if is_alone and self._collectives.size == 1 and self._replicas is None:
+            self._complete_until(0)  # which waits for nobody: the one before is counted in, or its update's turn comes
+            if bucket.send():
+                self._flights.append(_Flight(self._count_launch(), bucket, Pending(), None, None))
+                return
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
         wire = self._wire_of(bucket)
-        if self._scatters and (bucket.collectives or self._collectives).size == 1 and bucket.local is None:
+        if is_alone:
             result = bucket.reduced.place_for_result()  # no other rank, so no send buffer
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
@@ -184,10 +190,11 @@ class Reductions:
 
     def _count_in(self, flight: _Flight) -> None:
         flight.pending.wait()
-        is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
-        if self._replicas is not None:
-            self._replicas.about_to_add(flight.bucket)
-        flight.bucket.reduced.add(flight.result, is_lent=is_lent)
+        if flight.result is not None:
+            is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
+            if self._replicas is not None:
+                self._replicas.about_to_add(flight.bucket)
+            flight.bucket.reduced.add(flight.result, is_lent=is_lent)
         flight.bucket.local = None
         if flight.sent is not None:
             self._wire_of(flight.bucket).give_send_buffer(flight.sent)

@@ -266,15 +266,36 @@ class Departures:
             count_in: called with the values in host memory, before `settle` returns.
             place: in host memory, of the same dtype, where they may stay.
         """
-        while len(self._under_way) >= MAX_DEPARTURES:
-            self._settle_first()
+        self._make_way()
         buffer = None
         if place is None:
             self._pool.expect(part.numel(), part.dtype)
             buffer, _ = self._pool.take(part.numel(), part.dtype)
             place = buffer.narrow(0, 0, part.numel())
-        arrived = self._runtime.copy_out(part, place)
-        self._runtime.keep_until(arrived, part)
+        self._depart([(place, part)], place, buffer, count_in)
+
+    def send_pieces(
+        self, pieces: Sequence[tuple[Tensor, Tensor]], count_in: Callable[[Tensor], None], place: Tensor
+    ) -> None:
+        """The same for what lies apart on the device: (where in `place`, values of that shape) of every piece."""
+        self._make_way()
+        self._depart(pieces, place, None, count_in)
+
+    def _make_way(self) -> None:
+        while len(self._under_way) >= MAX_DEPARTURES:
+            self._settle_first()
+
+    def _depart(
+        self,
+        pieces: Sequence[tuple[Tensor, Tensor]],
+        place: Tensor,
+        buffer: Tensor | None,
+        count_in: Callable[[Tensor], None],
+    ) -> None:
+        arrived: Event = DONE
+        for target, values in pieces:  # one lane, so with the last all have arrived
+            arrived = self._runtime.copy_out(values, target)
+            self._runtime.keep_until(arrived, values)
         self._runtime.keep_until(arrived, place)
         self._under_way.append(_Departure(arrived, place, buffer, count_in))
 

@@ -324,7 +324,8 @@ def _step(
         offload_parameters=parameters is not None and hardware.separate,
         tokens=tokens * training.accumulation,
         recomputes=recomputes,
-        clips=training.clip > 0,
+        clips=_waits(answers),
+        streams=zero.streaming is not None,
         trained=model.num_trained / max(1, model.num_parameters),
         micro_batches=training.accumulation,
         disk_optimizer=optimizer is not None and optimizer.device == "nvme",
@@ -339,6 +340,12 @@ def _step(
     )
     step = simulate(machine, shape, setup)
     return step.seconds, step.bound
+
+
+def _waits(answers: Resolved) -> bool:
+    """Whether updates wait for all gradients."""
+    clip_norm, skips, streaming = answers.gradients.clip_norm, answers.precision.skip_nonfinite, answers.zero.streaming
+    return clip_norm > 0 or skips if streaming is None else bool(streaming.why_gradients_stay(clip_norm, skips))
 
 
 def _agreement(answers: Resolved, hardware: Hardware) -> Literal["plan", "memory", "messages"]:

@@ -103,7 +103,8 @@ class Setup:
     offload_parameters: bool = False
     tokens: int = 16384  # of one GPU and step
     recomputes: bool = True  # forward again in backward
-    clips: bool = True  # no update before the norm of all gradients is known
+    clips: bool = True  # no update before all gradients are there: their norm, or whether one is not finite
+    streams: bool = False  # masters are what weights lack
     trained: float = 1.0  # share of the parameters; the others are frozen
     micro_batches: int = 1  # of a step; they share its tokens
     disk_optimizer: bool = False  # what is away is on a drive
@@ -174,6 +175,8 @@ class Step:
 
 
 UPDATE_BYTES = 28  # of a parameter: masters and moments read and written, gradient read, weight written
+# The same where a master is joined of the weight and what that lacks (4 bytes read, 4 written), and split again.
+STREAMED_BYTES = 42
 
 
 def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:
@@ -252,6 +255,7 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     states = STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0
+    update_bytes = STREAMED_BYTES if setup.streams else UPDATE_BYTES
     return _Seconds(
         forward=forward,
         backward=forward * (1 + setup.trained + setup.recomputes),
@@ -259,7 +263,7 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
         reduce=reduce * setup.trained,
         bring=2 * owned / machine.host_link if setup.offload_parameters else 0.0,
         take=2 * updated / machine.host_link if setup.offload_optimizer else 0.0,
-        host_update=UPDATE_BYTES * updated / machine.host_memory if setup.offload_optimizer else 0.0,
+        host_update=update_bytes * updated / machine.host_memory if setup.offload_optimizer else 0.0,
         update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
         gather_updated=once + kept_once if setup.stage in (1, 2) else updated_rows * setup.trained,
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,

@@ -98,8 +98,6 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     refused: list[ConfigError] = []
     alike = hardware.ranks // training.tensor_parallel
     for candidate in tracked(list(candidates(training, ranks=alike, separate=hardware.separate)), "estimating"):
-        if candidate.streams:
-            continue  # what it saves in host memory has not been set against kept inputs on a machine yet
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:
@@ -182,7 +180,7 @@ def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardwa
     shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
     title = f"{model.name}: longest sequence on {hardware.name}{shared}, layers checkpointed, MLPs and loss in tiles"
     table = Table(title=escape(title), title_justify="left")
-    table.add_column("candidate", no_wrap=True)
+    table.add_column("candidate")  # where it is narrow names wrap, and numbers are whole
     for name in ("tokens", "device", "per token", "host", "per token"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)

@@ -520,7 +520,8 @@ def _buffers(
     if setting.shard_ranks > 1:  # on a CPU, ranks of a host also show each other what they sum in place
         ledger.add("device", BUFFERS, MAX_SEND_BUFFERS * (sent if setting.separate else longest))
     if far != "device" and setting.separate:
-        ledger.add("device", BUFFERS, RESULTS * owned)
+        apart = units is not None and setting.shard_ranks == 1 and not setting.accumulates  # BucketGradients.send
+        ledger.add("device", BUFFERS, 0 if apart and far == "host" else RESULTS * owned)
         ledger.add("host", BUFFERS, (RESULTS + STAGING_BUFFERS) * owned)
     if far == "disk":
         ledger.add("host", BUFFERS, GRADIENT_BUFFERS * owned)

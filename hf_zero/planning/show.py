@@ -68,11 +68,57 @@ def what_else(plan: Plan) -> str:
                 break
         else:
             words.append(f"more devices: {gigabytes(limit)} of each can be used")
-    elif plan.training.nvme_path is None:
+        return "; ".join(words)
+    for what, needed in less_on_the_host(plan):
+        words.append(f"{what}: {gigabytes(needed)} of host memory then")
+        if needed <= plan.hardware.host_limit:
+            return "; ".join([*words, "which fits a host, and is another training"])
+    if plan.training.nvme_path is None:
         words.append("name a drive with --nvme-path, or take more hosts: a host's memory is full")
     else:
         words.append("take more hosts: a host's memory or its drive is full")
     return "; ".join(words)
+
+
+def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
+    """What streaming can do without in a host's memory, each on top of those before, and the bytes that are needed
+    then. None of it is the same training (docs/offload.md)."""
+    fitting = [each for each in plan.estimates if each.candidate.streams]
+    fitting = [each for each in fitting if each.memory.device_total <= plan.hardware.limit]
+    if not fitting:
+        return
+    training, config = plan.training, min(fitting, key=lambda each: each.memory.host_total).config
+    keys: dict[str, str] = {}
+    for what, changed, optimizer in (
+        ('hf_zero.streaming.clipping "last_norm" and bf16.check_grad_overflow false', {"clipping": "last_norm"}, ""),
+        ('hf_zero.streaming.states "bf16"', {"states": "bf16"}, ""),
+        ("AdamW8bit", {}, "AdamW8bit"),
+    ):
+        if optimizer and training.optimizer.lower() not in ("adam", "adamw"):
+            continue
+        keys, training = keys | changed, replace(training, optimizer=optimizer or training.optimizer)
+        own = {
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "hf_zero": {"streaming": {"enabled": True, **keys}},
+        }
+        answers = resolved(config | own, training, plan.model, plan.hardware.ranks)
+        setting = setting_of(answers, optimizer_size(training), plan.hardware)
+        seen = traced(plan.model, training, checkpointing=True)
+        yield what, float(rank_memory(plan.model, setting, seen).host_total * plan.hardware.per_host)
+
+
+def sums(plan: Plan) -> Iterator[str]:
+    """How much the chosen one needs, and of what, where host memory is part of it."""
+    if plan.chosen is None or not plan.chosen.memory.host_total:
+        return
+    memory, hardware = plan.chosen.memory, plan.hardware
+    places = (
+        ("a device", memory.device, 1, hardware.limit),
+        ("a host", memory.host, hardware.per_host, hardware.host_limit),
+    )
+    for place, kinds, ranks, limit in places:
+        parts = " + ".join(f"{gigabytes(size * ranks)} {kind}" for kind, size in kinds.items())
+        yield f"{place}: {parts} = {gigabytes(sum(kinds.values()) * ranks)} of {gigabytes(limit)}"
 
 
 def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
@@ -180,6 +226,8 @@ def show(plan: Plan, *, everything: bool = False, console: Console | None = None
         console.print(f"[dim]{len(plan.estimates) - shown} more do not fit (--all shows them)[/]")
     for line in reasoning(plan) if everything else _short_reasons(plan):
         console.print(escape(line), soft_wrap=True)
+    for text in sums(plan):
+        console.print(escape(text), soft_wrap=True)
     for note in plan.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
     if plan.chosen is not None:
@@ -298,6 +346,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "needs": [] if plan.chosen is None else list(training.more_words(plan.chosen.candidate, hardware.ranks)),
         "config": None if plan.chosen is None else plan.chosen.config,
         "reasons": reasoning(plan),
+        "sums": list(sums(plan)),
         "notes": list(plan.notes),
     }
 

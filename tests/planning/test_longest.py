@@ -48,6 +48,20 @@ def test_inputs_on_the_host_make_room_on_the_device(model: PlannedModel) -> None
         assert each.host.at(each.length) <= 64e9 and each.length % 1024 == 0
 
 
+def test_streaming_leaves_more_of_the_host_to_inputs(model: PlannedModel) -> None:
+    machine = hardware({**MACHINE, "host_memory": "3.3G"})
+    reaches = by_name(longest_sequences(model, machine, Training()))
+    plain, streamed = (
+        reaches[f"stage 3, optimizer cpu, parameters cpu{more}, checkpointing, inputs on host"]
+        for more in ("", ", streaming")
+    )
+    saved = 2 * model.num_parameters  # of 16 bytes
+    assert plain.host.fixed - streamed.host.fixed == pytest.approx(saved, rel=0.05)
+    assert plain.bound == streamed.bound == "host memory" and streamed.length >= plain.length
+    assert "hf_zero" in streamed.config and streamed.config["hf_zero"]["streaming"] == {"enabled": True}
+    assert streamed.config["hf_zero"]["tiled_loss"] and streamed.config["activation_checkpointing"]["cpu_checkpointing"]
+
+
 @pytest.mark.slow
 def test_the_line_is_that_of_longer_traces(model: PlannedModel) -> None:
     tiling = Tiling.that_fits(model.module)

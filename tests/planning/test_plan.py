@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ import pytest
 from rich.console import Console
 
 from hf_zero.__main__ import main
-from hf_zero.config import ConfigError, TrainingView, resolve
+from hf_zero.config import ConfigError, TrainingView, load_config, resolve
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.explain.views import config_file
 from hf_zero.planning import memory as memory_module
 from hf_zero.planning import model as model_module
 from hf_zero.planning.arguments import GPUS
-from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config
+from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config, training_of
 from hf_zero.planning.choose import ALIKE, Plan, choose, gigabytes
+from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.machine import calibrated, hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
-from hf_zero.planning.show import as_dict, reasoning, remedies, show
+from hf_zero.planning.show import as_dict, reasoning, remedies, show, sums
 from tests.planning.material import config_folder, planned
 
 pytestmark = pytest.mark.lengthy
@@ -91,15 +93,69 @@ def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> N
     assert len(lines) == len(plan.estimates) and sum("taken" in line for line in lines) == 1
 
 
+def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Path) -> None:
+    """8 billion parameters on a device that holds none of them: 16 bytes of each in host memory, or 14."""
+    model = load_model("8b")
+    training = Training(length=1024, checkpointing=True, nvme_path=str(tmp_path))
+    plain, streaming = (f"stage 3, optimizer cpu, parameters cpu{more}, checkpointing" for more in ("", ", streaming"))
+
+    def planned_with(host_memory: str, training: Training) -> Plan:
+        return planned("", training, model, gpus_per_node=1, device_memory="12G", host_memory=host_memory, disk="2T")
+
+    only = planned_with("125G", replace(training, nvme_path=None))
+    assert [each.candidate.name for each in only.estimates if each.fits] == [streaming] == [only.chosen.candidate.name]  # type: ignore[union-attr]
+    _, host = sums(only)
+    *parts, total, limit = (float(number) for number in re.findall(r"([\d.]+) GB", host))
+    assert host.startswith("a host: 16.0 GB parameters + 16.0 GB gradients") and "optimizer" in host
+    assert sum(parts) == pytest.approx(total, abs=0.3) and total < limit
+    assert as_dict(only)["sums"] == list(sums(only)) and host in shown(only)
+
+    fastest = planned_with("125G", training)  # a drive would do as well
+    by_name = {each.candidate.name: each for each in fastest.estimates if each.fits}
+    assert fastest.chosen is by_name[streaming] and len(by_name) > 1
+    assert all(each.seconds > 5 * fastest.chosen.seconds for name, each in by_name.items() if name != streaming)
+
+    more = planned_with("160G", training)  # masters that need not be joined are updated faster
+    by_name = {each.candidate.name: each for each in more.estimates if each.fits}
+    assert more.chosen is by_name[plain] and by_name[streaming].seconds > ALIKE * by_name[plain].seconds
+
+    less = planned_with("100G", replace(training, nvme_path=None))
+    assert less.chosen is None and not list(sums(less))
+    needed = [float(number) for number in re.findall(r"([\d.]+) GB of host memory then", reasoning(less)[-1])]
+    assert len(needed) == 2 and needed[0] > less.hardware.host_limit / 1e9 >= needed[1]
+    assert 'clipping "last_norm"' in reasoning(less)[-1] and reasoning(less)[-1].endswith("is another training")
+
+
+def shown(plan: Plan) -> str:
+    """What the command prints."""
+    console = Console(file=io.StringIO(), width=150)
+    show(plan, console=console)
+    said: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return said
+
+
+def test_updates_beside_backward_are_hidden_behind_it(tmp_path: Path) -> None:
+    """A ds.json that keeps no gradient: the host updates while backward goes on, and not after it."""
+    model, seconds = load_model("1b"), {}
+    for clipping in ("exact", "last_norm"):
+        config = ds_config(Candidate(3, "cpu", "cpu", streams=True), Training())
+        config |= {"bf16": {"enabled": True, "check_grad_overflow": clipping == "exact"}, "gradient_clipping": 1.0}
+        config["hf_zero"] = {"streaming": {"enabled": True, "clipping": clipping}}
+        given, machine = load_config(config), hardware({"gpu": "h100", "gpus_per_node": 1, "host_memory": "64G"})
+        training = Training(length=8192, checkpointing=True)
+        [yours] = make_plan(model, machine, training_of(given, training, 1), given).yours
+        seconds[clipping] = yours.seconds
+        assert (yours.memory.host.get("gradients", 0) > 0) == (clipping == "exact")
+    assert seconds["last_norm"] < 0.8 * seconds["exact"]
+
+
 def test_what_lacks_is_named() -> None:
     plan = planned("70b", Training(length=512, checkpointing=True), gpus_per_node=1, host_memory="64G")
     assert plan.chosen is None
     text = "\n".join(reasoning(plan))
     assert "of device memory, of which" in text and "of host memory for 1 rank(s)" in text
     assert "nothing fits" in text and "--nvme-path" in text
-    console = Console(file=io.StringIO(), width=150)
-    show(plan, console=console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+    said = shown(plan)
     assert said.startswith("nothing fits") and "bound by" not in said  # a table without rows said nothing
 
 

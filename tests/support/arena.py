@@ -73,22 +73,30 @@ class Arena(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if args and result is args[0]:  # nothing is made; but a unit's room, into which is copied, has just been filled
+            if "copy_" in func.__name__ and args[0].untyped_storage()._cdata in self._known:
+                self._check(func)
+            return result
         made = [result] if isinstance(result, Tensor) else tree_leaves(result)
         fresh = [tensor for tensor in made if isinstance(tensor, Tensor) and not self._is_known(tensor)]
-        if fresh:
-            before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            if fresh[0].untyped_storage()._cdata in before or _is_on_host():  # the former: there before the arena
-                storages = [tensor.untyped_storage() for tensor in fresh]
-                self._of_host.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
-                return result
-            self.hold(fresh)
-        elif "copy_" not in func.__name__:  # into a unit's room, whose storage may just have been filled
+        if not fresh:
+            if "copy_" in func.__name__:
+                self._check(func)
             return result
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if fresh[0].untyped_storage()._cdata in before or _is_on_host():  # the former: there before the arena
+            storages = [tensor.untyped_storage() for tensor in fresh]
+            self._of_host.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
+            return result
+        self.hold(fresh)
+        self._check(func)
+        return result
+
+    def _check(self, func: Any) -> None:
         num_bytes = self.num_bytes
         self.peak = max(self.peak, num_bytes)
         if num_bytes > self.limit:
             raise OutOfArena(f"{func}: {num_bytes} bytes of {self.limit} that the device has")
-        return result
 
     def _is_known(self, tensor: Tensor) -> bool:
         key = tensor.untyped_storage()._cdata
