@@ -45,8 +45,8 @@ def ask_for(model: Any, extra: str) -> None:
 
 def asked_of(model: Any) -> set[str]:
     """Names of the extras that `ask_for` has been told."""
-    found: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
-    return found
+    names: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +228,8 @@ class Features(list[TrainingFeature]):
 
     def state_dict(self) -> dict[str, Any]:
         """By name, of those that keep something."""
-        found = {feature.name: feature.state_dict() for feature in self}
-        return {name: dict(state) for name, state in found.items() if state is not None}
+        states = {feature.name: feature.state_dict() for feature in self}
+        return {name: dict(state) for name, state in states.items() if state is not None}
 
     def load_state_dict(self, states: Mapping[str, Any], progress: Progress) -> None:
         for feature in self:

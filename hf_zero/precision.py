@@ -92,8 +92,8 @@ def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
         return [tensor for name in names for tensor in tensors_of(getattr(parameter, name))]
     scales: Any = getattr(parameter, "quant_state", None)
     second = getattr(scales, "state2", None)  # the scales may have scales themselves
-    found = [getattr(scales, "absmax", None), getattr(scales, "offset", None), getattr(second, "absmax", None)]
-    return [parameter.data, *(tensor for tensor in found if tensor is not None)]
+    candidates = [getattr(scales, "absmax", None), getattr(scales, "offset", None), getattr(second, "absmax", None)]
+    return [parameter.data, *(tensor for tensor in candidates if tensor is not None)]
 
 
 class ForwardPrecision:

@@ -382,18 +382,18 @@ class CheckpointedCalls:
 
     def _place(self, device: torch.device) -> Place:
         runtime = runtime_of(device)
-        found = self._places.get(device)
-        if found is None or found.runtime is not runtime:
+        place = self._places.get(device)
+        if place is None or place.runtime is not runtime:
             on_host = self.policy.cpu_checkpointing and runtime.has_own_memory
             moves = on_host or self.policy.contiguous_memory_optimization
-            found = Place(
+            place = Place(
                 runtime=runtime,
                 buffers=(lambda position: self._make(position, device, on_host)) if moves else None,
                 on_host=on_host,
                 group=self._group,
             )
-            self._places[device] = found
-        return found
+            self._places[device] = place
+        return place
 
     def _make(self, position: int, device: torch.device, on_host: bool) -> Buffers:
         """The buffers of a position among a call's inputs: where it is one buffer, slots are of one size."""

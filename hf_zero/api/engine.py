@@ -198,7 +198,7 @@ class ZeroEngine(nn.Module):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            _report_skip(optimizer, number, outcome.found, scale)
+            _report_skip(optimizer, number, outcome.computed_norm, scale)
 
         if outcome.is_known_to_skip or not outcome.is_known:
             outcome.when_skipped(count_skip)

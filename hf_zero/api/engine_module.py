@@ -85,8 +85,8 @@ class ModuleView:
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights in host memory of rank 0; None on the others. Collective."""
         keeps = self._world.rank == 0
-        found = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
-        return found if keeps else None
+        weights = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        return weights if keeps else None
 
     def _consolidated(self, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
         from hf_zero.params.consolidation import consolidated_state_dict  # what no step needs

@@ -37,13 +37,13 @@ def _parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
 def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
     """Param group -> this rank's reduced gradients (1-D, sums over ranks), between backward and step, where at hand."""
     optimizer.fragments.finish_reductions()
-    found: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
+    gradients: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
     for shard in optimizer.sub_groups:
         with ExitStack() as opened:
             gradient = opened.enter_context(optimizer.fragments.values.gradient(shard))
             if gradient is not None:
-                found[shard.group].append(gradient)
-    return found
+                gradients[shard.group].append(gradient)
+    return gradients
 
 
 def _offloads(optimizer: Any) -> bool:

@@ -49,11 +49,11 @@ class Parallelism:
         zero, device = resolved.zero, local_device()
         dimensions = [groups.dimension for groups in self.used]
         try:
-            found = parallel_groups(device, zero.shard_size, zero.gather_size, dimensions)
+            parallel = parallel_groups(device, zero.shard_size, zero.gather_size, dimensions)
         except ValueError as error:
             sizes = {"shard": zero.shard_size, **{each.name: len(each.groups[0]) for each in dimensions}}
             raise ConfigError(Problem("mesh", sizes, str(error), "give other sizes, or other groups")) from error
-        return in_hops(found, zero.hops, device) if zero.stage < 3 else found
+        return in_hops(parallel, zero.hops, device) if zero.stage < 3 else parallel
 
     def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
         """Make `model` what its ranks hold and see. Collective.
@@ -75,5 +75,5 @@ class Parallelism:
 
 def _load(where: str) -> type[ProgramGroups]:
     module, _, name = where.partition(":")
-    found: type[ProgramGroups] = getattr(import_module(module), name)
-    return found
+    kind: type[ProgramGroups] = getattr(import_module(module), name)
+    return kind

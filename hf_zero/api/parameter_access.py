@@ -84,15 +84,15 @@ class Fragments:
             StorageError: when it could not be read from a drive.
         """
         parts = self._parts_of(parameter)
-        found = []
+        chunks = []
         for part in parts:
             with source(part.sub_group, False) as values:
                 if values is not None:
                     stays = self._assembly.optimizer.updater.stager.always_at_hand
-                    found.append(_inside(values, part) if stays else _inside(values, part).clone())
+                    chunks.append(_inside(values, part) if stays else _inside(values, part).clone())
         if self._assembly.placements.failure is not None:
             raise self._assembly.placements.failure
-        return found[0] if len(found) == 1 else (torch.cat(found) if found else None)
+        return chunks[0] if len(chunks) == 1 else (torch.cat(chunks) if chunks else None)
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""

@@ -85,10 +85,10 @@ class Arena:
             segment = _Segment(max(num_bytes, _SEGMENT_BYTES), path)
             self._segments.append(segment)
             self._names[segment.bytes.data_ptr()] = segment.name
-        found = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
+        tensor = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
         segment.used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         segment.used = min(segment.used, segment.bytes.numel())
-        return found
+        return tensor
 
     def piece(self, part: Tensor) -> Piece | None:
         """A contiguous part as the writer can find it; None where it cannot."""
@@ -148,13 +148,13 @@ class Arena:
         content = record.content
         if not isinstance(content, Streamed) or not isinstance(content.parts, tuple):
             return None
-        found = []
+        pieces = []
         for part in content.parts:
             piece = self.piece(part) if part.dtype == content.dtype and part.numel() else None
             if piece is None:
                 return None
-            found.append(piece)
-        return found if content.num_bytes > self.SMALL_BYTES else None
+            pieces.append(piece)
+        return pieces if content.num_bytes > self.SMALL_BYTES else None
 
     def close(self) -> None:
         """End the process that writes, and give the memory back."""

@@ -181,7 +181,7 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
     optimizer states."""
     if not updater.stager.always_at_hand:
         return frozenset()
-    found = set()
+    addresses = set()
     for sub_group in updater.sub_groups:
         stored = sub_group.stored
         masters = [] if sub_group.lp_param is None else [sub_group.master if stored is None else stored.master.tensor]
@@ -189,8 +189,8 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
         kept = () if stored is None else (vector.tensor for vector in stored.vectors.values())
         for value in (*masters, *states, *kept):
             if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > 1:
-                found.add(value.untyped_storage().data_ptr())
-    return frozenset(found)
+                addresses.add(value.untyped_storage().data_ptr())
+    return frozenset(addresses)
 
 
 def _states_of(updater: Updater, parameter: torch.nn.Parameter) -> list[Any]:

@@ -312,11 +312,11 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
 def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaited | Tensor], dict[int, Awaited]]:
     """The state dict with places for its parameters, and the place of each parameter by id."""
     awaited: dict[int, Awaited] = {}
-    found: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
+    entries: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not exclude_frozen:
-            found[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
-    return {name: found[name] for name in state_dict_order(module) if name in found}, awaited
+            entries[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
+    return {name: entries[name] for name in state_dict_order(module) if name in entries}, awaited
 
 
 def _detached(buffers: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -435,10 +435,10 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
         ValueError: for one that weights are not written in.
     """
     known = {**DTYPES, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    found = known.get(dtype, None) if isinstance(dtype, str) else dtype
-    if found is None or found not in DTYPES.values():
+    torch_dtype = known.get(dtype, None) if isinstance(dtype, str) else dtype
+    if torch_dtype is None or torch_dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    return found
+    return torch_dtype
 
 
 __all__ = [

@@ -163,8 +163,8 @@ class ShardState:
 
     def values(self, kind: str) -> Tensor | None:
         """One value per element, 1-D; None where there is no such state."""
-        found = self.moments.get(kind)
-        return found.values() if isinstance(found, Stored) else found
+        state = self.moments.get(kind)
+        return state.values() if isinstance(state, Stored) else state
 
 
 @dataclass(slots=True)
@@ -232,8 +232,8 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
                     assert isinstance(whole, Tensor)
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
             elif OF_WHOLE_TENSORS not in state:  # which has the step of every parameter
-                found = _number(value)
-                scalars[kind] = max(found, scalars.get(kind, found)) if kind == STEP else found
+                number = _number(value)
+                scalars[kind] = max(number, scalars.get(kind, number)) if kind == STEP else number
     return ShardState(moments, scalars)
 
 
@@ -250,15 +250,15 @@ class ParameterPart:
 
 def parts_by_parameter(sub_groups: Sequence[SubGroup], states: Sequence[ShardState]) -> dict[int, list[ParameterPart]]:
     """In order."""
-    found: dict[int, list[ParameterPart]] = {}
+    by_parameter: dict[int, list[ParameterPart]] = {}
     for sub_group, state in zip(sub_groups, states, strict=True):
         elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
         for piece in sub_group.pieces:
             own = {kind: values.narrow(0, piece.in_shard, piece.numel) for kind, values in elements.items()}
             master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
             part = ParameterPart(piece.in_parameter, sub_group.group, master, own, state.scalars)
-            found.setdefault(piece.parameter, []).append(part)
-    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in found.items()}
+            by_parameter.setdefault(piece.parameter, []).append(part)
+    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in by_parameter.items()}
 
 
 def _number(value: Any) -> Any:

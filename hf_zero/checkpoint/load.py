@@ -59,8 +59,8 @@ def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with
     buffers = {name: view.buffers[name] for name in own_buffers if name in view.buffers}
     if strict:
         wanted = {*names, *subject.frozen(), *own_buffers}
-        found = {*(names[i] for i in weights), *frozen, *buffers}
-        _refuse_differences(view, wanted - found, source.names() - wanted - set(subject.aliases()))
+        present = {*(names[i] for i in weights), *frozen, *buffers}
+        _refuse_differences(view, wanted - present, source.names() - wanted - set(subject.aliases()))
     for name, value in buffers.items():
         if value.shape != own_buffers[name].shape:
             raise _other_shape(view, name, tuple(value.shape), tuple(own_buffers[name].shape))
@@ -170,7 +170,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
         )
     holder = {name: group for group in view.groups for name in group.names}
     names, updater = subject.names, subject.assembly.optimizer.updater
-    found: list[Group | None] = []
+    groups: list[Group | None] = []
     for members, options in zip(subject.assembly.members, subject.assembly.optimizer.param_groups, strict=True):
         group = next((holder[names[index]] for index in members if names[index] in holder), None)
         if group is None:
@@ -184,8 +184,8 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
                 f"{', '.join(wanted)}",
                 "continue with the optimizer that was saved, or load with load_optimizer_states=False",
             )
-        found.append(group)
-    return found
+        groups.append(group)
+    return groups
 
 
 def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
@@ -373,9 +373,9 @@ def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, A
     if steps is not None and not steps:
         return {}
     shape = view.shapes[name]
-    found: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states_of(name)}
+    states: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states_of(name)}
     counted = {ds.STEP: torch.tensor(float(steps))} if steps is not None else {}
-    return {**group.scalars, **found, **counted}
+    return {**group.scalars, **states, **counted}
 
 
 def _write_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -117,12 +117,12 @@ def _files(folder: Folder) -> Sequence[Written | Path]:
 
 def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: Collectives) -> CheckpointError:
     """The same error with an intact older checkpoint to turn to, if there is one. Collective."""
-    found = None
+    alternatives = None
     if collectives.rank == 0:
         # Trainer keeps every checkpoint in a folder of its own: look beside this one, too.
         siblings = [path for path in root.resolve().parent.glob("checkpoint-*") if path.resolve() != root.resolve()]
-        found = intact_alternatives(root, tag, siblings)
-    everybodys = collectives.gather_objects(found)[0]
+        alternatives = intact_alternatives(root, tag, siblings)
+    everybodys = collectives.gather_objects(alternatives)[0]
     if not isinstance(everybodys, list) or not everybodys:
         return error
     return CheckpointError(error.path, error.problem, f"{error.fix}. Intact: {everybodys[0]}")

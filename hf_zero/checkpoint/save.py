@@ -270,11 +270,11 @@ class _Collected:
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in an order that all ranks share."""
-        found: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for group in self.groups if not self.is_bound else ():
             for kind, dtype in group.kinds.items():
-                found[kind] = torch.promote_types(found.get(kind, dtype), dtype)
-        return dict(sorted(found.items()))
+                dtypes[kind] = torch.promote_types(dtypes.get(kind, dtype), dtype)
+        return dict(sorted(dtypes.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,15 +287,15 @@ def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest
 
 def scheduler_state(view: CheckpointView) -> Mapping[str, Any] | None:
     """The saved state of the learning-rate schedule."""
-    found = view.meta.get(ds.LR_SCHEDULER)
-    return found if isinstance(found, Mapping) else None
+    state = view.meta.get(ds.LR_SCHEDULER)
+    return state if isinstance(state, Mapping) else None
 
 
 def feature_states(view: CheckpointView) -> dict[str, Any]:
     """The saved states of training-time features, by their names."""
     others = view.meta.get(ds.TRAINING_FEATURES)
-    found = dict(others) if isinstance(others, Mapping) else {}
-    return {**found, **{key: view.meta.get(key) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}}
+    states = dict(others) if isinstance(others, Mapping) else {}
+    return {**states, **{key: view.meta.get(key) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}}
 
 
 @dataclass(frozen=True, slots=True)

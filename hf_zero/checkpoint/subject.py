@@ -77,12 +77,12 @@ class ModelSubject:
     def aliases(self) -> dict[str, str]:
         """Second names of tied parameters -> first names."""
         first: dict[int, str] = {}
-        found = {}
+        aliases = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             owner = first.setdefault(id(parameter), name)
             if owner != name:
-                found[name] = owner
-        return found
+                aliases[name] = owner
+        return aliases
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,11 +208,11 @@ def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interva
 def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Pieces:
     if cut is None:
         return views[0].frozen[name]
-    found = [view.frozen[name].parts for view in views]
+    parts = [view.frozen[name].parts for view in views]
 
     def read(start: int, stop: int) -> Iterator[Tensor]:
         for rank, run in cut.in_parts(start, stop):
-            yield from span(found[rank], run.start, run.stop)
+            yield from span(parts[rank], run.start, run.stop)
 
     return Pieces(cut.shape, Between(read, 0, math.prod(cut.shape)))
 

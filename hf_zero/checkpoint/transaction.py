@@ -355,8 +355,8 @@ def check_output_folder(folder: str, collectives: Collectives) -> None:
     Raises:
         CheckpointError: naming the ranks and what the system says.
     """
-    found = collectives.gather_objects(_obstacle(Path(folder)))
-    hindered = [(rank, why) for rank, why in enumerate(found) if why]
+    obstacles = collectives.gather_objects(_obstacle(Path(folder)))
+    hindered = [(rank, why) for rank, why in enumerate(obstacles) if why]
     if hindered:
         ranks = ", ".join(str(rank) for rank, _ in hindered)
         problem = f"cannot be written to by rank {ranks}: {hindered[0][1]}"

@@ -70,13 +70,13 @@ class StateElements:
 
     def parts(self, parameter: int, start: int, stop: int) -> list[Tensor]:
         """Views of the elements [start, stop) of one parameter, in order."""
-        found = []
+        views = []
         for extent in self.extents[parameter]:
             low, high = max(start, extent.start), min(stop, extent.stop)
             if low < high:
                 buffer = self.buffers[extent.rank, extent.buffer]
-                found.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
-        return found
+                views.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
+        return views
 
     def whole(self, parameter: int, numel: int) -> Parts:
         return tuple(self.parts(parameter, 0, numel))

@@ -64,8 +64,8 @@ def torch_group(partition: Partition) -> dist.ProcessGroup | None:
 def adopt(group: dist.ProcessGroup) -> Partition:
     """Take a group that exists as the one of `torch_group`; returns those of all ranks. Collective."""
     ranks = tuple(dist.get_process_group_ranks(group))
-    found = NativeCollectives().gather_objects(ranks)
-    partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", found)))
+    groups = NativeCollectives().gather_objects(ranks)
+    partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", groups)))
     if sorted(rank for ranks in partition for rank in ranks) != list(range(get_world_size())):
         raise ValueError(f"groups of ranks that share sequences must be disjoint: {list(partition)}")
     known = _known()

@@ -185,7 +185,7 @@ def parallel_groups(
         """Of its own: what is sent here has buffers of its own."""
         return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
 
-    found = ParallelGroups(
+    groups = ParallelGroups(
         mesh=mesh,
         world=group(whole),
         shard=apart(mesh.shard),
@@ -203,11 +203,11 @@ def parallel_groups(
     )
     inner = mesh.of_parts()
     if inner is None:
-        return found
+        return groups
     assert set(inner.replicate) == set(mesh.replicate), "each copy of the states has all parts"
     shard, lone = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
     of_parts = replace(
-        found,
+        groups,
         mesh=inner,
         same_weights=shard if inner.same_weights == inner.shard else group(inner.same_weights),
         shard=shard,
@@ -218,7 +218,7 @@ def parallel_groups(
         host=shard,
         across_hosts=lone,
     )
-    return replace(found, of_parts=of_parts)
+    return replace(groups, of_parts=of_parts)
 
 
 Self = TypeVar("Self", bound="ProgramGroups")

@@ -125,11 +125,11 @@ class Ledger:
 
     def received(self) -> dict[str, tuple[int, int]]:
         """By phase: bytes that this rank has got from ranks of its host, and of others."""
-        found: dict[str, tuple[int, int]] = {}
+        by_phase: dict[str, tuple[int, int]] = {}
         for (phase, _), tally in self.tallies.items():
-            within, across = found.get(phase, (0, 0))
-            found[phase] = within + tally.within, across + tally.across
-        return found
+            within, across = by_phase.get(phase, (0, 0))
+            by_phase[phase] = within + tally.within, across + tally.across
+        return by_phase
 
     @property
     def crosses_hosts(self) -> bool:

@@ -242,14 +242,14 @@ class Mesh:
 
     def _along(self, partitions: Iterable[Partition]) -> Partition:
         """Ranks that differ in these directions alone."""
-        found: Partition = tuple((rank,) for rank in range(len(self.hosts.of_rank)))
+        merged: Partition = tuple((rank,) for rank in range(len(self.hosts.of_rank)))
         for partition in partitions:
-            if len(found[0]) == 1:
-                found = partition
+            if len(merged[0]) == 1:
+                merged = partition
             elif len(partition[0]) > 1:
-                reached = [{rank for each in ranks for rank in group_of(each, partition)} for ranks in found]
-                found = tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in reached))
-        return found
+                reached = [{rank for each in ranks for rank in group_of(each, partition)} for ranks in merged]
+                merged = tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in reached))
+        return merged
 
 
 def agreeing(world: int, dimensions: Iterable[Dimension]) -> Partition:

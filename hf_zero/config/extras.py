@@ -78,12 +78,12 @@ def extra_named(name: str) -> Extra:
         ExtraMissing: its package is not there.
     """
     try:
-        found: Extra = import_module(f"{_PACKAGE}.{name}").EXTRA
+        extra: Extra = import_module(f"{_PACKAGE}.{name}").EXTRA
     except ModuleNotFoundError as error:
         if error.name is None or not f"{_PACKAGE}.{name}".startswith(error.name):
             raise  # something that it needs is missing, which is another matter
         raise ExtraMissing(name, f"there is no {_PACKAGE}.{name}") from None
-    return found
+    return extra
 
 
 def extra_asked_by(key: str) -> Extra | None:
@@ -99,10 +99,10 @@ def extra_asked_by(key: str) -> Extra | None:
     if entry is None:
         return None
     try:
-        found: Extra = entry.load()
+        extra: Extra = entry.load()
     except (ImportError, AttributeError) as error:
         raise ExtraMissing(entry.name, f"{entry.value}: {error}") from error
-    return found
+    return extra
 
 
 @functools.cache

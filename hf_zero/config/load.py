@@ -87,8 +87,8 @@ def _require_sections(config: dict[str, Any]) -> None:
     ]
     if broken:
         translated = translate(config)
-        found = validate(translated.tree)[1]
-        problems = translated.problems + [finding for finding in found if isinstance(finding, Problem)]
+        findings = validate(translated.tree)[1]
+        problems = translated.problems + [finding for finding in findings if isinstance(finding, Problem)]
         if problems:
             raise ConfigError(problems)
 

@@ -92,8 +92,8 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
     alone = {key: param_dict[key] for key in keys if key in param_dict}
     translated = translate(alone)
-    config, found = validate(translated.tree)
-    problems = [finding for finding in found if isinstance(finding, Problem)]
+    config, findings = validate(translated.tree)
+    problems = [finding for finding in findings if isinstance(finding, Problem)]
     if translated.problems or problems:
         raise ConfigError([*translated.problems, *problems])
     return _as(kind, getattr(config, name))

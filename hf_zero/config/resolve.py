@@ -139,10 +139,10 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         problems += sizes.problems
     if complete or not {TRAIN, MICRO} & translated.autos:
         problems += wrong
-    optimizer, found = resolve_optimizer(config.optimizer, translated.autos)
-    problems += found
-    scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
-    problems += found
+    optimizer, wrong = resolve_optimizer(config.optimizer, translated.autos)
+    problems += wrong
+    scheduler, wrong = resolve_scheduler(config.scheduler, translated.autos)
+    problems += wrong
     extras = {extra.name: extra.examine(config) for extra in config.features if extra.examine is not None}
     problems += [problem for examined in extras.values() for problem in examined.problems]
     remarks += [remark for examined in extras.values() for remark in examined.remarks]

@@ -21,8 +21,8 @@ _UNLIMITED = 1 << 60
 
 def host_available(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process could still get: of the machine, of its control groups, of ulimit -d."""
-    found = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
-    return max(0, min(found))
+    limits = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
+    return max(0, min(limits))
 
 
 def disk_available(folder: str) -> int:
@@ -105,8 +105,8 @@ def trim() -> None:
 def _malloc_trim() -> Callable[[int], object]:
     """glibc's; other C libraries have none."""
     try:
-        found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
-        return found
+        malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        return malloc_trim
     except (AttributeError, OSError, TypeError):  # TypeError: Windows, which cannot open "this program"
         return lambda _kept: None
 

@@ -14,8 +14,8 @@ def accelerator_kind() -> str | None:
     """Torch's name of the accelerator that is there and can take part in a process group; None: only the CPU."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in BACKENDS else None
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None and accelerator.type in BACKENDS else None
 
 
 def default_backend() -> str:
@@ -57,5 +57,5 @@ def found_accelerators() -> tuple[FoundAccelerator, ...]:
     if kind is None:
         return ()
     module = torch.get_device_module(kind)
-    found = (module.get_device_properties(index) for index in range(torch.accelerator.device_count()))
-    return tuple(FoundAccelerator(str(each.name), int(each.total_memory)) for each in found)
+    properties = (module.get_device_properties(index) for index in range(torch.accelerator.device_count()))
+    return tuple(FoundAccelerator(str(each.name), int(each.total_memory)) for each in properties)

@@ -281,8 +281,8 @@ def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple
 def _edits(findings: Findings) -> Iterator[Edit]:
     """Once per place: a key that is wrong for two reasons is changed for the first. What changes nothing may stay."""
     seen = set()
-    found: list[Problem | Remark] = [*findings.problems, *findings.remarks]
-    for finding in found:
+    in_order: list[Problem | Remark] = [*findings.problems, *findings.remarks]
+    for finding in in_order:
         edit = finding.edit
         if edit is None or edit.path in seen:
             continue

@@ -153,8 +153,8 @@ def _hub_answers() -> bool:
 
 def _as_number(name: str) -> str:
     """How else to say it, where a name says how many parameters its model has."""
-    found = _NUM_IN_NAME.search(name)
-    return f"; `plan` also takes the number of parameters: {found[0].lower()}" if found else ""
+    match = _NUM_IN_NAME.search(name)
+    return f"; `plan` also takes the number of parameters: {match[0].lower()}" if match else ""
 
 
 # What a config sends per update, within hosts and across, and what it would send with other keys of ZeRO++.
@@ -189,10 +189,10 @@ class Sent:
 
 def number_of(text: str, flag: str) -> float:
     """7b, 350M, 40G, 1.5e9."""
-    found = count_of(text)
-    if found is None:
+    number = count_of(text)
+    if number is None:
         raise ConfigError(Problem(flag, text, "must be a number, as 7b, 350M or 1.5e9", "correct it"))
-    return found
+    return number
 
 
 def traffic_rows(findings: Findings, per_host: int | None, parameters: float | None, links: Links) -> tuple[Sent, ...]:

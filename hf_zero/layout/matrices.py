@@ -72,9 +72,9 @@ def blocks(matrix: MatrixShape, start: int, stop: int) -> Iterator[Block]:
             shape = (1, min(matrix.rows - row_in_matrix, left // matrix.columns), matrix.columns)
         else:
             shape = (left // matrix.matrix_numel, matrix.rows, matrix.columns)
-        found = Block(cursor - start, batch, row, column, shape)
-        yield found
-        cursor += found.numel
+        block = Block(cursor - start, batch, row, column, shape)
+        yield block
+        cursor += block.numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,11 @@ class GroupPartition:
 
     def offsets(self) -> tuple[int, ...]:
         """Where each member starts on the line."""
-        found, cursor = [], 0
+        offsets, cursor = [], 0
         for index, member in enumerate(self.members):
-            found.append(cursor)
+            offsets.append(cursor)
             cursor += member.numel + self._gap(index)
-        return tuple(found)
+        return tuple(offsets)
 
     @property
     def used_numel(self) -> int:
@@ -69,13 +69,13 @@ class GroupPartition:
     def extents(self, rank: int, buffer: int) -> list[Extent]:
         """What lies in `rank`'s part."""
         part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
-        found = []
+        extents = []
         for member, offset in zip(self.members, self.offsets(), strict=True):
             common = part.intersect(Interval(offset, offset + member.numel))
             if common is not None:
                 start, inside = common.start - offset, common.start - part.start
-                found.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
-        return found
+                extents.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
+        return extents
 
     def _gap(self, index: int) -> int:
         return self.gaps[index] if index < len(self.gaps) else 0
@@ -94,13 +94,13 @@ class SubGroupPartition:
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
         """What lies in `rank`'s flat tensor; padding is left out."""
-        found, cursor = [], 0
+        extents, cursor = [], 0
         for member in self.members:
             own = chunk_interval(member.numel, rank, self.world)
             if own.numel:
-                found.append(Extent(member.parameter, own.start, own.numel, rank, buffer, cursor))
+                extents.append(Extent(member.parameter, own.start, own.numel, rank, buffer, cursor))
             cursor += chunk_numel(member.numel, self.world)
-        return found
+        return extents
 
 
 def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroupPartition, ...]:

@@ -128,9 +128,9 @@ class Table:
                 self._columns[index] = self._places(runs_cut(one.cuts, matrix.matrix_numel), matrix.columns)
 
     def _places(self, runs: Sequence[int], length: int) -> dict[int, int]:
-        found = {run: self.numel + position * length for position, run in enumerate(runs)}
+        places = {run: self.numel + position * length for position, run in enumerate(runs)}
         self.numel += len(runs) * length
-        return found
+        return places
 
     def write(self, message: Tensor, parameter: int, sums: Sums) -> None:
         """Put a rank's sums of what others share into `message`."""
@@ -300,10 +300,10 @@ class _Part:
 
     def own(self, names: Flavour) -> dict[str, Any]:
         """Step, rms, and the tensors of the part by the flavour's names."""
-        found: dict[str, Any] = {"step": self.step, "RMS": self.rms}
+        state: dict[str, Any] = {"step": self.step, "RMS": self.rms}
         if self.factors is not None:
-            return {**found, names.rows: self.factors.rows, names.columns: self.factors.columns}
-        return {**found, names.vector: self.vector}
+            return {**state, names.rows: self.factors.rows, names.columns: self.factors.columns}
+        return {**state, names.vector: self.vector}
 
     def adopt(self, own: Mapping[str, Any], names: Flavour) -> None:
         """The reverse of `own`, on the same layout."""
@@ -318,9 +318,9 @@ class _Part:
     def slices(self, names: Flavour) -> dict[str, Any]:
         """What this rank says of the parameter in a checkpoint: rows and matrices that begin in its part."""
         shapes = names.shapes(self.shape)
-        found = names.single_values(self.step, self.rms)
+        states = names.single_values(self.step, self.rms)
         if self.vector is not None:
-            return {**found, names.vector: StateSlice(shapes[names.vector], self.piece.in_parameter, self.vector)}
+            return {**states, names.vector: StateSlice(shapes[names.vector], self.piece.in_parameter, self.vector)}
         assert self.factors is not None
         of = self.factors.of
         first, end = of.begun(of.matrix.columns)
@@ -328,7 +328,7 @@ class _Part:
         first_batch, end_batch = of.begun(of.matrix.matrix_numel)
         columns = self.factors.columns[first_batch - of.first_batch : end_batch - of.first_batch].reshape(-1)
         return {
-            **found,
+            **states,
             names.rows: StateSlice(shapes[names.rows], first, rows),
             names.columns: StateSlice(shapes[names.columns], first_batch * of.matrix.columns, columns),
         }

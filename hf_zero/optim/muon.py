@@ -198,8 +198,8 @@ class MuonUpdater(Updater):
                 continue
             whole = held[parameter] if part is None else part.whole(held[parameter])
             if parameter in own:
-                found = direction(whole) if part is None else part.of(direction(whole))
-                self._apply(sub_group, own[parameter], found.reshape(-1), lr, group["weight_decay"])
+                own_direction = direction(whole) if part is None else part.of(direction(whole))
+                self._apply(sub_group, own[parameter], own_direction.reshape(-1), lr, group["weight_decay"])
 
     def _joined_part(self, parameter: int) -> HeldPart | None:
         """What this rank holds of a matrix that has to be put together first; None: what it holds is enough."""
@@ -207,10 +207,10 @@ class MuonUpdater(Updater):
         return None if part is None or is_independent(part.cut) else part
 
     @staticmethod
-    def _apply(sub_group: SubGroup, piece: Piece, found: Tensor, lr: float, weight_decay: float) -> None:
-        """`found`: the direction of all that this rank holds of the parameter."""
+    def _apply(sub_group: SubGroup, piece: Piece, update: Tensor, lr: float, weight_decay: float) -> None:
+        """`update`: the direction of all that this rank holds of the parameter."""
         master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
         master.mul_(1 - lr * weight_decay)
-        master.sub_(found.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
+        master.sub_(update.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
         if sub_group.lp_param is not None:
             sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(master)

@@ -281,9 +281,9 @@ class OffloadStager(StateStager):
             parameter = sub_group.tensors[position].parameter
             is_known = name in self._optimizer.state.get(parameter, {})
             if (is_known and vector.tensor is None) or (begins and not is_known):
-                found = values(vector)
-                is_form = found.numel() != parameter.numel()
-                self._optimizer.state[parameter][name] = found if is_form else found.view(parameter.shape)
+                tensor = values(vector)
+                is_form = tensor.numel() != parameter.numel()
+                self._optimizer.state[parameter][name] = tensor if is_form else tensor.view(parameter.shape)
 
     def _settle(self, sub_group: SubGroup, *, changed: bool) -> None:
         """Take over states that were made or replaced since they were fetched, and release."""

@@ -154,12 +154,12 @@ class WholeTensorUpdater(Updater):
         """Let kept parameters hold their masters and gradients, whole."""
         masters = self._peers.gather_whole(sub_group, sub_group.master)
         reduced = gradients.of(sub_group).to(sub_group.master.dtype) * gradients.scale
-        found = self._peers.gather_whole(sub_group, reduced)
+        whole = self._peers.gather_whole(sub_group, reduced)
         for parameter in self._members(sub_group):
             kept = self._kept.get(parameter)
             if kept is not None and parameter in gradients.used:
                 kept.data = masters[parameter].clone()  # a view would keep what all ranks sent
-                kept.grad = found[parameter].clone()
+                kept.grad = whole[parameter].clone()
 
     def _send_back(self, sub_group: SubGroup, used: Set[int]) -> None:
         mine: dict[int, Tensor] = {}
@@ -233,7 +233,7 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
     ours = _built_in(optimizer, choice)
     if ours is not None:
         return ours
-    known = [found for kind in type(optimizer).__mro__ if (found := type_of_class(kind)) is not None]
+    known = [registered for kind in type(optimizer).__mro__ if (registered := type_of_class(kind)) is not None]
     is_whole = choice == "whole_tensors" or choice is None and any(kind.whole_tensors for kind in known)
     unmet = next((kind.needs for kind in known if kind.needs), None)
     return Traits(Sees.WHOLE_TENSORS if is_whole else Sees.FLAT_SHARDS, unmet=unmet)
@@ -252,8 +252,8 @@ def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     """The elementwise rule of this optimizer. Exact classes only: a subclass may do something else."""
     own = vars(type(optimizer)).get("family")
-    found = own if isinstance(own, Family) else _stand_in(optimizer)
-    return found if isinstance(found, Family) else None
+    family = own if isinstance(own, Family) else _stand_in(optimizer)
+    return family if isinstance(family, Family) else None
 
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> Family | Traits | None:
@@ -263,8 +263,8 @@ def _stand_in(optimizer: torch.optim.Optimizer) -> Family | Traits | None:
         return None
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
-    found: Family | Traits | None = loaded(kind.stands_in)(optimizer)
-    return found
+    stand_in: Family | Traits | None = loaded(kind.stands_in)(optimizer)
+    return stand_in
 
 
 def updater_for(
@@ -300,5 +300,5 @@ def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) ->
     described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
     if described is not None:
         return described(optimizer)
-    found = _stand_in(optimizer) if choice != "flat_shards" else None
-    return found if isinstance(found, Traits) else None
+    stand_in = _stand_in(optimizer) if choice != "flat_shards" else None
+    return stand_in if isinstance(stand_in, Traits) else None

@@ -232,13 +232,13 @@ class WholeStepUpdater(Updater):
     def whole_states(self) -> WholeStates:
         """Everything, if any of it does not hold one value per element: such states make no line of elements."""
         whole = self._whole()
-        found = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
+        states = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
         has_other_shapes = any(
             isinstance(value, Tensor) and value.dim() and value.numel() != whole[index].numel()
-            for index, state in found.items()
+            for index, state in states.items()
             for value in state.values()
         )
-        return found if has_other_shapes else {}
+        return states if has_other_shapes else {}
 
     def restore_whole_states(self, states: WholeStates) -> None:
         self.optimizer.state.clear()

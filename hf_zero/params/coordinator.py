@@ -373,10 +373,10 @@ def _in_autograd() -> bool:
 
 def _tensors(output: Any) -> list[Tensor]:
     """The tensors of a module's output; of an object that is no container, those among its attributes."""
-    found = []
+    tensors = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
-    return found
+            tensors.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
+    return tensors

@@ -107,11 +107,11 @@ class ShardedEdits(Edits):
             self._sync_persistent(part)
             return
         known = self._digests.get(part)
-        found = None if known is None else _digests(part)
+        digests = None if known is None else _digests(part)
         for place, member in enumerate(part.members):
-            member.sync_master(is_certain=known is not None and found is not None and known[place] != found[place])
-        if found is not None:
-            self._digests[part] = found
+            member.sync_master(is_certain=known is not None and digests is not None and known[place] != digests[place])
+        if digests is not None:
+            self._digests[part] = digests
 
     def _sync_persistent(self, part: UnitPart) -> None:
         """This is part of every step: one look at all, and only if that finds something, one at each."""
@@ -206,7 +206,7 @@ def _name(handle: ShardedParameter) -> str:
 
 def _digests(part: UnitPart) -> list[int]:
     """Of every member's bits, in one look at the device."""
-    found: list[int] = torch.stack(
+    digests: list[int] = torch.stack(
         [digest(member.unsharded) for member in part.members if member.unsharded is not None]
     ).tolist()
-    return found
+    return digests

@@ -39,21 +39,21 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     Raises:
         StorageError: on all ranks, when one could not read its chunks from a drive.
     """
-    found: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, handle in enumerate(handles):
         by_kind.setdefault((handle.shard.dtype, handle.device), []).append(index)
     for indices in by_kind.values():
         for batch in _batches(indices, handles):
             members = [handles[index] for index in batch]
-            found.update(zip(batch, _gather_together(members), strict=True))
+            gathered.update(zip(batch, _gather_together(members), strict=True))
     kept = [handle.kept for handle in handles if handle.kept is not None]
     if kept:
         failures = (vector.failure for vector in kept)
         sync_failures(
             next((failure for failure in failures if failure), None), handles[0].groups.access_copies, handles[0].device
         )
-    return [found[index] for index in range(len(handles))]
+    return [gathered[index] for index in range(len(handles))]
 
 
 def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Iterator[list[int]]:

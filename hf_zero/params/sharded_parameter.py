@@ -191,8 +191,8 @@ class ShardedParameter:
 
     def is_source_of(self, value: float) -> bool:
         """Whether `value` is the NaN that the released parameter holds, by its bits."""
-        found = signature_of(value)
-        return found != 0 and found == signature(self._number, self.stand_in.dtype)
+        bits = signature_of(value)
+        return bits != 0 and bits == signature(self._number, self.stand_in.dtype)
 
     @property
     def mark(self) -> Tensor:

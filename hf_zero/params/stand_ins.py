@@ -330,8 +330,8 @@ class StandIns:
 
     def refuse_overwritten(self) -> None:
         """Raise if there are any: there is no telling where that write should have gone."""
-        found = [handle for handle in self._marked if not handle.mark.is_meta and not handle.mark.isnan()]
-        names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in found]
+        overwritten = [handle for handle in self._marked if not handle.mark.is_meta and not handle.mark.isnan()]
+        names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in overwritten]
         if names:
             raise RuntimeError(
                 f"{len(names)} parameters were overwritten while this rank held only a shard of them, which changes "

@@ -76,13 +76,13 @@ class WallClock:
         self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, how many, times, under way
 
     def on_update(self, update: Update) -> None:
-        found = self.last = Breakdown.of(update)
+        breakdown = self.last = Breakdown.of(update)
         if not self._prints:
             return
-        timers = " | ".join(f"{name}: {took:.2f}" for name, took in found.timers.items())
+        timers = " | ".join(f"{name}: {took:.2f}" for name, took in breakdown.timers.items())
         log_dist(f"time (ms) | {timers}")
-        log_dist(f"update {update.number} took {found}")
-        self._summed = [sum_ + found.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
+        log_dist(f"update {update.number} took {breakdown}")
+        self._summed = [sum_ + breakdown.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
         self._num_summed += 1
         if update.number % self._every == 0:
             self._tell(update.number)

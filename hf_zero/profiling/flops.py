@@ -323,13 +323,13 @@ def get_model_profile(
             detailed=detailed,
             output_file=output_file,
         )
-    found = (
+    profile = (
         profiler.get_total_flops(as_string),
         profiler.get_total_macs(as_string),
         profiler.get_total_params(as_string),
     )
     profiler.end_profile()
-    return found
+    return profile
 
 
 def _write(text: str, output_file: str | None) -> None:

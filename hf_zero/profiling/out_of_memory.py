@@ -36,9 +36,9 @@ def memory_by_kind(engine: Any) -> Kinds:
     On a CPU the rest is what the process has beside them: the interpreter, libraries, data.
     """
     device, seen = engine.device, set[int]()
-    found = {kind: _size(tensors(), device, seen) for kind, tensors in _kinds(engine)}
-    found[REST] = max(0, _in_use(device) - sum(found.values()))
-    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+    sizes = {kind: _size(tensors(), device, seen) for kind, tensors in _kinds(engine)}
+    sizes[REST] = max(0, _in_use(device) - sum(sizes.values()))
+    return {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -125,8 +125,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def requested_bytes(message: str) -> int:
     """What could not be had; 0 where the message does not say."""
-    found = _ASKED.search(message)
-    return round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _ASKED.search(message)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[Change], cached: int = 0) -> str:

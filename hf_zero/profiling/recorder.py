@@ -264,23 +264,23 @@ class Recorder:
         return self._waiting[0] if self._waiting else self._now
 
     def _copies(self, waiting: _Waiting) -> list[Transfer]:
-        found = []
+        copies = []
         for lane, num_bytes, begin, end in waiting.transfers:
             if self.clock.has_passed(end):
-                found.append(Transfer(lane, num_bytes, self._ns(begin), self._ns(end)))
+                copies.append(Transfer(lane, num_bytes, self._ns(begin), self._ns(end)))
             else:
                 self._next.transfers.append((lane, num_bytes, begin, end))
-        return found
+        return copies
 
     def _requests(self, waiting: _Waiting) -> list[Transfer]:
-        found = []
+        requests = []
         for verb, num_bytes, completion in waiting.requests:
             if completion.is_done:
                 begin, end = round(completion.started_at * 1e9), round(completion.ended_at * 1e9)
-                found.append(Transfer(verb, num_bytes, begin, end))
+                requests.append(Transfer(verb, num_bytes, begin, end))
             else:
                 self._next.requests.append((verb, num_bytes, completion))
-        return found
+        return requests
 
 
 # A trace file for Perfetto (ui.perfetto.dev) and chrome://tracing, in Chrome's trace event format.

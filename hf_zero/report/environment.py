@@ -215,20 +215,20 @@ def _nvme() -> Feature:
 
 def _launchers() -> Iterator[Feature]:
     for program, launcher in (("pdsh", "pdsh"), ("mpirun", "openmpi, mpich, impi, mvapich"), ("srun", "slurm")):
-        found = shutil.which(program)
-        why = "" if found else f"{program} is not in PATH; torchrun and --no_ssh need nothing"
-        yield Feature(f"several hosts through {launcher}", found is not None, why)
+        path = shutil.which(program)
+        why = "" if path else f"{program} is not in PATH; torchrun and --no_ssh need nothing"
+        yield Feature(f"several hosts through {launcher}", path is not None, why)
 
 
 def _needs_module(name: str, module: str, package: str = "") -> Feature:
-    found = find_spec(module) is not None
-    return Feature(name, found, "" if found else f"pip install {package or module}")
+    is_there = find_spec(module) is not None
+    return Feature(name, is_there, "" if is_there else f"pip install {package or module}")
 
 
 def _compiler() -> Feature:
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    why = "" if found else "a C compiler is missing, which torch.compile and Triton need"
-    return Feature("torch.compile", found is not None, why)
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    why = "" if compiler else "a C compiler is missing, which torch.compile and Triton need"
+    return Feature("torch.compile", compiler is not None, why)
 
 
 # The drive

@@ -94,16 +94,16 @@ def check_config(config: Any, size: int) -> None:
 
 def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
     """The modules of a model without those of parts with another configuration (images, sound)."""
-    found, waiting = [], [model]
+    modules, waiting = [], [model]
     while waiting:
         module = waiting.pop()
         own: Any = getattr(module, "config", None)
         inner = own.get_text_config() if hasattr(own, "get_text_config") else own
         if own is not None and type(inner) is not type(config):
             continue
-        found.append(module)
+        modules.append(module)
         waiting.extend(module.children())
-    return found
+    return modules
 
 
 def install(name: str, modules: Iterable[nn.Module]) -> None:

@@ -40,9 +40,9 @@ class UlyssesSPDataLoaderAdapter:
 
     def around(self, dl: Any, skipped: int = 0) -> UlyssesSPDataLoaderAdapter:
         """The same around another loader, leaving out its first `skipped` batches (of all ranks)."""
-        found = type(self)(dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
-        found._num_skipped = skipped
-        return found
+        adapter = type(self)(dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
+        adapter._num_skipped = skipped
+        return adapter
 
     def __getattr__(self, name: str) -> Any:
         if name == "dl":  # not there yet: a copy is being made
@@ -56,7 +56,7 @@ class UlyssesSPDataLoaderAdapter:
         """
         batches, to_skip = iter(self.dl), self._num_skipped
         while True:
-            told = [_Told(*found) for found in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
+            told = [_Told(*answer) for answer in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
             failed = [f"rank {rank}: {one.error}" for rank, one in zip(self._ranks, told, strict=True) if one.error]
             if failed:
                 raise RuntimeError(f"a loader of ranks that share sequences failed: {'; '.join(failed)}")
@@ -126,10 +126,10 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) 
 
 
 def _sequences(batch: Mapping[str, Any]) -> Tensor:
-    found = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(found, Tensor) or found.dim() < 2:
+    sequences = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(sequences, Tensor) or sequences.dim() < 2:
         raise ValueError(f"sequences are cut along input_ids [samples, positions]; the batch has {sorted(batch)}")
-    return found
+    return sequences
 
 
 def is_part(sequences: Tensor) -> bool:

@@ -130,8 +130,8 @@ def make_groups(size: int) -> SequenceGroups:
 
 def process_group_of(groups: ParallelGroups) -> Any:
     """torch's group of the ranks that share this one's sequences; None where it has whole ones. Collective once."""
-    found = next((each for each in groups.mesh.dimensions if each.name == SequenceGroups.name), None)
-    return None if found is None else torch_group(found.groups)
+    dimension = next((each for each in groups.mesh.dimensions if each.name == SequenceGroups.name), None)
+    return None if dimension is None else torch_group(dimension.groups)
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:
@@ -164,11 +164,11 @@ def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | No
 def _of_mesh(mesh: Any) -> SequenceGroups | None:
     names = getattr(mesh, "mesh_dim_names", None)
     if names is not None:
-        found = next((name for name in ("sp", "sequence_parallel") if name in names), None)
-        if found is None:
+        dimension = next((name for name in ("sp", "sequence_parallel") if name in names), None)
+        if dimension is None:
             return None
-        size = int(mesh[found].size())
-        return _adopted(mesh.get_group(found)) if size > 1 else None
+        size = int(mesh[dimension].size())
+        return _adopted(mesh.get_group(dimension)) if size > 1 else None
     data, size = (int(extent) for extent in mesh)
     world = this_process().size
     if data * size != world:

@@ -122,5 +122,5 @@ def text_config(model: Any) -> Any:
 
 def first_tensor(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
     """What has the batch and the positions of a forward as its first two extents."""
-    found = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
-    return next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)
+    candidates = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
+    return next((tensor for tensor in candidates if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)

@@ -133,10 +133,10 @@ class OwnedValues:
     def _plain_state(self, sub_group: SubGroup, key: str) -> Tensor | None:
         states = self._updater.optimizer.state
         values = [states.get(tensor.parameter, {}).get(key) for tensor in sub_group.tensors]
-        found = [value.view(-1) for value in values if isinstance(value, Tensor) and value.dim()]
-        if len(found) != len(values):
+        views = [value.view(-1) for value in values if isinstance(value, Tensor) and value.dim()]
+        if len(views) != len(values):
             return None
-        return found[0] if len(found) == 1 else _spread(sub_group, found)
+        return views[0] if len(views) == 1 else _spread(sub_group, views)
 
     @torch.no_grad()
     def master_to_params(self, parameter: int) -> None:

@@ -154,10 +154,10 @@ class StepOutcome:
     def norm(self) -> float:
         """Global L2 norm before clipping; of an update that is skipped because it is not finite, infinity."""
         # Infinity minus infinity within a model is NaN, which loggers refuse and comparisons pass over.
-        return math.inf if math.isnan(self.found) and self._rule.skips else self.found
+        return math.inf if math.isnan(self.computed_norm) and self._rule.skips else self.computed_norm
 
     @property
-    def found(self) -> float:
+    def computed_norm(self) -> float:
         """The norm as it was computed, which may be NaN."""
         return self._rule.norm(self._read()[0])
 

@@ -139,17 +139,17 @@ def stays_whole(module: Any) -> bool:
 
 def model_in(model: nn.Module) -> nn.Module:
     """The model that PEFT's stands around, or `model`."""
-    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    return found
+    inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return inner
 
 
 def modules_in(base: nn.Module) -> dict[str, nn.Module]:
     """By name, as they would be without adapters around them; where there are some, the outermost."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     is_adapted = any(map(_is_adapter, base.modules()))
     for name, module in base.named_modules():
-        found.setdefault(name.replace(".base_layer", "") if is_adapted else name, module)
-    return found
+        modules.setdefault(name.replace(".base_layer", "") if is_adapted else name, module)
+    return modules
 
 
 def names_in(base: nn.Module) -> list[str]:
@@ -348,8 +348,8 @@ class _Nothing:
 
 
 def _peft(module: str, name: str) -> type:
-    found: type = getattr(sys.modules.get(f"peft.{module}"), name, _Nothing)
-    return found
+    kind: type = getattr(sys.modules.get(f"peft.{module}"), name, _Nothing)
+    return kind
 
 
 class _DropoutOfPart:
@@ -388,5 +388,5 @@ class _DoraOfPart:
     def forward(self, x: Tensor, *, base_layer: nn.Module, base_result: Tensor | None = None, **more: Any) -> Tensor:
         if base_result is None:  # what was dropped differs from what the layer saw
             base_result = base_layer(x)
-        found: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **more)  # type: ignore[misc]
-        return found
+        result: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **more)  # type: ignore[misc]
+        return result

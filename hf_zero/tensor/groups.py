@@ -39,13 +39,13 @@ class TensorGroups(ProgramGroups):
         """
         inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's model stands around it
         size, group = vars(model).get(_WANTED) or vars(inner).get(_WANTED) or (1, None)
-        found = mpu if isinstance(mpu, TensorGroups) else cls._of_mpu(mpu)
-        if found is not None and size not in (1, found.size):
-            rule = f"initialize(mpu=...) has groups of {found.size} ranks"
+        groups = mpu if isinstance(mpu, TensorGroups) else cls._of_mpu(mpu)
+        if groups is not None and size not in (1, groups.size):
+            rule = f"initialize(mpu=...) has groups of {groups.size} ranks"
             raise ConfigError(Problem("tp_model_init(tp_size=)", size, rule, "give the same size in both"))
-        if found is None and size > 1:
-            found = cls.of_size(size) if group is None else cls(adopt(group))
-        return found
+        if groups is None and size > 1:
+            groups = cls.of_size(size) if group is None else cls(adopt(group))
+        return groups
 
     @classmethod
     def _of_mpu(cls, mpu: Any) -> TensorGroups | None:

@@ -221,10 +221,10 @@ class PartialVocabulary:
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.first_token
         is_here = (local >= 0) & (local < self.weight.shape[0])
-        found = nn.functional.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight)
+        rows = nn.functional.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight)
         if self.padding_idx is not None:  # the row of the padding gets no gradient
-            found = torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
-        return leave(self.tensor_group, found * is_here.unsqueeze(-1).to(found.dtype))
+            rows = torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return leave(self.tensor_group, rows * is_here.unsqueeze(-1).to(rows.dtype))
 
 
 def stand_in_front(mixin: type, module: nn.Module, base: type, **attributes: Any) -> None:

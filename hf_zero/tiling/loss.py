@@ -88,18 +88,24 @@ class DeferredLogits(Tensor):
             make: the logits of hidden states, at once.
             on_use: told the operation for which they are all computed after all.
         """
-        found: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+        deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
         )
-        found.hidden, found.steps, found._make, found._on_use, found._made = hidden, [], make, on_use, None
-        return found
+        deferred.hidden, deferred.steps, deferred._make, deferred._on_use, deferred._made = (
+            hidden,
+            [],
+            make,
+            on_use,
+            None,
+        )
+        return deferred
 
     def after(self, step: Step) -> DeferredLogits:
         """The same with one more step."""
         probe = step(torch.zeros((1, self.shape[-1]), dtype=self.dtype, device=self.device))
-        found = DeferredLogits.of(self.hidden, self.shape[-1], probe.dtype, self._make, self._on_use)
-        found.steps = [*self.steps, step]
-        return found
+        deferred = DeferredLogits.of(self.hidden, self.shape[-1], probe.dtype, self._make, self._on_use)
+        deferred.steps = [*self.steps, step]
+        return deferred
 
     def computed(self, operation: str) -> Tensor:
         """All of them, for an operation."""
@@ -351,8 +357,8 @@ def _head_of(model: Any) -> tuple[nn.Module, int]:
 def _loss_of(model: Any) -> Any:
     loss = getattr(model, "loss_function", None)
     if getattr(loss, "__name__", None) != _LOSS:
-        found = getattr(loss, "__name__", None) or type(loss).__name__
+        name = getattr(loss, "__name__", None) or type(loss).__name__
         raise ValueError(
-            f"{type(model).__name__} computes its loss by {found}; only transformers' {_LOSS} is cut into tiles"
+            f"{type(model).__name__} computes its loss by {name}; only transformers' {_LOSS} is cut into tiles"
         )
     return loss

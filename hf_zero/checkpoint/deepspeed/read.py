@@ -445,14 +445,14 @@ def _whole_elements(
 
 def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Single values of the parameter that has seen most updates."""
-    found: dict[str, Any] = {}
+    latest: dict[str, Any] = {}
     for number in group.get(ds.PARAMS, ()):
         state = states.get(number)
         if state:
             scalars = scalar_states(state, element_states(state, 1, of_scalar=True))
-            if not found or scalars.get(ds.STEP, 0) > found.get(ds.STEP, 0):
-                found = scalars
-    return found
+            if not latest or scalars.get(ds.STEP, 0) > latest.get(ds.STEP, 0):
+                latest = scalars
+    return latest
 
 
 def _steps_0(
@@ -461,11 +461,11 @@ def _steps_0(
     """Updates by parameter: at stage 0 each has a counter of its own, none before its first update."""
     if is_flat:
         return {}
-    found = {}
+    steps = {}
     for names, group in zip(groups, stated, strict=True):
         for name, number in zip(names, group.get(ds.PARAMS, ()), strict=False):
-            found[name] = int((states.get(number) or {}).get(ds.STEP, 0))
-    return found
+            steps[name] = int((states.get(number) or {}).get(ds.STEP, 0))
+    return steps
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,16 +216,16 @@ def optimizer_states_0(
     }
     if not has_masters:
         return torch_form
-    found = {
+    entries = {
         ds.DYNAMIC_LOSS_SCALE: bool(part.scaler.get("dynamic")),
         "cur_scale": float(part.scaler.get("cur_scale", 1.0)),
         "cur_iter": 0,
     }
     for key in ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis"):
         if key in part.scaler:
-            found[key] = part.scaler[key]
+            entries[key] = part.scaler[key]
     masters = [[states[name].master for name in group] for group in groups]
-    return {**found, ds.OPTIMIZER_STATE_DICT: torch_form, ds.FP32_GROUPS: masters, ds.CLIP_GRAD: part.clip_grad}
+    return {**entries, ds.OPTIMIZER_STATE_DICT: torch_form, ds.FP32_GROUPS: masters, ds.CLIP_GRAD: part.clip_grad}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +269,8 @@ def _sizes(shapes: Shapes) -> OrderedDict[str, torch.Size]:
 
 def _scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """Step counters first, as ints unless they are tensors, for which torch's own optimizers ask."""
-    found = {key: plain(value) for key, value in scalars.items()}
-    if ds.STEP in found:
-        step = found.pop(ds.STEP)
-        found = {ds.STEP: step if isinstance(step, Tensor) else int(step), **found}
-    return found
+    values = {key: plain(value) for key, value in scalars.items()}
+    if ds.STEP in values:
+        step = values.pop(ds.STEP)
+        values = {ds.STEP: step if isinstance(step, Tensor) else int(step), **values}
+    return values

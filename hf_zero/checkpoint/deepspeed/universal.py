@@ -84,13 +84,13 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
 
 def _untrained(view: CheckpointView) -> dict[str, Tensor]:
     """Frozen weights, buffers, and second names of tied parameters."""
-    found = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
+    tensors = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
     for alias, owner in view.aliases.items():
         if owner in view.shapes:
-            found[alias] = view.read(owner).view(view.shapes[owner])
-        elif owner in found:
-            found[alias] = found[owner]
-    return found
+            tensors[alias] = view.read(owner).view(view.shapes[owner])
+        elif owner in tensors:
+            tensors[alias] = tensors[owner]
+    return tensors
 
 
 def _common_state(view: CheckpointView) -> dict[str, Any]:

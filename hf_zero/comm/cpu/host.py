@@ -258,12 +258,12 @@ class HostCollectives(ExchangeCollectives):
     def _claim(self, call: int, label: Label) -> dict[int, Block]:
         try:
             return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
-        except Mismatch as found:
+        except Mismatch as mismatch:
             raise RuntimeError(
-                f"ranks have come to different places: rank {self.ranks[self.rank]} calls {_described(found.ours)} "
-                f"where rank {found.peer} calls {_described(found.theirs)}. Every rank has to run the same number of "
-                "backward passes between two updates, and the same collective calls in the same order."
-            ) from found
+                f"ranks have come to different places: rank {self.ranks[self.rank]} calls {_described(mismatch.ours)} "
+                f"where rank {mismatch.peer} calls {_described(mismatch.theirs)}. Every rank has to run the same "
+                "number of backward passes between two updates, and the same collective calls in the same order."
+            ) from mismatch
 
 
 def _described(label: Label) -> str:

@@ -31,10 +31,10 @@ class Section(BaseModel):
         """
         if isinstance(self, kind):
             return self
-        found: Any = self
+        section: Any = self
         for name in _path_to(type(self), kind) or ():
-            found = getattr(found, name, None)
-        return kind() if found is None else found
+            section = getattr(section, name, None)
+        return kind() if section is None else section
 
 
 @functools.cache

@@ -62,8 +62,8 @@ class Trial(TrainingFeature):
 
     def _write(self, seconds: float) -> None:
         if self._world.rank == 0:
-            found = {"latency": seconds, "throughput": self._samples / seconds, "samples_per_update": self._samples}
-            Path(self._policy.path).write_text(json.dumps(found), encoding="utf-8")
+            figures = {"latency": seconds, "throughput": self._samples / seconds, "samples_per_update": self._samples}
+            Path(self._policy.path).write_text(json.dumps(figures), encoding="utf-8")
 
 
 def trial_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
@@ -98,14 +98,14 @@ class MeasuredPlan:
     """A plan whose choice is the fastest that was run."""
 
     plan: Plan
-    found: tuple[Measured, ...]
+    measured: tuple[Measured, ...]
 
     def as_list(self) -> list[dict[str, Any]]:
-        return [each.as_dict() for each in self.found]
+        return [each.as_dict() for each in self.measured]
 
     def show(self) -> None:
-        if self.found:
-            show_measured(self.plan, self.found)
+        if self.measured:
+            show_measured(self.plan, self.measured)
 
 
 def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:

@@ -203,16 +203,16 @@ def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBit
     strategies: dict[tuple[str, int | None], list[str]] = {}
     for one in kept:
         name, rows, columns = one.layer.name, one.layer.num_out, one.layer.num_in
-        found = grids[name]
+        grid = grids[name]
         key: tuple[str, int | None] = ("channel", None)
-        scale = found.scale
+        scale = grid.scale
         if one.num_groups <= rows:
             scale = scale.repeat_interleave(rows // one.num_groups, dim=0)
         else:
             per_row = one.num_groups // rows
             scale, key = scale.view(rows, per_row), ("group", columns // per_row)
         strategies.setdefault(key, []).append(name)
-        tensors[f"{name}.weight"] = found.codes.view(found.shape)
+        tensors[f"{name}.weight"] = grid.codes.view(grid.shape)
         tensors[f"{name}.weight_scale"] = scale.contiguous()
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     quantized = {name for names in strategies.values() for name in names}
@@ -233,9 +233,9 @@ def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) ->
     tensors: dict[str, Tensor] = {}
     shapes = {}
     for one in kept:
-        name, found = one.layer.name, grids[one.layer.name]
-        tensors |= {f"{name}.codes": found.codes, f"{name}.scale": found.scale, f"{name}.zero": found.zero}
-        shapes[name] = json.dumps([one.layer.weight, *found.shape])
+        name, grid = one.layer.name, grids[one.layer.name]
+        tensors |= {f"{name}.codes": grid.codes, f"{name}.scale": grid.scale, f"{name}.zero": grid.zero}
+        shapes[name] = json.dumps([one.layer.weight, *grid.shape])
     save_file(tensors, path / CODES, metadata=shapes)
     logger.info("%s has codes and scales of %d weights beside the plain ones", path / CODES, len(kept))
 

@@ -181,12 +181,12 @@ class Distillation:
 
     def keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """What the student's forward gets: also asked for what is compared."""
-        found = dict(keywords)
+        arguments = dict(keywords)
         if self.policy.hidden_weight:
-            found["output_hidden_states"] = True
+            arguments["output_hidden_states"] = True
         if self.policy.attention_weight:
-            found["output_attentions"] = True
-        return found
+            arguments["output_attentions"] = True
+        return arguments
 
     def apply(self, inputs: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Any:
         """`output` with the new loss in it.
@@ -210,20 +210,18 @@ class Distillation:
     def teachers_part(self, output: Any, taught: Any, labels: Tensor | None = None) -> Tensor:
         """The loss without the model's own."""
         policy = self.policy
-        found: Tensor = output.logits.new_zeros(())
+        loss: Tensor = output.logits.new_zeros(())
         if policy.logit_weight:
-            found = found + policy.logit_weight * logit_loss(output.logits, taught.logits, policy.temperature, labels)
+            loss = loss + policy.logit_weight * logit_loss(output.logits, taught.logits, policy.temperature, labels)
         if policy.hidden_weight:
             own, theirs = output.hidden_states, taught.hidden_states
             pairs = zip(own, (theirs[index] for index in self._states(len(own), len(theirs))), strict=True)
-            found = found + policy.hidden_weight * _squared_errors(pairs)
+            loss = loss + policy.hidden_weight * _squared_errors(pairs)
         if policy.attention_weight:
             own, theirs = _maps(output), _maps(taught)
             chosen = self.teacher_layers or _every(len(own), len(theirs))
-            found = found + policy.attention_weight * _squared_errors(
-                zip(own, (theirs[i] for i in chosen), strict=True)
-            )
-        return found
+            loss = loss + policy.attention_weight * _squared_errors(zip(own, (theirs[i] for i in chosen), strict=True))
+        return loss
 
     def _states(self, own: int, theirs: int) -> list[int]:
         """Of the teacher's states (embeddings first) those that the student's are compared with."""

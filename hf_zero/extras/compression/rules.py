@@ -74,8 +74,8 @@ def _technique_problems(path: str, name: str, technique: Any) -> Iterator[Proble
 
 
 def _snip_problems(path: str, shared: Any) -> Iterator[Problem]:
-    found = BLOCK_PATTERN.fullmatch(shared.block_pattern)
-    if found is None or (found[2] == ":" and int(found[1]) >= int(found[3])):
+    match = BLOCK_PATTERN.fullmatch(shared.block_pattern)
+    if match is None or (match[2] == ":" and int(match[1]) >= int(match[3])):
         rule = 'must be "NxM", such as "4x1", or "N:M" with N below M, such as "2:4"'
         yield Problem(f"{path}.block_pattern", shared.block_pattern, rule, 'correct it, or remove the key ("4x1")')
     end = shared.schedule_offset_end

@@ -84,8 +84,8 @@ class _TopMask(torch.autograd.Function):
 
 def trained_mask(scores: Tensor, dense_ratio: float) -> Tensor:
     """The mask of the largest scores, through which they are trained."""
-    found: Tensor = _TopMask.apply(scores, dense_ratio)
-    return found
+    mask: Tensor = _TopMask.apply(scores, dense_ratio)
+    return mask
 
 
 def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:

@@ -409,15 +409,15 @@ def _pruning(section: Compression, name: str) -> PruningPolicy | None:
         num_heads = getattr(shared, "num_heads", None) or 0
         return PruningPolicy(offset=shared.schedule_offset, rules=rules, method=shared.method, num_heads=num_heads)
     everything = Rule(path=f"{ROOT}.{name}", modules=(EVERYTHING,), dense_ratio=shared.dense_ratio)
-    found = BLOCK_PATTERN.fullmatch(shared.block_pattern)
-    assert found is not None, "checked before"
-    pair = int(found[1]), int(found[3])
+    match = BLOCK_PATTERN.fullmatch(shared.block_pattern)
+    assert match is not None, "checked before"
+    pair = int(match[1]), int(match[3])
     return PruningPolicy(
         offset=shared.schedule_offset,
         rules=rules or (everything,),
         method=shared.method,
-        blocks=pair if found[2] == "x" else None,
-        n_of_m=pair if found[2] == ":" else None,
+        blocks=pair if match[2] == "x" else None,
+        n_of_m=pair if match[2] == ":" else None,
         stride=shared.schedule_offset_stride,
         end=shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end,
         excluded=tuple(shared.excluded_modules),

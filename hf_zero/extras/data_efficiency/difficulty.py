@@ -28,10 +28,10 @@ def difficulty(policy: DifficultyPolicy, step: int) -> int:
         return _discrete(policy, step)
     assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has a function of its own"
     share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
-    found: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
-    found -= found % policy.multiple
+    value: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
+    value -= value % policy.multiple
     first = -(-policy.minimum // policy.multiple) * policy.multiple
-    return min(max(found, first), policy.maximum)
+    return min(max(value, first), policy.maximum)
 
 
 def _discrete(policy: DifficultyPolicy, step: int) -> int:

@@ -99,8 +99,8 @@ _MIX = 0x9E3779B97F4A7C15
 
 def kept_tokens(policy: RandomLTDPolicy, step: int) -> int:
     """Tokens that the layers keep in update `step`, from 0."""
-    found = math.floor(step / policy.total_steps * (policy.max_tokens - policy.min_tokens) + policy.min_tokens)
-    return min(found - found % policy.multiple, policy.max_tokens)
+    num_tokens = math.floor(step / policy.total_steps * (policy.max_tokens - policy.min_tokens) + policy.min_tokens)
+    return min(num_tokens - num_tokens % policy.multiple, policy.max_tokens)
 
 
 class RandomLTD(TrainingFeature):

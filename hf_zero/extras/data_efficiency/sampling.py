@@ -146,8 +146,8 @@ class SampleStream:
     def batch(self) -> Ids:
         """The samples of the next update, in the order of micro-batches and ranks."""
         step = self.step
-        found = self._draw()
-        mixed: Ids = found[np.random.default_rng((self.policy.seed, _OF_UPDATE, step, 1)).permutation(len(found))]
+        drawn = self._draw()
+        mixed: Ids = drawn[np.random.default_rng((self.policy.seed, _OF_UPDATE, step, 1)).permutation(len(drawn))]
         return mixed
 
     def _restart(self) -> None:
@@ -185,12 +185,12 @@ class SampleStream:
             )
 
     def _easy_enough(self, now: Mapping[str, int]) -> NDArray[np.bool_]:
-        found = np.ones(self.num_samples, bool)
+        allowed = np.ones(self.num_samples, bool)
         for admission in self._admissions:
             mine = np.zeros(self.num_samples, bool)
             mine[admission.samples(now[admission.metric.name])] = True
-            found &= mine
-        return found
+            allowed &= mine
+        return allowed
 
 
 def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:

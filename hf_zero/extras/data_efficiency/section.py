@@ -291,5 +291,5 @@ class DataPolicy:
 
 def data_policy(resolved: Resolved) -> DataPolicy:
     """What a config asks of data efficiency."""
-    found: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
-    return found
+    policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
+    return policy

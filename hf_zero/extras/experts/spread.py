@@ -133,13 +133,13 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
     Raises:
         ValueError: the model has no packed experts, or not as many as can be dealt out.
     """
-    found = [(name, module) for name, module in model.named_modules() if _is_packed(module)]
-    if not found:
+    packed = [(name, module) for name, module in model.named_modules() if _is_packed(module)]
+    if not packed:
         raise ValueError(
             f"{type(model).__name__} has no packed experts of transformers (one tensor for all experts of a layer); "
             "modules of single experts are not spread"
         )
-    for name, module in found:
+    for name, module in packed:
         if isinstance(module, SpreadExperts):
             if module.expert_group.ranks != group.ranks:
                 raise ValueError(f"the experts of {name} have been spread over ranks {module.expert_group.ranks}")
@@ -150,7 +150,7 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
         for wrapper in around:
             unpartition(wrapper)
         _spread(module, around, group, device)
-    logger.info("expert parallelism: the experts of %d layers are spread over %d ranks", len(found), group.size)
+    logger.info("expert parallelism: the experts of %d layers are spread over %d ranks", len(packed), group.size)
 
 
 def _is_packed(module: nn.Module) -> bool:

@@ -136,8 +136,8 @@ class BertSparseSelfAttention(nn.Module):
             for project in (self.query, self.key, self.value)
         )
         padding = None if attention_mask is None else attention_mask.reshape(attention_mask.shape[0], -1)
-        found = self.sparse_self_attention(query, key, value, key_padding_mask=padding)
-        mixed: Tensor = found.transpose(1, 2).flatten(2)
+        attended = self.sparse_self_attention(query, key, value, key_padding_mask=padding)
+        mixed: Tensor = attended.transpose(1, 2).flatten(2)
         return mixed
 
 

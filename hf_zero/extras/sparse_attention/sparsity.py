@@ -180,10 +180,10 @@ class SparsityConfig:
         Unlike `make_layout` this is for sequences of any length.
         """
         whole = max(num_blocks, self.least_blocks())
-        found = [self.rows(whole, head) for head in range(self.num_layout_heads)]
+        layouts = [self.rows(whole, head) for head in range(self.num_layout_heads)]
         if whole == num_blocks:
-            return found
-        return [tuple(tuple(k for k in row if k < num_blocks) for row in rows[:num_blocks]) for rows in found]
+            return layouts
+        return [tuple(tuple(k for k in row if k < num_blocks) for row in rows[:num_blocks]) for rows in layouts]
 
     def make_layout(self, seq_len: int) -> Tensor:
         """int64 [num_heads, seq_len / block, seq_len / block]: 1 where a block of keys is seen."""

@@ -163,9 +163,9 @@ class Accelerator(DeepSpeedAccelerator):
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes that models train in."""
-        found = [torch.float32]
-        found += [torch.float16] if self.is_fp16_supported() else []
-        return found + ([torch.bfloat16] if self.is_bf16_supported() else [])
+        dtypes = [torch.float32]
+        dtypes += [torch.float16] if self.is_fp16_supported() else []
+        return dtypes + ([torch.bfloat16] if self.is_bf16_supported() else [])
 
     def __getattr__(self, name: str) -> Any:
         """`FloatTensor`, `HalfTensor` and their kin: the constructors that torch still has, for this device."""
@@ -292,9 +292,9 @@ _chosen: list[Any] = []  # at most one
 def get_accelerator() -> Any:
     """What `set_accelerator` has set; else the accelerator that torch was built for, if it is present; else the CPU."""
     if not _chosen:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         # Apple's mps has no process group backend; training with several processes is not possible there.
-        kind = "cpu" if found is None or found.type == "mps" else found.type
+        kind = "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
         _chosen.append(_CLASSES[kind]() if kind in _CLASSES else Accelerator(kind))
     return _chosen[0]
 

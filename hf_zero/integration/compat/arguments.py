@@ -153,10 +153,10 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
     Raises:
         FileNotFoundError: when there is none.
     """
-    found = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
-    if not found:
+    files = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
+    if not files:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
-    return found
+    return files
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:

@@ -281,10 +281,10 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     Raises:
         RuntimeError: when they differ.
     """
-    found = set(items)
-    if len(found) != 1:
-        raise RuntimeError(f"expected one value, got {len(found)}: {sorted(map(repr, found))}")
-    return found.pop()
+    distinct = set(items)
+    if len(distinct) != 1:
+        raise RuntimeError(f"expected one value, got {len(distinct)}: {sorted(map(repr, distinct))}")
+    return distinct.pop()
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

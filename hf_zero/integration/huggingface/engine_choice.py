@@ -126,8 +126,8 @@ class EngineChoice:
         chosen = self._engine_of(loss)
         self._latest = chosen.engine
         if sync_gradients is not None:
-            for found in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
-                prepared = found()
+            for reference in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
+                prepared = reference()
                 if prepared is not None and prepared.engine.optimizer is not None:
                     prepared.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         chosen.backward(loss, **options)
@@ -143,12 +143,12 @@ class EngineChoice:
     def norm_of(self, parameters: Iterable[Any]) -> Any:
         """The norm, before clipping, of the gradients of the models that these parameters belong to; as last known."""
         wanted = {id(parameter) for parameter in parameters}
-        found = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
-        if self.answers_late and len(found) == 1:
-            return found[0].optimizer.late_norm
-        norms = [norm for engine in found if (norm := engine.get_global_grad_norm()) is not None]
+        engines = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
+        if self.answers_late and len(engines) == 1:
+            return engines[0].optimizer.late_norm
+        norms = [norm for engine in engines if (norm := engine.get_global_grad_norm()) is not None]
         if not norms:
-            return None if found else self.get_global_grad_norm()
+            return None if engines else self.get_global_grad_norm()
         return norms[0] if len(norms) == 1 else sum(norm**2 for norm in norms) ** 0.5
 
     def _engine_of(self, loss: Tensor) -> PreparedEngine:

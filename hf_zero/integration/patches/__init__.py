@@ -57,9 +57,9 @@ class Patch:
             original = original.fget
         if not callable(original):
             raise Misfit("is not there")
-        found = ", ".join(inspect.signature(original).parameters)
-        if found not in (self.parameters, *self.older):
-            raise Misfit(f"takes ({found}), not ({self.parameters})")
+        parameters = ", ".join(inspect.signature(original).parameters)
+        if parameters not in (self.parameters, *self.older):
+            raise Misfit(f"takes ({parameters}), not ({self.parameters})")
         return holder, name, original
 
     def is_needed(self, module: ModuleType) -> bool:

@@ -106,7 +106,7 @@ def _has_working_step(prepared: Sequence[Any]) -> bool:
     return has_object and all(hasattr(method, MARK) for method in methods)
 
 
-def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -> NoReturn:
+def _refuse(accelerator: Any, error: ConfigError, check: Callable[[], object]) -> NoReturn:
     """Raise what was found, beginning with accelerate's own words; its check changes the config, which is put back."""
     config = accelerator.deepspeed_plugin.deepspeed_config
     kept = copy.deepcopy(dict(config))
@@ -116,7 +116,7 @@ def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -
             del config["zero_optimization"][path[1]]
     try:
         with no_engine():
-            raise_both(found.problems, check)
+            raise_both(error.problems, check)
     finally:
         config.clear()
         config.update(kept)

@@ -53,8 +53,8 @@ def around_initialize_weights(original: Callable[..., None]) -> Callable[..., No
 
 def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
     """What weights are made of where they are no parameters themselves."""
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "parametrizations")]
-    return [parameter for module in found for parameter in module.parametrizations.parameters()]
+    parametrized: list[Any] = [module for module in model.modules() if hasattr(module, "parametrizations")]
+    return [parameter for module in parametrized for parameter in module.parametrizations.parameters()]
 
 
 @PATCHES.add(

@@ -75,11 +75,11 @@ def refuse_other_losses(trainer: Any) -> None:
         ValueError: a loss is asked for that Trainer would leave out.
     """
     smoothing = trainer.args.label_smoothing_factor
-    found = f"label_smoothing_factor = {smoothing}" if trainer.label_smoother is not None else ""
-    found = "compute_loss_func" if trainer.compute_loss_func is not None else found
-    if found:
+    setting = f"label_smoothing_factor = {smoothing}" if trainer.label_smoother is not None else ""
+    setting = "compute_loss_func" if trainer.compute_loss_func is not None else setting
+    if setting:
         raise ValueError(
-            f"{found}: where ranks share sequences (ParallelismConfig.sp_size = "
+            f"{setting}: where ranks share sequences (ParallelismConfig.sp_size = "
             f"{trainer.accelerator.parallelism_config.sp_size}), Trainer takes the model's own loss and would leave "
             "this out; remove it, or train without sequence parallelism"
         )
@@ -194,10 +194,10 @@ def around_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         is_shared = self.model.training and shares_sequences(self)
         if is_shared:
             refuse_other_losses(self)
-        found = original(self, model, inputs, return_outputs, num_items_in_batch)
+        result = original(self, model, inputs, return_outputs, num_items_in_batch)
         if not is_shared:
-            return found
-        loss, *outputs = found if return_outputs else (found,)
+            return result
+        loss, *outputs = result if return_outputs else (result,)
         loss = weigh_by_tokens(self, inputs, loss)
         return (loss, *outputs) if return_outputs else loss
 
@@ -346,9 +346,9 @@ def around_finalize_training(original: Callable[..., Any]) -> Callable[..., Any]
 
     def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
         engine = self.model_wrapped
-        found = original(self, *args, **options)
+        output = original(self, *args, **options)
         if isinstance(engine, ZeroEngine):
             end(engine)
-        return found
+        return output
 
     return _finalize_training
